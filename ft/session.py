@@ -34,6 +34,7 @@ from holdfast.ft import step_protocol as protocol
 from holdfast.ft.attempt import Attempt, profiled
 from holdfast.ft.communicators import CommunicatorManager, DefaultGroup, collect_votes
 from holdfast.ft.departure import OnError
+from holdfast.ft.events import StepBegun
 from holdfast.ft.membership.events import EpochBroken, LocalFinished
 from holdfast.ft.membership.view import OnDeath, View
 from holdfast.ft.node.epoch_guard import EpochGuard
@@ -45,7 +46,7 @@ from holdfast.ft.state.transfer import Stateful
 from holdfast.ft.step_protocol import NEWCOMER, CommitState, Vote
 from holdfast.ft.telemetry import otel
 from holdfast.ft.telemetry.event_log import EventLog, flush_all, log_events
-from holdfast.ft.telemetry.flight import FlightRecorder, open_recorder
+from holdfast.ft.telemetry.flight import open_recorder
 from holdfast.ft.telemetry.metrics import PORT, Metrics, OpTally, ports
 from holdfast.ft.termination import TerminationRequest
 from holdfast.ft.timeouts import Timeouts
@@ -154,7 +155,7 @@ class Session:
         log_events(self._events)
         self._epoch_guard = EpochGuard(self._identity, self._events.emit)
         self._runtime: Runtime | None = None
-        self._telemetry: Telemetry | None = None
+        self._recorder: Recorder | None = None
         over = self._epoch_guard.why_over
         self._replicator = StateReplicator(self._settings.timeouts, self._events, over, self._reach)
         self._group = DefaultGroup()
@@ -313,14 +314,9 @@ class Session:
         if self._runtime is not None:
             raise HoldfastError("a session can be entered once; make another one")
         with contextlib.ExitStack() as undo:  # each is closed whatever the others raise, the last one first
-            self._telemetry = Telemetry(
-                self._identity,
-                self._settings.name,
-                self._events,
-                self._metrics,
-                lambda: 0 if self._runtime is None else self._runtime.node.missed_heartbeats,
-            )
-            undo.push(self._close_telemetry)
+            missed = lambda: 0 if self._runtime is None else self._runtime.node.missed_heartbeats  # noqa: E731
+            recording = recorded(self._events, self._settings.name, self._metrics, missed)
+            self._recorder = undo.enter_context(recording)
             settings.open_single(self._settings)
             undo.callback(settings.close_single, self._settings)
             self._runtime = Runtime(self._settings, self._epoch_guard, self._events, self._identity)
@@ -351,10 +347,6 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._closing.__exit__(kind, error, trace)
-
-    def _close_telemetry(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if self._telemetry is not None:
-            self._telemetry.close(error)
 
     def _leave(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         """Tell the others that this process leaves, unless the job is over or ends with this."""
@@ -463,7 +455,7 @@ class Session:
             protocol.ConfirmTransfer: lambda request: replicator.confirm_transfer(self._open_comm()),
             protocol.RestoreState: lambda request: self._restore(request.done),
             protocol.StageState: lambda request: replicator.stage(self._open_comm(), self._hosts, request.version),
-            protocol.StepBoundary: lambda request: self._begin_step(runtime, request.done),
+            protocol.StepBoundary: lambda request: self._begin_step(request.done),
             protocol.AwaitBarrier: lambda request: self._open_comm().barrier(),
             protocol.CommitStep: self._commit,
             protocol.CloseRetired: lambda request: self._comms.close_retired(),
@@ -474,11 +466,8 @@ class Session:
         return self._epoch_guard.next_view(0, self._settings.timeouts), runtime.node.was_spare
 
     def _record(self, request: protocol.RecordStep) -> None:
-        if request.in_epoch is None:
-            self._events.emit(request.event)
-            return
-        with self._epoch_guard.held(request.in_epoch):
-            self._events.emit(request.event)
+        epoch = request.in_epoch
+        self._events.emit(request.event, None if epoch is None else self._epoch_guard.held(epoch))
 
     def _commit(self, request: protocol.CommitStep) -> float:
         self._record(request)
@@ -490,15 +479,12 @@ class Session:
             self.process_group()
         return self._replicator.enter(self._open_comm(), self._hosts, done)
 
-    def _begin_step(self, runtime: Runtime, done: int) -> bool:
+    def _begin_step(self, done: int) -> bool:
         """Begin the step after `done`; True if a degraded epoch ends first, so that all ranks write a checkpoint."""
         if self._living is not None and self._living.degraded_from and self._replicator.saves(done):
             return True
         self._replicator.look(done)
         self._replicator.begin(self._open_comm(), done)
-        runtime.step = done
-        if self._telemetry is not None:
-            self._telemetry.at_step(done)
         return False
 
     def _leave_epoch(self, failure: HoldfastError) -> HoldfastError:
@@ -526,7 +512,7 @@ class Session:
                 runtime.store(view),
                 patience,
                 over=lambda: self._epoch_guard.why_over(view.epoch),
-                recorder=None if self._telemetry is None else self._telemetry.recorder,
+                recorder=self._recorder,
                 connect_payload=vote.numbers(),
             )
             self._view = self._living = view
@@ -572,35 +558,22 @@ def asked_for(metrics: str | int | None) -> str:
     return asked
 
 
-class Telemetry:
-    """The flight recording of a session, its metrics if they are turned on, and what goes to OpenTelemetry."""
+@contextlib.contextmanager
+def recorded(
+    events: EventLog, job: str, metrics: str, missed_heartbeats: Callable[[], int]
+) -> Iterator[Recorder | None]:
+    """Give a session's events to OpenTelemetry, its flight recording, and its metrics if `metrics` asks for them.
 
-    def __init__(
-        self, identity: str, job: str, events: EventLog, metrics: str, missed_heartbeats: Callable[[], int]
-    ) -> None:
-        """`metrics` is the result of `asked_for`. Raises `HoldfastError` if metrics cannot be served."""
-        self._flight: FlightRecorder | None = open_recorder(identity, job)
-        self.recorder: Recorder | None = self._flight
-        self._metrics: Metrics | None = None
-        self._end_export = otel.export(events, job)
+    `metrics` is the result of `asked_for`. Yields the recorder of ops. Raises `HoldfastError` if they cannot be served.
+    """
+    with contextlib.ExitStack() as sinks:
+        sinks.callback(otel.export(events, job))
+        recorder: Recorder | None
+        recorder = flight = open_recorder(events.process, job)
+        if flight is not None:
+            sinks.enter_context(flight)
+            events.at_once(StepBegun, flight.at_step)
         if metrics:
-            self.recorder = tally = OpTally(self._flight)
-            try:
-                self._metrics = Metrics(metrics, job, events, tally, missed_heartbeats)
-            except BaseException as error:
-                self.close(error)
-                raise
-
-    def at_step(self, step: int) -> None:
-        """Record ops as ops of `step` from now on."""
-        if self._flight is not None:
-            self._flight.at_step(step)
-
-    def close(self, error: BaseException | None) -> None:
-        """Close the recording and the metrics: the process leaves the job, in order or by `error`."""
-        with contextlib.ExitStack() as closing:
-            if self._flight is not None:
-                closing.callback(self._flight.close, None if error is None else f"{type(error).__name__}: {error}")
-            if self._metrics is not None:
-                closing.callback(self._metrics.close)
-            closing.callback(self._end_export)
+            recorder = tally = OpTally(flight)
+            sinks.callback(Metrics(metrics, job, events, tally, missed_heartbeats).close)
+        yield recorder

@@ -20,8 +20,8 @@ import msgspec
 
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import is_gone, is_stopped, this_host
+from holdfast.ft.event_lines import read_events
 from holdfast.ft.events import Event
-from holdfast.ft.telemetry.event_reader import read_events
 from holdfast.ft.telemetry.flight import BadRecording, OpRecord, OpStatus, Recording, RecordingState, find, read
 
 

@@ -11,6 +11,7 @@ import msgspec
 from holdfast.ft.console.units import counted
 from holdfast.ft.diagnosis.evidence import ProcessState, life
 from holdfast.ft.diagnosis.jobs import JobFiles
+from holdfast.ft.event_lines import EventTail
 from holdfast.ft.events import (
     CommunicatorBuilt,
     EpochRevoked,
@@ -21,7 +22,6 @@ from holdfast.ft.events import (
     ViewInstalled,
 )
 from holdfast.ft.membership.view import View
-from holdfast.ft.telemetry.event_reader import EventTail
 from holdfast.ft.telemetry.flight import BadRecording, OpRecord, OpStatus, Recording, RecordingState, find, read
 
 WINDOW = 5.0

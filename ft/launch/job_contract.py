@@ -10,9 +10,9 @@ from types import TracebackType
 
 from holdfast.comms.system.keys import create_key
 from holdfast.comms.system.paths import url_of
+from holdfast.ft.event_lines import read_events
 from holdfast.ft.events import Event
 from holdfast.ft.node.register import Register
-from holdfast.ft.telemetry.event_reader import read_events
 
 _SOCKETS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Variables by which libraries choose an interface, without which they may choose another one than the session."""

@@ -1,9 +1,11 @@
-"""The event log of a process: its `holdfast.ft.events`, as lines in a file, for listeners in this process, and to read.
+"""The one place where a process says what happened: each of its `holdfast.ft.events` goes from here to every receiver.
 
-A line is one write to a file opened for appending, so a killed process leaves whole lines. The file and each listener
-are served by a thread of their own: a file system that hangs, or a slow listener, stops neither the job nor the others.
+Receivers are the file, the lines for people, listeners of the program, metrics, OpenTelemetry; each is served by a
+thread of its own, so a file system that hangs, or a slow listener, stops neither the job nor the others. Only what must
+know an event before the process goes on (the flight recording, of steps) hears it at once, in the emitter's thread.
 
-One listener logs what happens to the job, for people: a line for each event of a recovery at INFO, every step at DEBUG.
+A line of the file is one write to a file opened for appending, so a killed process leaves whole lines. For people
+there is a line for each event of a recovery at INFO, for every step at DEBUG.
 What all members learn, one of them tells: the first that was a member before. HOLDFAST_LOG chooses the level.
 """
 
@@ -19,8 +21,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from queue import SimpleQueue
+from typing import TypeVar, cast
 
 from holdfast.comms.system import forks
 from holdfast.comms.system.descriptors import OwnedDescriptor
@@ -47,6 +51,7 @@ CLOSE_SECONDS = 2.0
 _FLUSH_PAUSE = 0.001
 
 Listener = Callable[[Event], None]
+E = TypeVar("E", bound=Event)
 
 _log = logging.getLogger("holdfast.ft")
 
@@ -60,13 +65,26 @@ class EventLog:
         self._pid = os.getpid()
         self._lock = threading.RLock()  # a signal's handler may close the log
         self._receivers: tuple[_Receiver, ...] = ()
+        self._at_once: dict[type[Event], list[Listener]] = {}
         directory = os.environ.get(DIRECTORY) if directory is None else directory
         if directory:
             file = _LogFile(process, directory)
             self._receivers = (_Receiver(process, "its event log", file.write, file.close),)
 
-    def emit(self, event: Event) -> None:
-        """Record an event of this process, with the current time."""
+    def emit(self, event: Event, within: AbstractContextManager[object] | None = None) -> None:
+        """Record an event of this process, with the current time; inside of `within`, which may refuse it by an error.
+
+        What hears it at once hears it before that, so that nothing but the record is made inside.
+        """
+        for listener in self._at_once.get(type(event), ()):
+            listener(event)
+        if within is None:
+            self._record(event)
+        else:
+            with within:
+                self._record(event)
+
+    def _record(self, event: Event) -> None:
         stamp = None
         for receiver in self._receivers:
             if receiver.wants is None or receiver.wants(event):
@@ -88,6 +106,10 @@ class EventLog:
             receiver.close(time.monotonic() + CLOSE_SECONDS)
 
         return unsubscribe
+
+    def at_once(self, kind: type[E], listener: Callable[[E], None]) -> None:
+        """Call `listener(event)` for each event of `kind` in the thread that emits it. It must not raise or wait."""
+        self._at_once.setdefault(kind, []).append(cast(Listener, listener))
 
     def flush(self, seconds: float) -> bool:
         """Wait until the file and all listeners have had all events so far; False if they have not in time."""

@@ -1,8 +1,9 @@
 """Metrics of a process of a job for Prometheus: opt-in, by HTTP on loopback.
 
-Counters come from the process's events, latencies and bytes of ops from a journal. Both are plain numbers of this
-process. prometheus_client gets them only at a request, so that its own sharing between processes
-(PROMETHEUS_MULTIPROC_DIR, which another library may have set) does not apply. Without metrics none of this is loaded.
+`EventFigures` says what events are in numbers, once for Prometheus and OpenTelemetry. Latencies and bytes of ops come
+from a journal. Both are plain numbers of this process. prometheus_client gets them only at a request, so that its own
+sharing between processes (PROMETHEUS_MULTIPROC_DIR, which another library may have set) does not apply. Without
+metrics it is not loaded.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import os
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple, cast
 
 from holdfast.comms.errors import HoldfastError
 from holdfast.comms.journal import Journal, Recorder
@@ -116,25 +117,83 @@ _HOST = "127.0.0.1"
 FLUSH_SECONDS = 0.1
 """How long a request waits for the events that have not been counted yet."""
 
-_GAUGES = {
-    "epoch": "The epoch that the process works in.",
-    "rank": "The rank of the process in its epoch; -1 without one.",
-    "members": "How many members the epoch has.",
-    "step": "The last step that was committed here.",
+# What events say in numbers -----------------------------------------------------------------------------------------
+
+Kind = Literal["gauge", "counter", "time"]
+
+
+class Figure(NamedTuple):
+    """A number that the events of a process say. `otel` is its name in OpenTelemetry, "" if it has none there."""
+
+    kind: Kind
+    about: str
+    otel: str = ""
+    scraped: bool = True
+    """Whether Prometheus has it too, under its key in `FIGURES`."""
+
+
+FIGURES = {
+    "epoch": Figure("gauge", "The epoch that the process works in.", "epoch"),
+    "rank": Figure("gauge", "The rank of the process in its epoch; -1 without one."),
+    "members": Figure("gauge", "How many members the epoch has.", "members"),
+    "step": Figure("gauge", "The last step that was committed here."),
+    "epochs": Figure("counter", "Epochs that the process was a member of."),
+    "steps_aborted": Figure("counter", "Attempts at steps that were not committed and came again.", "steps.aborted"),
+    "failures_detected": Figure("counter", "Members found dead, stopped or unreachable.", "failures"),
+    "suspicions": Figure("counter", "Times that a member was suspected.", "suspicions"),
+    "register_away": Figure("counter", "Times that the register could not be reached.", "register.away"),
+    "steps_committed": Figure("counter", "Steps committed here, by how.", "steps"),
+    "detection": Figure(
+        "time", "From the last sign of life of a member to the moment its failure was known: no less than it took."
+    ),
+    "rebuild": Figure("time", "Time to build a communicator and settle the open step.", "rebuild"),
+    "recovery": Figure("time", "From the revocation of an epoch to the next communicator."),
+    "resume": Figure("time", "From the revocation of an epoch to the next committed step."),
+    "gap": Figure("time", "Time between two commits around a change of members.", "recovery", scraped=False),
 }
-_COUNTERS = {
-    "epochs": "Epochs that the process was a member of.",
-    "steps_aborted": "Attempts at steps that were not committed and came again.",
-    "failures_detected": "Members found dead, stopped or unreachable.",
-    "suspicions": "Times that a member was suspected.",
-    "register_away": "Times that the register could not be reached.",
-}
-_TIMES = {
-    "detection": ("From the last sign of life of a member to the moment its failure was known: no less than it took."),
-    "rebuild": "Time to build a communicator and settle the open step.",
-    "recovery": "From the revocation of an epoch to the next communicator.",
-    "resume": "From the revocation of an epoch to the next committed step.",
-}
+_LABELLED = "steps_committed"
+"""The figure with a value for each way in which a step is committed."""
+
+
+class EventFigures:
+    """Says in order, for each event of a process, which figures it changes: by how much, or to what."""
+
+    def __init__(self) -> None:
+        self._revoked_at: float | None = None
+        self._recovering_since = 0.0
+
+    def of(self, event: Event) -> Iterator[tuple[str, float, str]]:
+        """Yield the key of a figure, its value, and how a step was committed ("" for all other figures)."""
+        if event.counter:
+            yield event.counter, len(getattr(event, "members", (None,))), ""
+        match event:
+            case events.ViewInstalled(rank=rank):
+                yield "rank", -1 if rank is None else rank, ""
+                yield "epochs", 1, ""
+                yield "epoch", event.epoch, ""
+                yield "members", len(event.members), ""
+            case events.DeathsDetected():
+                for silent in event.silent:
+                    if silent is not None:
+                        yield "detection", silent, ""
+            case events.EpochRevoked():
+                self._revoked_at = self._revoked_at or event.time
+                self._recovering_since = event.time
+            case events.CommunicatorBuilt():
+                yield "rebuild", event.seconds, ""
+                if self._revoked_at is not None:
+                    yield "recovery", event.time - self._recovering_since, ""
+            case events.StepCommitted():
+                yield "steps_committed", 1, event.how
+                yield "step", event.step, ""
+                if self._revoked_at is not None:
+                    yield "resume", event.time - self._revoked_at, ""
+                    self._revoked_at = None
+            case events.RecoveryEnded():
+                yield "gap", event.seconds, ""
+
+
+# How Prometheus reads them ------------------------------------------------------------------------------------------
 
 
 def serve_page(among: range, page: Callable[[], tuple[str, bytes]]) -> MetricsServer:
@@ -274,11 +333,10 @@ class Metrics:
         self._tally, self._missed, self._events = tally, missed_heartbeats, event_log
         self._job = job
         self._lock = threading.Lock()
-        self._numbers = {**dict.fromkeys((*_GAUGES, *_COUNTERS), 0), "rank": -1, "step": -1}
-        self._committed: dict[str, int] = {}
-        self._times = {name: _Histogram(EVENT_BUCKETS) for name in _TIMES}
-        self._revoked_at: float | None = None
-        self._recovering_since = 0.0
+        self._figures = EventFigures()
+        self._numbers: dict[str, float] = {**dict.fromkeys(FIGURES, 0), "rank": -1, "step": -1}
+        self._committed: dict[str, float] = {}
+        self._times = {key: _Histogram(EVENT_BUCKETS) for key, figure in FIGURES.items() if figure.kind == "time"}
         self.registry = prometheus.CollectorRegistry()
         self.registry.register(self)
         self._server = serve_page(ports(asked), self._page)
@@ -289,35 +347,14 @@ class Metrics:
     def _hear(self, event: Event) -> None:
         """Count one event of this process."""
         with self._lock:
-            self._count(event)
-
-    def _count(self, event: Event) -> None:
-        numbers = self._numbers
-        if event.counter:
-            numbers[event.counter] += len(getattr(event, "members", (None,)))
-        match event:
-            case events.ViewInstalled():
-                numbers["epochs"] += 1
-                numbers["epoch"] = event.epoch
-                numbers["members"] = len(event.members)
-                numbers["rank"] = -1 if event.rank is None else event.rank
-            case events.DeathsDetected():
-                for silent in event.silent:
-                    if silent is not None:
-                        self._times["detection"].observe(silent)
-            case events.EpochRevoked():
-                self._revoked_at = self._revoked_at or event.time
-                self._recovering_since = event.time
-            case events.CommunicatorBuilt():
-                self._times["rebuild"].observe(event.seconds)
-                if self._revoked_at is not None:
-                    self._times["recovery"].observe(event.time - self._recovering_since)
-            case events.StepCommitted():
-                self._committed[event.how] = self._committed.get(event.how, 0) + 1
-                numbers["step"] = event.step
-                if self._revoked_at is not None:
-                    self._times["resume"].observe(event.time - self._revoked_at)
-                    self._revoked_at = None
+            for key, value, how in self._figures.of(event):
+                kind = FIGURES[key].kind
+                if kind == "time":
+                    self._times[key].observe(value)
+                elif key == _LABELLED:
+                    self._committed[how] = self._committed.get(how, 0) + value
+                else:
+                    self._numbers[key] = value + (self._numbers[key] if kind == "counter" else 0)
 
     def collect(self) -> Iterable[Any]:
         """Yield all metrics; prometheus_client calls it for each request."""
@@ -328,22 +365,25 @@ class Metrics:
             InfoMetricFamily,
         )
 
-        about = {"job": self._job, "pid": str(os.getpid())}
-        yield InfoMetricFamily("holdfast_process", "The process and its job.", value=about)
+        process = {"job": self._job, "pid": str(os.getpid())}
+        yield InfoMetricFamily("holdfast_process", "The process and its job.", value=process)
         with self._lock:
             numbers, committed = dict(self._numbers), dict(self._committed)
-            times = {name: (each.cumulative(), each.seconds) for name, each in self._times.items()}
-        for name, text in _GAUGES.items():
-            yield GaugeMetricFamily(f"holdfast_{name}", text, value=numbers[name])
-        for name, text in _COUNTERS.items():
-            yield CounterMetricFamily(f"holdfast_{name}", text, value=numbers[name])
-        steps = CounterMetricFamily("holdfast_steps_committed", "Steps committed here, by how.", labels=["how"])
-        for how, count in sorted(committed.items()):
-            steps.add_metric([how], count)
-        yield steps
-        for name, text in _TIMES.items():
-            buckets, total = times[name]
-            yield HistogramMetricFamily(f"holdfast_{name}_seconds", text, buckets=buckets, sum_value=total)
+            times = {key: (each.cumulative(), each.seconds) for key, each in self._times.items()}
+        for key, (kind, about, _, scraped) in FIGURES.items():
+            name = f"holdfast_{key}"
+            if not scraped:
+                continue
+            if kind == "time":
+                buckets, total = times[key]
+                yield HistogramMetricFamily(f"{name}_seconds", about, buckets=buckets, sum_value=total)
+            elif key == _LABELLED:
+                steps = CounterMetricFamily(name, about, labels=["how"])
+                for how, count in sorted(committed.items()):
+                    steps.add_metric([how], count)
+                yield steps
+            else:
+                yield (GaugeMetricFamily if kind == "gauge" else CounterMetricFamily)(name, about, value=numbers[key])
         missed = CounterMetricFamily("holdfast_heartbeats_missed", "Heartbeats of members that did not come.")
         missed.add_metric([], self._missed())
         seconds = HistogramMetricFamily("holdfast_op_seconds", "Latencies of ops on this rank.", labels=["op"])

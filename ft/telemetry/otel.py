@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING
 from holdfast.ft import event_lines, events
 from holdfast.ft.events import Event
 from holdfast.ft.telemetry.event_log import EventLog
+from holdfast.ft.telemetry.metrics import FIGURES, EventFigures, Kind
 
 if TYPE_CHECKING:
+    from opentelemetry.metrics import Meter
     from opentelemetry.trace import Span
 
 NAME = "holdfast"
@@ -53,20 +55,11 @@ class Exporter:
         self._step: Span | None = None
         self._recovery: Span | None = None
         self._last = 0.0
-        self._steps = meter.create_counter("holdfast.steps", description="Steps committed here, by how.")
-        self._counters = {
-            name: meter.create_counter(f"holdfast.{ours}", description=about)
-            for name, ours, about in (
-                ("steps_aborted", "steps.aborted", "Attempts that were undone."),
-                ("failures_detected", "failures", "Members known to have failed."),
-                ("suspicions", "suspicions", "Suspicions of members."),
-                ("register_away", "register.away", "Calls that no register answered."),
-            )
-        }
-        self._epoch = meter.create_gauge("holdfast.epoch", description="The epoch that this process works in.")
-        self._members = meter.create_gauge("holdfast.members", description="The members of that epoch.")
-        self._rebuilds = meter.create_histogram("holdfast.rebuild", "s", "Time to build a communicator.")
-        self._recoveries = meter.create_histogram("holdfast.recovery", "s", "Time between two commits around a loss.")
+        self._figures = EventFigures()
+        self._record: dict[str, Callable[[float, Attributes], None]] = {}
+        for key, (kind, about, name, _) in FIGURES.items():
+            if name:
+                self._record[key] = _instrument(meter, kind, f"{NAME}.{name}", about)
 
     def __call__(self, event: Event) -> None:
         """Export an event."""
@@ -100,21 +93,14 @@ class Exporter:
                 self._note(event)
 
     def _count(self, event: Event) -> None:
-        rank: Attributes = {"holdfast.job": self._job, "holdfast.rank": self._rank}
-        if event.counter:
-            self._counters[event.counter].add(len(getattr(event, "members", (None,))), rank)
-        match event:
-            case events.ViewInstalled(epoch=epoch, members=members):
-                self._rank = -1 if event.rank is None else event.rank
-                rank["holdfast.rank"] = self._rank
-                self._epoch.set(epoch, rank)
-                self._members.set(len(members), rank)
-            case events.StepCommitted(how=how):
-                self._steps.add(1, {**rank, "holdfast.how": how})
-            case events.CommunicatorBuilt(seconds=seconds):
-                self._rebuilds.record(seconds, rank)
-            case events.RecoveryEnded(seconds=seconds):
-                self._recoveries.record(seconds, rank)
+        for key, value, how in self._figures.of(event):
+            if key == "rank":
+                self._rank = int(value)
+            about: Attributes = {"holdfast.job": self._job, "holdfast.rank": self._rank}
+            if how:
+                about["holdfast.how"] = how
+            if record := self._record.get(key):
+                record(value, about)
 
     def _wall(self, at: float) -> int:
         return int(at * 1e9) + self._to_wall
@@ -158,3 +144,13 @@ class Exporter:
         """End what is open."""
         self._end_step(self._last, "the session ended")
         self._end_recovery(self._last)
+
+
+def _instrument(meter: Meter, kind: Kind, name: str, about: str) -> Callable[[float, Attributes], None]:
+    match kind:
+        case "counter":
+            return meter.create_counter(name, description=about).add
+        case "gauge":
+            return meter.create_gauge(name, description=about).set
+        case "time":
+            return meter.create_histogram(name, "s", about).record

@@ -1,6 +1,6 @@
 """The invariants of a job, one checker a file, over the merged event stream of all its processes.
 
-events = read_directory(log_directory)
+events = read_events(log_directory, refuse)
 for violation in check(events): ...
 """
 
@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from holdfast.ft.event_lines import event_of
+from holdfast.ft.event_lines import event_of, merge, read_events, refuse
 from holdfast.ft.events import Event
-from holdfast.ft.telemetry.event_reader import merge, read_directory, read_log
 from holdfast.harness.invariants.checker import Bounds, Checker, CheckResult, Violation
 from holdfast.harness.invariants.liveness import CompletionChecker, Deadlines, ProgressResumes, Unbroken
 from holdfast.harness.invariants.memberships import EpochsForward, EvictionsJustified, OneMembership, RankOrder
@@ -43,8 +42,8 @@ __all__ = [
     "event_of",
     "examine",
     "merge",
-    "read_directory",
-    "read_log",
+    "read_events",
+    "refuse",
 ]
 
 

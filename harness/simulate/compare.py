@@ -18,7 +18,7 @@ from holdfast.comms.errors import HoldfastError
 from holdfast.ft import events
 from holdfast.ft.console.console import FoldingTable, console
 from holdfast.ft.console.units import counted, format_seconds
-from holdfast.ft.telemetry.event_reader import read_events
+from holdfast.ft.event_lines import read_events
 from holdfast.harness.cluster.local_cluster import LocalCluster
 from holdfast.harness.simulate.core.faults import Fault, KillHost, KillProcess, PauseProcess
 from holdfast.harness.simulate.core.schedule import JobLayout, Schedule

@@ -25,6 +25,7 @@ from holdfast.comms.plan import OpTensors
 from holdfast.comms.system.environment import flag
 from holdfast.comms.system.mappings import map_file
 from holdfast.comms.transport.liveness import this_process
+from holdfast.ft.events import StepBegun
 from holdfast.ft.telemetry.event_log import DIRECTORY
 from holdfast.ft.telemetry.flight import layout
 from holdfast.ft.telemetry.flight.layout import OpStatus, RecordingState, Signature
@@ -130,10 +131,10 @@ class FlightRecorder:
             0,
         )
 
-    def at_step(self, step: int) -> None:
-        """Record ops as ops of `step` from now on."""
-        if step != self.step:
-            self.step, self._step_began = step, self._now()
+    def at_step(self, event: StepBegun) -> None:
+        """Record ops as ops of the step that has begun from now on."""
+        if event.step != self.step:
+            self.step, self._step_began = event.step, self._now()
             self._say()
 
     def journal(self, name: str, epoch: int, rank: int, size: int, backend: str) -> FlightJournal:
@@ -153,6 +154,12 @@ class FlightRecorder:
         self._memory[layout.NOTE_AT : layout.NOTE_AT + len(note)] = note
         self._state = RecordingState.CLOSED if error is None else RecordingState.FAILED
         self._say(self._now(), note)
+
+    def __enter__(self) -> FlightRecorder:
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        self.close(None if error is None else f"{type(error).__name__}: {error}")
 
     # What the journals use: the mapping lives as long as any of them -----------------------------------------------
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from holdfast.comms.errors import HoldfastError
 from holdfast.ft.console.output import tail
+from holdfast.ft.event_lines import EventTail, read_events, refuse
 from holdfast.ft.processes.zygote_client import ForkedProcess
-from holdfast.ft.telemetry.event_reader import EventTail, refuse
-from holdfast.harness.invariants import Event, read_directory
+from holdfast.harness.invariants import Event
 from holdfast.harness.report.model import Fate, ProcessRecord
 
 EXITED_WELL = "exited with status 0"
@@ -167,7 +167,7 @@ class ProcessSet(ABC):
 
     def jobs(self) -> list[list[Event]]:
         """All events, of each job for itself if the processes are those of several, one after the other."""
-        return [read_directory(self.events_directory)]
+        return [read_events(self.events_directory, refuse)]
 
     def everybody(self) -> list[Victim]:
         """All living processes, in every role."""

@@ -16,9 +16,9 @@ import msgspec
 from holdfast.comms.errors import HoldfastError
 from holdfast.ft import events
 from holdfast.ft.console.output import tail
+from holdfast.ft.event_lines import EventTail, read_events, refuse
 from holdfast.ft.processes.channel import ChannelClosed, ProcessChannel
 from holdfast.ft.processes.zygote_client import ForkedProcess, inherit_zygote, zygote
-from holdfast.ft.telemetry.event_reader import EventTail, refuse
 from holdfast.harness.chaos.run.process_set import (
     ENDED_WITH_DRIVER,
     EXITED_WELL,
@@ -29,7 +29,7 @@ from holdfast.harness.chaos.run.process_set import (
     RunProcess,
     Victim,
 )
-from holdfast.harness.invariants import Event, read_directory
+from holdfast.harness.invariants import Event
 from holdfast.harness.testbed.netns import EnterNamespace, Network
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.data.episode import Group
@@ -257,7 +257,7 @@ class TrainingProcesses(ProcessSet):
 
         A driver's death ends its trainers too, so what they say then is no recovery.
         """
-        faults = read_directory(self.events_directory)
+        faults = read_events(self.events_directory, refuse)
         ends = [each.started.born for each in self._drivers[1:]] + [float("inf")]
         found = []
         for number, (driver, end) in enumerate(zip(self._drivers, ends, strict=True)):
@@ -267,7 +267,7 @@ class TrainingProcesses(ProcessSet):
                 (each.time for each in mine if isinstance(each, events.FaultInjected) and each.target_pid == pid),
                 default=float("inf"),
             )
-            logged = self._updates(read_directory(self._run.sessions / str(number)))
+            logged = self._updates(read_events(self._run.sessions / str(number), refuse))
             mine += [each for each in logged if each.time < death]
             mine += [event for each in driver.events for event in _fate(each, driver.zero, number)]
             if death < end:

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
+from holdfast.ft.events import StepBegun
 from holdfast.ft.telemetry.flight import (
     BadRecording,
     FlightRecorder,
@@ -39,7 +40,7 @@ def recorder(folder: Path, **options: Any) -> FlightRecorder:
 
 def test_an_op_is_read_back_as_it_was_called(tmp_path: Path) -> None:
     made = recorder(tmp_path)
-    made.at_step(7)
+    made.at_step(StepBegun(step=7, epoch=1))
     journal = made.journal("job", epoch=3, rank=1, size=4, backend="shm")
     journal.enter("all_reduce", 12, TENSOR.nbytes, TENSOR, "sum", -1)
     journal.leave(None)

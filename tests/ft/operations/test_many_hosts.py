@@ -26,7 +26,7 @@ from holdfast.comms.system.keys import create_key, load_key
 from holdfast.ft import settings
 from holdfast.ft.control.errors import WrongKey
 from holdfast.ft.environment.placement import Placement
-from holdfast.ft.event_lines import to_record
+from holdfast.ft.event_lines import read_events, to_record
 from holdfast.ft.launch.guarded_process import GuardedProcess
 from holdfast.ft.launch.hosts.host_agent import HostPlan, host_name
 from holdfast.ft.launch.hosts.host_registry import HostNameTaken, HostRanks, HostRegistry, check_view
@@ -36,7 +36,6 @@ from holdfast.ft.membership.view import Job, View
 from holdfast.ft.processes.zygote_client import ForkedProcess
 from holdfast.ft.registers import open_cell, tcp
 from holdfast.ft.settings import identity_of, listen_address
-from holdfast.ft.telemetry.event_reader import read_events
 from holdfast.harness.cli.app import app
 from holdfast.harness.testbed import netns
 from holdfast.harness.testbed.etcd import EtcdCluster

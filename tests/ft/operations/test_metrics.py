@@ -53,8 +53,7 @@ def _train(session: Any, scraped_at: int) -> Samples:
 def _events(session: Any) -> list[dict[str, Any]]:
     from pathlib import Path
 
-    from holdfast.ft.event_lines import to_record
-    from holdfast.ft.telemetry.event_reader import read_events
+    from holdfast.ft.event_lines import read_events, to_record
 
     events = map(to_record, read_events(Path(os.environ["HOLDFAST_LOG_DIR"])))
     return [event for event in events if event["process"] == session.identity]

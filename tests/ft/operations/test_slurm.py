@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from holdfast.comms.system.keys import create_key
-from holdfast.ft.event_lines import to_record
-from holdfast.ft.telemetry.event_reader import read_events
+from holdfast.ft.event_lines import read_events, to_record
 from holdfast.harness.testbed.etcd import EtcdCluster
 from support import slurm
 from support.slurm import SlurmCluster

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from holdfast.ft import Timeouts
 from holdfast.ft.diagnosis.job_state import JobState, LastFault, ProcessRow
 from holdfast.ft.diagnosis.jobs import NoSuchJob, locate
-from holdfast.ft.telemetry.event_reader import EventTail
+from holdfast.ft.event_lines import EventTail
 from holdfast.harness import LocalCluster
 from holdfast.harness.cli.app import app
 from holdfast.harness.top.screen import render

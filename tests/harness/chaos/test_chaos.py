@@ -42,7 +42,7 @@ from holdfast.harness.chaos.workloads import store
 from holdfast.harness.chaos.workloads.session import Notes, report_state
 from holdfast.harness.chaos.workloads.store import BODIES
 from holdfast.harness.cli.app import app
-from holdfast.harness.invariants import Bounds, CheckResult, Event, read_log
+from holdfast.harness.invariants import Bounds, CheckResult, Event, read_events, refuse
 from holdfast.harness.links.policy import LinkTraffic
 from holdfast.harness.report.model import FaultRecord, RecoveryStage
 from support.browser import dom, needs_chromium
@@ -187,14 +187,14 @@ def test_the_events_of_a_process_are_written_before_it_may_be_killed(
     log = EventLog("p", tmp_path)
     store._opened(StoreWorkload(), log, hold=False)
     made["observe"]("copied", {"version": 1})
-    assert [event.kind for event in read_log(tmp_path / "p.jsonl")] == ["published"]
+    assert [event.kind for event in read_events(tmp_path / "p.jsonl", refuse)] == ["published"]
     log.close()
 
     monkeypatch.setenv("HOLDFAST_LOG_DIR", str(tmp_path))
     session, attempt = SimpleNamespace(identity="rank"), SimpleNamespace(step=1, epoch=1, shards=(0,))
     with Notes(session) as notes:  # type: ignore[arg-type]
         notes.samples(attempt)  # type: ignore[arg-type]
-        assert [event.kind for event in read_log(tmp_path / "rank.jsonl")] == ["samples"]
+        assert [event.kind for event in read_events(tmp_path / "rank.jsonl", refuse)] == ["samples"]
 
 
 def test_faults_whose_moment_never_came_fail_the_run_by_name(chaos: Any) -> None:

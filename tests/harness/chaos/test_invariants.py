@@ -22,8 +22,8 @@ from holdfast.harness.invariants import (
     event_of,
     examine,
     merge,
-    read_directory,
-    read_log,
+    read_events,
+    refuse,
 )
 from support.event_records import an_event
 
@@ -330,7 +330,7 @@ def _line(time: float, process: str, kind: str, **fields: object) -> str:
 def test_logs_of_all_processes_are_merged_by_time(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(_line(1.0, "a", "joined") + _line(3.0, "a", "finished"))
     (tmp_path / "b.jsonl").write_text(_line(2.0, "b", "joined", address="h:1"))
-    events = read_directory(tmp_path)
+    events = read_events(tmp_path, refuse)
     assert [(event.process, event.kind) for event in events] == [("a", "joined"), ("b", "joined"), ("a", "finished")]
     assert events[1].address == "h:1"
 
@@ -338,10 +338,10 @@ def test_logs_of_all_processes_are_merged_by_time(tmp_path: Path) -> None:
 def test_a_line_cut_off_by_a_kill_is_left_out_and_one_broken_in_the_middle_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(_line(1.0, "a", "joined") + _line(2.0, "a", "attempt", step=1)[:-20])
-    assert [event.kind for event in read_log(path)] == ["joined"]
+    assert [event.kind for event in read_events(path, refuse)] == ["joined"]
     path.write_text("nonsense\n" + _line(1.0, "a", "joined"))
     with pytest.raises(CorruptData, match=r"a\.jsonl: line 1 is no event"):
-        read_log(path)
+        read_events(path, refuse)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from holdfast.comms.errors import HoldfastError
+from holdfast.ft.events import StepBegun
 from holdfast.ft.telemetry.flight import FlightRecorder
 
 NEVER = math.inf
@@ -162,7 +163,7 @@ class ModelWorld:
             journal = recorder.journal("job", 1, rank, self.size, "model")
             for seq, life in enumerate(lives, 1):
                 clock.at = life.entered
-                recorder.at_step(life.step)
+                recorder.at_step(StepBegun(step=life.step, epoch=1))
                 tensor = life.call.tensor
                 nbytes = 0 if tensor is None else tensor.nbytes
                 journal.enter(life.call.op, seq, nbytes, tensor, life.call.detail, life.call.peer)
