@@ -8,7 +8,7 @@ decide which members the next epoch has. All methods run in the event loop of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -73,6 +73,11 @@ class DetectorContext:
     confirm: Callable[[str], None] = _no_receiver
     placed: Callable[[str, OpPosition], None] = _no_receiver
     processes: Processes = field(default_factory=HostProcesses)
+
+    def mates(self, members: Iterable[Member]) -> dict[str, Member]:
+        """By id, those of `members` that are other processes of this host."""
+        me = self.me.peer
+        return {each.id: each for each in members if each.peer.host == me.host and each.peer.pid != me.pid}
 
 
 class Detector:

@@ -25,33 +25,53 @@ _encode = msgspec.msgpack.Encoder().encode
 _words = msgspec.msgpack.Decoder(Annotated[int, msgspec.Meta(ge=0)] | list[str])
 
 
-class HeartbeatDetector(Detector):
-    """Evicts a stopped process within the suspect time, and no other process."""
+class MessageHeartbeats(Detector):
+    """Evicts a process of this host that is stopped, by the heartbeats in its messages: what goes without a page."""
 
     def __init__(self, context: DetectorContext) -> None:
         super().__init__(context)
         self._silence = SilenceTracker(context.me, context.timeouts, context.processes.is_stopped)
-        self._page = context.processes.page()
-        self._readers: dict[str, PageReader] = {}
         self._mates: Mapping[str, Member] = {}
-        self._unopened: dict[str, int] = {}
-        self._confirm_at = 0.0
 
     @property
     def missed(self) -> int:
         return self._silence.missed
 
-    @property
-    def reads(self) -> Collection[str]:
-        return self._readers.keys()
-
     def silent_for(self, member_id: str, now: float) -> float | None:
         return self._silence.silent_for(member_id, now)
 
     def follow(self, view: View | None, watched: tuple[Member, ...]) -> None:
-        me = self.context.me
-        self._mates = {m.id: m for m in watched if m.peer.host == me.peer.host and m.peer.pid != me.peer.pid}
+        self._mates = self.context.mates(watched)
         self._silence.follow(self._mates.values(), self.context.loop.time())
+
+    def heard(self, member_id: str, now: float) -> None:
+        for finding in self._silence.hear(member_id, now):
+            self.context.tell(finding)
+
+    def look(self, now: float) -> None:
+        for finding in self._silence.look(now):
+            if isinstance(finding, Stalled):
+                self.context.note(events.MemberStalled(member=finding.member, evidence=finding.evidence))
+            self.context.tell(finding)
+        self.doubtful = self._silence.any_silent
+
+
+class HeartbeatDetector(MessageHeartbeats):
+    """Evicts a stopped process within the suspect time, and no other process."""
+
+    def __init__(self, context: DetectorContext) -> None:
+        super().__init__(context)
+        self._page = context.processes.page()
+        self._readers: dict[str, PageReader] = {}
+        self._unopened: dict[str, int] = {}
+        self._confirm_at = 0.0
+
+    @property
+    def reads(self) -> Collection[str]:
+        return self._readers.keys()
+
+    def follow(self, view: View | None, watched: tuple[Member, ...]) -> None:
+        super().follow(view, watched)
         for member_id in self._readers.keys() - self._mates.keys():
             self._readers.pop(member_id).close()
         for member_id, fd in list(self._unopened.items()):
@@ -81,13 +101,6 @@ class HeartbeatDetector(Detector):
         except OSError as error:
             _log.warning("the heartbeat of %s in shared memory cannot be read, its messages are: %s", member_id, error)
 
-    def heard(self, member_id: str, now: float) -> None:
-        self._hear(member_id, now)
-
-    def _hear(self, member_id: str, when: float) -> None:
-        for finding in self._silence.hear(member_id, when):
-            self.context.tell(finding)
-
     def beat(self, now: float) -> None:
         self._page.beat(now, self.context.place())
 
@@ -95,13 +108,9 @@ class HeartbeatDetector(Detector):
         for member_id, reader in self._readers.items():
             found = reader.read()
             if found is not None:
-                self._hear(member_id, found[0])
+                self.heard(member_id, found[0])
                 self.context.placed(member_id, found[1])
-        for finding in self._silence.look(now):
-            if isinstance(finding, Stalled):
-                self.context.note(events.MemberStalled(member=finding.member, evidence=finding.evidence))
-            self.context.tell(finding)
-        self.doubtful = self._silence.any_silent
+        super().look(now)
         running = [member_id for member_id in self._silence.silent_and_running() if self._lives(member_id)]
         if running and now >= self._confirm_at:
             self._confirm_at = now + self.context.timeouts.heartbeat

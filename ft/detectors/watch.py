@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Annotated, TypeVar
 
@@ -14,12 +14,11 @@ import msgspec
 from holdfast.comms.errors import CorruptData, HoldfastError, describe
 from holdfast.comms.plugins.spec import Available, DetectorInfo
 from holdfast.ft.detectors.detector import Detector, DetectorContext, Timer
+from holdfast.ft.detectors.heartbeat import MessageHeartbeats
 from holdfast.ft.detectors.heartbeat_page import OpPosition
 from holdfast.ft.detectors.observers import ObserversDetector
-from holdfast.ft.detectors.process_watch import death_of
-from holdfast.ft.detectors.silence import SilenceTracker
-from holdfast.ft.events import DetectorLost, MemberStalled
-from holdfast.ft.membership.events import ProvenDeaths, Stalled
+from holdfast.ft.detectors.pidfd import LookingDetector
+from holdfast.ft.events import DetectorLost
 from holdfast.ft.membership.view import Member, View
 
 T = TypeVar("T")
@@ -31,56 +30,16 @@ _log = logging.getLogger("holdfast.ft")
 _encode = msgspec.msgpack.Encoder().encode
 _routed = msgspec.msgpack.Decoder(tuple[str, bytes])
 _suspicion = msgspec.msgpack.Decoder(tuple[Annotated[int, msgspec.Meta(ge=1)], str, str])
-_STAND_IN = ""  # no name that a plugin can have
-_OBSERVERS, _OBSERVERS_AGAIN = "observers", "observers again"
-_TO_ALL = ""  # the name for suspicions, which every detector receives
+_TO_ALL = ""  # the name for suspicions, which every detector receives; no name that a plugin can have
 
-
-EVIDENCE = {
-    "pidfd": "looks at /proc once a heartbeat",
-    "heartbeat": "heartbeats in messages, and looks at /proc",
+STAND_INS: Mapping[str, tuple[str, Callable[[DetectorContext], Detector]]] = {
+    "pidfd": ("looks at /proc once a heartbeat", LookingDetector),
+    "heartbeat": ("heartbeats in messages, and looks at /proc", MessageHeartbeats),
+    "observers": ("another one of its kind, begun anew", ObserversDetector),
 }
-"""By the name of a detector that is missing: what this one goes by instead."""
+"""By the name of a detector that is lost: what this process goes by instead, and what makes that.
 
-
-class StandInDetector(Detector):
-    """Does the work of the detectors that it covers; slower, and with nothing of the kernel's that can be forbidden."""
-
-    def __init__(self, context: DetectorContext) -> None:
-        super().__init__(context)
-        self._silence = SilenceTracker(context.me, context.timeouts, context.processes.is_stopped)
-        self._covered: set[str] = set()
-        self._mates: dict[str, Member] = {}
-        self._gone: set[str] = set()
-
-    def cover(self, name: str) -> None:
-        """Take the place of another detector; call `follow` next."""
-        self._covered.add(name)
-
-    def follow(self, view: View | None, watched: tuple[Member, ...]) -> None:
-        me = self.context.me.peer
-        mates = {m.id: m for m in watched if m.peer.host == me.host and m.peer.pid != me.pid}
-        self._mates = mates if "pidfd" in self._covered else {}
-        self._gone &= mates.keys()
-        self._silence.follow(mates.values() if "heartbeat" in self._covered else (), self.context.loop.time())
-
-    def heard(self, member_id: str, now: float) -> None:
-        for finding in self._silence.hear(member_id, now):
-            self.context.tell(finding)
-
-    def look(self, now: float) -> None:
-        ended = [m for m in self._mates.values() if m.id not in self._gone and self.context.processes.is_gone(m.peer)]
-        self._gone |= {member.id for member in ended}
-        if ended:
-            self.context.tell(ProvenDeaths(tuple(map(death_of, ended))))
-        for finding in self._silence.look(now):
-            if isinstance(finding, Stalled):
-                self.context.note(MemberStalled(member=finding.member, evidence=finding.evidence))
-            self.context.tell(finding)
-        self.doubtful = self._silence.any_silent
-
-    def silent_for(self, member_id: str, now: float) -> float | None:
-        return self._silence.silent_for(member_id, now)
+Without observers, a process that is cut off from a dead host would wait without end."""
 
 
 class Detectors:
@@ -250,16 +209,11 @@ class Detectors:
 
     def _lose(self, name: str, why: str, error: Exception | None = None) -> None:
         """Say that this process does without a detector, and go by other evidence in its place."""
-        instead = "another one of its kind, begun anew" if name == _OBSERVERS else EVIDENCE.get(name, "nothing")
+        instead, make = STAND_INS.get(name, ("nothing", None))
         _log.warning("detector %r is lost (%s); in its place: %s", name, why, instead, exc_info=error)
         self._context.note(DetectorLost(detector=name, reason=why, instead=instead))
-        if name == _OBSERVERS:  # without one, a process that is cut off from a dead host would wait without end
-            again = self._detectors[_OBSERVERS_AGAIN] = ObserversDetector(self._context)
-            again.follow(self._view, self._watched)
-        elif name in EVIDENCE:
-            stand_in = self._detectors.setdefault(_STAND_IN, StandInDetector(self._context))
-            assert isinstance(stand_in, StandInDetector)
-            stand_in.cover(name)
+        if make is not None:
+            stand_in = self._detectors[f"{name} again"] = make(self._context)
             stand_in.follow(self._view, self._watched)
 
     def _stop(self, name: str, reason: str) -> None:
