@@ -23,6 +23,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from holdfast.ft import events
 from holdfast.ft.events import Event, stamped
 from holdfast.ft.telemetry.event_log import EventLog
+from holdfast.ft.telemetry.metrics import FIGURES, Figure, Metrics, OpTally
 from holdfast.ft.telemetry.otel import export
 from support.programs.forked_programs import run_forked
 
@@ -108,6 +109,26 @@ def test_what_is_counted_is_a_metric(exported: Exported, monkeypatch: pytest.Mon
     assert found["holdfast.epoch"][0].value == 2
     assert found["holdfast.members"][0].value == 2
     assert (found["holdfast.rebuild"][0].count, found["holdfast.recovery"][0].sum) == (2, 0.8)
+
+
+def test_both_libraries_get_the_same_figures(exported: Exported, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = EventLog("p1", "")
+    served = Metrics("0", "job", log, OpTally(None), lambda: 0)
+    run(log, monkeypatch)
+    found, scraped = exported.metrics(), served.registry.get_sample_value
+    for key, figure in FIGURES.items():
+        points = found.get(f"holdfast.{figure.otel}", [])
+        match figure:
+            case Figure(otel="") | Figure(scraped=False):
+                continue
+            case Figure(kind="time"):
+                assert scraped(f"holdfast_{key}_seconds_sum") == sum(point.sum for point in points) > 0
+            case Figure(kind="gauge"):
+                assert [scraped(f"holdfast_{key}")] == [point.value for point in points]
+            case _:
+                labels = {"how": "normal"} if key == "steps_committed" else {}
+                assert scraped(f"holdfast_{key}_total", labels) == sum(point.value for point in points)
+    served.close()
 
 
 PROGRAM = """

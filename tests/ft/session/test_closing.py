@@ -23,9 +23,10 @@ from holdfast.ft import Session, settings
 from holdfast.ft.communicators import CommunicatorManager, DefaultGroup
 from holdfast.ft.node.register import Register
 from holdfast.ft.node.runtime import Runtime
-from holdfast.ft.session import Telemetry
 from holdfast.ft.state.replicator import StateReplicator
 from holdfast.ft.telemetry.event_log import EventLog
+from holdfast.ft.telemetry.flight import FlightRecorder
+from holdfast.ft.telemetry.metrics import Metrics
 from holdfast.ft.termination import TERMINATED, Terminated, TerminationRequest
 from holdfast.harness import LocalCluster
 from support.waiting import becomes_true
@@ -45,7 +46,8 @@ CLOSES = [
     (CommunicatorManager, "close"),
     (Runtime, "close"),
     (Register, "close"),
-    (Telemetry, "close"),
+    (FlightRecorder, "close"),
+    (Metrics, "close"),
     (EventLog, "close"),
     (TerminationRequest, "end"),
 ]
@@ -59,8 +61,9 @@ def _open_here() -> tuple[set[threading.Thread], int]:
 
 @pytest.mark.parametrize("owner, name", CLOSES, ids=lambda part: part if isinstance(part, str) else part.__name__)
 def test_a_part_that_cannot_be_closed_keeps_no_other_open(
-    owner: type, name: str, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    owner: type, name: str, arguments: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("HOLDFAST_LOG_DIR", str(tmp_path))
     closed: set[tuple[type, str]] = set()
 
     def record(part: type, method: str) -> None:
@@ -78,7 +81,7 @@ def test_a_part_that_cannot_be_closed_keeps_no_other_open(
     before = None
     for part, method in CLOSES:
         record(part, method)
-    session, before = ft.Session(**arguments), _open_here()
+    session, before = ft.Session(**arguments, metrics=0), _open_here()
     closed.clear()
     with pytest.raises(OSError, match="it cannot be closed"), session:
         next(session.steps(2))  # it leaves before the last step

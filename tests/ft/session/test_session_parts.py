@@ -310,6 +310,29 @@ def test_events_go_to_a_file_of_their_own_and_to_listeners(tmp_path: Path) -> No
     assert list(map(to_record, heard)) == lines[:1]
 
 
+def test_what_must_hear_an_event_at_once_does_so_before_anything_is_held() -> None:
+    """Nothing but the record is made under the lock of an epoch; an event of an epoch that is over is not recorded."""
+    order: list[str] = []
+    guard, log = EpochGuard(), EventLog("p1", "")
+    guard.install(view(1))
+
+    def note(what: str) -> None:
+        ended = threading.Thread(target=guard.why_over, args=(1,), daemon=True)
+        ended.start()
+        ended.join(0.2)
+        order.append(what if ended.is_alive() else f"{what}, nothing held")
+
+    log.at_once(events.StepBegun, lambda event: note(f"at once: step {event.step}"))
+    log.subscribe(lambda event: None, wants=lambda event: note("recorded") is None)
+    log.emit(events.StepBegun(step=3, epoch=1), guard.held(1))
+    assert order == ["at once: step 3, nothing held", "recorded"]
+    guard.revoke(1, Revoked(1))
+    with pytest.raises(Revoked):
+        log.emit(events.StepBegun(step=4, epoch=1), guard.held(1))
+    assert order[2:] == ["at once: step 4, nothing held"]
+    log.close()
+
+
 def lines_of(path: Path) -> list[dict[str, Any]]:
     return [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
 
