@@ -314,12 +314,18 @@ class Session:
         if self._runtime is not None:
             raise HoldfastError("a session can be entered once; make another one")
         with contextlib.ExitStack() as undo:  # each is closed whatever the others raise, the last one first
-            missed = lambda: 0 if self._runtime is None else self._runtime.node.missed_heartbeats  # noqa: E731
-            recording = recorded(self._events, self._settings.name, self._metrics, missed)
+            recording = recorded(
+                self._events,
+                self._settings.name,
+                self._metrics,
+                lambda: 0 if self._runtime is None else self._runtime.node.missed_heartbeats,
+            )
             self._recorder = undo.enter_context(recording)
             settings.open_single(self._settings)
             undo.callback(settings.close_single, self._settings)
-            self._runtime = Runtime(self._settings, self._epoch_guard, self._events, self._identity)
+            self._runtime = Runtime(
+                self._settings, self._epoch_guard, self._events, self._identity, lambda: self._commit_state.done
+            )
             undo.callback(self._runtime.close)
             for close in (self._comms.close, self._replicator.close, self._group.drop):
                 undo.callback(close)

@@ -59,7 +59,7 @@ def holdfast_detectors() -> list[DetectorInfo]:
             "failures of peers that the backend reports",
             "suspicion",
             Available,
-            "transport_errors.TransportErrorsDetector",
+            "progress.TransportErrorsDetector",
         ),
         info("progress", behind, "suspicion", _shared_memory, "progress.ProgressDetector"),
         info(

@@ -1,9 +1,10 @@
-"""`progress`: reports a rank that has not entered an op in which others wait.
+"""`progress` and `transport`: what ops say of other ranks, those that do not end and those that failed.
 
-A rank that waits inside of an op for the suspect time asks the other hosts' ranks for their positions; it reads those
-of its own host in shared memory. Ranks that are behind are looked at and logged. When the time of the op is up, and the
-suspect time has brought newer positions of all ranks that can answer, a rank that is behind is ended, or suspected if
-it is on another host: so a rank that hangs costs the others an op, not the job.
+`progress` reports a rank that has not entered an op in which others wait. A rank that waits inside of an op for the
+suspect time asks the other hosts' ranks for their positions; it reads those of its own host in shared memory. Ranks
+that are behind are looked at and logged. When the time of the op is up, and the suspect time has brought newer
+positions of all ranks that can answer, a rank that is behind is ended, or suspected if it is on another host: so a rank
+that hangs costs the others an op, not the job.
 
 Ops of a communicator have the same numbers on all ranks. A rank that computes for long is late too; it is reported, but
 left alone until its time is up (`Timeouts.operation`).
@@ -16,7 +17,7 @@ from typing import Annotated
 
 import msgspec
 
-from holdfast.comms.errors import HoldfastError, OpTimeout
+from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed
 from holdfast.ft import events
 from holdfast.ft.detectors.detector import Detector, DetectorContext
 from holdfast.ft.detectors.heartbeat_page import OpPosition
@@ -172,3 +173,15 @@ class StragglerTracker:
         if before is None:
             return None
         return "it computes: its processor time moves" if ticks > before else "it waits: its processor time stands"
+
+
+class TransportErrorsDetector(Detector):
+    """Reports peers that a backend found to have failed, to all processes: the epoch is over then."""
+
+    def failed(self, view: View, failure: HoldfastError, now: float) -> None:
+        if not isinstance(failure, PeerFailed):
+            return
+        for rank in failure.ranks:
+            if 0 <= rank < len(view.members) and view.members[rank].id != self.context.me.id:
+                evidence = f"the {view.job.backend} of {self.context.me.id} says: {failure.evidence}"
+                self.context.suspect(view.members[rank].id, evidence)

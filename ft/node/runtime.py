@@ -26,7 +26,6 @@ from holdfast.ft.control.connection import Handler
 from holdfast.ft.control.errors import CONNECTION_ERRORS, ConnectionLost, RemoteError
 from holdfast.ft.control.loop import LoopThread
 from holdfast.ft.detectors.process_watch import HostProcesses
-from holdfast.ft.events import StepBegun
 from holdfast.ft.membership.events import Event
 from holdfast.ft.membership.state_machine import Membership
 from holdfast.ft.membership.topology import Shape
@@ -50,11 +49,14 @@ START_SECONDS = 30.0
 class Runtime:
     """One process in a job, from construction to `close`."""
 
-    def __init__(self, settings: Settings, epoch_guard: EpochGuard, events: EventLog, identity: str) -> None:
-        """Listen, and join the job or be a spare of it. Raises what `candidate_job` raises."""
-        self._step = -1
-        """The step that this process does, for fault points."""
-        events.at_once(StepBegun, self._begin_step)
+    def __init__(
+        self, settings: Settings, epoch_guard: EpochGuard, events: EventLog, identity: str, step: Callable[[], int]
+    ) -> None:
+        """Listen, and join the job or be a spare of it. `step()` is passed to fault points.
+
+        Raises what `candidate_job` raises.
+        """
+        self._step = step
         self._identity, self._settings, self._epoch_guard, self._events = identity, settings, epoch_guard, events
         self._patience = max(settings.timeouts.rebuild, settings.timeouts.operation)
         """Seconds that a call of the rendezvous may take: members come late to a rebuild if they compute."""
@@ -139,14 +141,11 @@ class Runtime:
         with contextlib.suppress(TimeoutError):
             self._thread.run(end(), START_SECONDS)
 
-    def _begin_step(self, event: StepBegun) -> None:
-        self._step = event.step
-
     def _reach(self, point: str, go_on: Callable[[], None]) -> None:
         if faultpoints.armed():
             view = self._epoch_guard.view
             rank = view.rank_of(self._identity) if view is not None else None
-            faultpoints.reach(point, self._step, -1 if rank is None else rank, view.epoch if view is not None else 0)
+            faultpoints.reach(point, self._step(), -1 if rank is None else rank, view.epoch if view is not None else 0)
         go_on()
 
     # Remote calls of the session's thread, cancelled when their epoch ends ----------------------------------------
