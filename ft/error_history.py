@@ -56,7 +56,7 @@ def note(register: str, error: StepError) -> bool:
         return value if repeats else msgspec.msgpack.encode([*known, error][-KEPT:])
 
     with contextlib.closing(open_cell(register, CELL)) as cell:
-        change_cell(cell, register, add)
+        change_cell(register, cell.read, cell.compare_and_set, add)
     return repeats
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from holdfast.comms.errors import HoldfastError
+
+Value = TypeVar("Value")
 
 CHANGE_SECONDS = 30.0
 """How long `change_cell` tries against the changes of others; one try takes microseconds."""
@@ -70,16 +72,24 @@ class Cell(ABC):
         """Close the cell. Idempotent."""
 
 
-def change_cell(cell: Cell, url: str, transition: Callable[[bytes], bytes]) -> None:
-    """Replace the value (b"" before the first write) of a cell of the register `url` by what `transition` makes of it.
+def change_cell(
+    url: str,
+    read: Callable[[], tuple[int, Value]],
+    write: Callable[[int, Value], bool],
+    transition: Callable[[Value], Value],
+) -> tuple[int, Value, Value]:
+    """Replace what a cell of the register `url` holds by what `transition` makes of it, as often as others are faster.
 
-    That is applied again if another writer was faster. If it returns the same value, nothing is written. Raises what it
-    raises, and `RegisterAway` after `CHANGE_SECONDS`.
+    `read()` gives version and value, `write(version, value)` compares and sets. Returns the version, what was there
+    before, and what is there now: the same object if nothing was to be changed. Raises what they raise, and
+    `RegisterAway` after `CHANGE_SECONDS`.
     """
     deadline = time.monotonic() + CHANGE_SECONDS
     while time.monotonic() < deadline:
-        version, before = cell.read()
+        version, before = read()
         after = transition(before)
-        if after == before or cell.compare_and_set(version, after):
-            return
+        if after == before:
+            return version, before, before
+        if write(version, after):
+            return version + 1, before, after
     raise RegisterAway(url, f"no change got through in {CHANGE_SECONDS:g} s against those of others")

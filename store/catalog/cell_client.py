@@ -11,14 +11,11 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
-from holdfast.ft.registers import RegisterAway, open_cell
+from holdfast.ft.registers import RegisterAway, change_cell, open_cell
 from holdfast.store import cancellation
 
 PAUSE_SECONDS = 0.1
 """Seconds between two looks for a register that is away."""
-
-CHANGE_SECONDS = 30.0
-"""Seconds for which a change is retried against concurrent changes; one try takes microseconds."""
 
 
 class CellRecord(Protocol):
@@ -86,19 +83,16 @@ class CellClient(Generic[Value]):
 
         An error of the transition changes nothing.
         """
-        deadline = time.monotonic() + CHANGE_SECONDS
-        while time.monotonic() < deadline:
-            version, before = self.read()
-            after = transition(before)
-            if after == before:
-                return version, before
-            if self._patiently(partial(self._cell.compare_and_set, version, after.encode())):
-                self._changed(before, after)
-                with self._lock:
-                    if version + 1 > self._newest[0]:
-                        self._newest = version + 1, after
-                return version + 1, after
-        raise RegisterAway(self.url, f"no change got through in {CHANGE_SECONDS:g} s against those of others")
+        version, before, after = change_cell(self.url, self.read, self._write, transition)
+        if after is not before:
+            self._changed(before, after)
+            with self._lock:
+                if version > self._newest[0]:
+                    self._newest = version, after
+        return version, after
+
+    def _write(self, version: int, value: Value) -> bool:
+        return self._patiently(partial(self._cell.compare_and_set, version, value.encode()))
 
     def wait(self, newer_than: int, timeout: float) -> tuple[int, Value] | None:
         """The newest value once it is newer than `newer_than`; None after `timeout` seconds.

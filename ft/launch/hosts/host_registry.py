@@ -103,8 +103,7 @@ class HostRegistry:
 
     def hosts(self) -> dict[str, HostEntry]:
         """The hosts that take part now, by name. Raises `RegisterAway`, `CorruptData`."""
-        version, data = self._cell.read()
-        return self._checked(data).hosts if version else {}
+        return self._read()[1].hosts
 
     def close(self) -> None:
         """Take the entry out, if the register can be reached. Idempotent."""
@@ -151,15 +150,14 @@ class HostRegistry:
 
     def _change(self, change: Callable[[HostTable], HostTable]) -> HostTable:
         """Replace the table by what `change` makes of it, and return that."""
-        table = self._empty
+        return change_cell(self._url, self._read, self._write, change)[2]
 
-        def apply(data: bytes) -> bytes:
-            nonlocal table
-            table = change(self._checked(data) if data else self._empty)
-            return msgspec.msgpack.encode(table)
+    def _read(self) -> tuple[int, HostTable]:
+        version, data = self._cell.read()
+        return version, self._checked(data) if data else self._empty
 
-        change_cell(self._cell, self._url, apply)
-        return table
+    def _write(self, version: int, table: HostTable) -> bool:
+        return self._cell.compare_and_set(version, msgspec.msgpack.encode(table))
 
     def _checked(self, data: bytes) -> HostTable:
         try:
