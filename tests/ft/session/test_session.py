@@ -610,24 +610,6 @@ def job_epoch(job: Job) -> int:
     return max(event["epoch"] for event in job.events() if event["kind"] == "rebuilt")
 
 
-def test_a_register_that_is_away_delays_a_rebuild_and_breaks_nothing(tmp_path: Path) -> None:
-    with EtcdCluster(1, tmp_path / "etcd") as etcd, cluster(3, register=f"{etcd.url}/job", timeouts=TIMES) as ranks:
-        hurry = tmp_path / "hurry"
-        job = ranks.start(tally_up, 150, 0.1, hurry=str(hurry))
-        job.wait_for("committed", step=5)
-        pid, epoch = job.pid(2), job_epoch(job)
-        etcd.pause(0)
-        goes_on(job)
-        os.kill(pid, signal.SIGKILL)
-        job.wait_for("revoked", epoch=epoch)
-        time.sleep(0.5)
-        assert job_epoch(job) == epoch
-        etcd.resume(0)
-        job.wait_for("rebuilt", epoch=epoch + 1)
-        hurry.touch()
-        assert_exact(job, job.results(), 2, 150)
-
-
 def test_a_memory_or_tcp_register_lives_from_the_making_of_a_session_on(tmp_path: Path, port: int) -> None:
     create_key(tmp_path / "key")
     url = f"tcp://127.0.0.1:{port}/job"

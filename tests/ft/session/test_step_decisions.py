@@ -9,13 +9,11 @@ from holdfast.comms.transport.base import Peer
 from holdfast.ft.events import RecoveryEnded
 from holdfast.ft.membership.view import Job, Member, View
 from holdfast.ft.step_protocol import (
-    BROKEN_EPOCHS,
     FIELDS,
     FOUNDER,
     HOLDER,
     NEWCOMER,
     CommitState,
-    Decision,
     RecoveryTimes,
     Vote,
     decide,
@@ -66,69 +64,6 @@ def test_a_member_that_missed_a_rollback_takes_the_state_of_members_that_did_not
     late.settle(decisions[0])
     late.take_over(4)
     assert late.vote() == votes[1]
-
-
-def test_the_end_of_a_job_commits_a_prepared_last_step_and_refuses_missing_ones() -> None:
-    state = CommitState()
-    state.total = 3
-    with pytest.raises(HoldfastError, match="newcomer"):
-        state.finishes()
-    state.standing, state.done = HOLDER, 1
-    state.prepare()
-    with pytest.raises(HoldfastError, match="after 1 of 3 steps"):
-        state.finishes()
-    state.commit()
-    with pytest.raises(HoldfastError, match="after 2 of 3 steps"):
-        state.finishes()
-    state.prepare()
-    assert state.finishes()
-    state.commit()
-    assert state.vote() == Vote(HOLDER, 3, False, 3) and not state.finishes(), "nothing is open"
-
-
-def test_few_epochs_between_two_commits_may_end_without_a_cause() -> None:
-    state = CommitState()
-    for _ in range(2):
-        assert [state.may_break() for _ in range(BROKEN_EPOCHS + 1)] == [True] * BROKEN_EPOCHS + [False]
-        state.commit()
-
-
-def test_a_new_process_has_done_nothing_and_needs_the_state() -> None:
-    assert CommitState().vote() == Vote(NEWCOMER, 0, False, -1)
-
-
-def test_founders_hold_the_state_once_each_of_them_has_that_of_the_first() -> None:
-    state = CommitState()
-    state.found()
-    state.prepare()
-    state.settle(waits := Decision(False, 0, 0, (1,), 0))
-    assert state.vote() == Vote(FOUNDER, 0, False, -1) and state.pending == waits
-    state.synchronised()
-    assert state.vote() == Vote(HOLDER, 0, False, -1) and state.pending is None
-    alone = CommitState()
-    alone.found()
-    alone.settle(Decision(False, 0, 0, (), 0))
-    assert alone.vote() == Vote(HOLDER, 0, False, -1) and alone.pending is None
-    new = CommitState()
-    new.settle(Decision(False, 0, 0, (), 0))
-    assert new.vote().standing == NEWCOMER
-
-
-def test_a_newcomer_that_has_got_the_state_holds_it_whether_or_not_the_others_learn_that() -> None:
-    new = CommitState()
-    new.settle(Decision(False, 5, 0, (1,), rewinds=2))
-    new.take_over(5)
-    assert new.vote() == Vote(HOLDER, 5, False, -1, rewinds=2) and new.pending is None
-
-
-def test_each_return_to_a_checkpoint_is_counted_and_drops_the_open_step() -> None:
-    state = CommitState()
-    state.commit()
-    state.prepare()
-    state.go_back(0)
-    assert state.vote() == Vote(NEWCOMER, 0, False, -1, rewinds=1)
-    state.go_back(0)
-    assert state.vote().rewinds == 2
 
 
 @pytest.mark.parametrize("prepared", [False, True])

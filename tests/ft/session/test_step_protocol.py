@@ -505,7 +505,11 @@ def test_the_user_is_told_of_the_outcome_after_the_next_epoch_stands() -> None:
 
 
 def test_a_failure_without_a_cause_is_reported_and_then_ends_the_epoch_a_few_times_at_most() -> None:
-    alone, failure = Alone(), OpTimeout("barrier", 1, 1.0)
+    alone, failure = Alone(steps=4), OpTimeout("barrier", 1, 1.0)
+    no_cause(alone, failure)
+    alone.go_to(protocol.Settled)  # it is undone
+    alone.go_on()
+    alone.go_to(protocol.Settled)  # it is committed: the count begins anew
     for _ in range(BROKEN_EPOCHS):
         kinds = no_cause(alone, failure)
         assert kinds == ["LeaveEpoch", "AwaitEnd", "ReportFailure", "AwaitEnd", "BreakEpoch"]
@@ -673,6 +677,10 @@ def test_a_job_that_is_stopped_may_lack_steps_and_one_that_finishes_may_not() ->
     lacking.fail_at(protocol.RunBody)
     with pytest.raises(HoldfastError, match="after 0 of 2 steps here"):
         lacking.all_requests()
+    newcomer = Alone(None, finished, spare=True)
+    newcomer.fail_at(protocol.Connect)
+    with pytest.raises(HoldfastError, match="before this process, a newcomer to it, was given its state"):
+        newcomer.all_requests()
 
 
 @pytest.mark.parametrize("phase", ["finished", "failed"])
