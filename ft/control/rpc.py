@@ -20,7 +20,7 @@ from holdfast.ft.control.bounded_listener import BoundedListener, Departure
 from holdfast.ft.control.connection import CLOSED_HERE, CLOSED_THERE, Handler, RpcConnection
 from holdfast.ft.control.errors import Busy, CallTimeout, ConnectionLost, ControlError, Dropped, cannot_connect
 from holdfast.ft.control.frames import DiallerHandshake, ListenerHandshake, refusal
-from holdfast.ft.control.interface import check_interface, join_address, split_address
+from holdfast.ft.environment.listen_address import check_interface, join_address, split_address
 
 _log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import socket
 import subprocess
 
 from holdfast.comms.errors import HoldfastError
-from holdfast.ft.environment.listen_address import choose_address, local_addresses
+from holdfast.ft.environment.listen_address import choose_address, join_address, local_addresses
 
 PORT = 26600
 """The port of the first node; each further one has the next, as nodes may be one machine."""
@@ -40,7 +40,7 @@ def slurm_hosts(word: str) -> tuple[str, ...]:
     nodes = _nodes()
     addresses = _addresses(nodes)
     first = _first_port(word)
-    return tuple(f"tcp://{_joined(addresses[node])}:{first + index}" for index, node in enumerate(nodes))
+    return tuple(f"tcp://{join_address(addresses[node], first + index)}" for index, node in enumerate(nodes))
 
 
 def own_slurm_host(word: str) -> str:
@@ -48,7 +48,7 @@ def own_slurm_host(word: str) -> str:
     nodes, mine = _nodes(), os.environ.get("SLURMD_NODENAME", "")
     if mine not in nodes:
         raise NotUnderSlurm(f"SLURMD_NODENAME={mine!r} is none of the job's nodes, {', '.join(nodes)}")
-    return f"tcp://{_joined(_addresses([mine])[mine])}:{_first_port(word) + nodes.index(mine)}"
+    return f"tcp://{join_address(_addresses([mine])[mine], _first_port(word) + nodes.index(mine))}"
 
 
 def found_hosts(hosts: tuple[str, ...]) -> tuple[str, ...]:
@@ -97,7 +97,3 @@ def _scontrol(*words: str) -> str:
     if done.returncode:
         raise NotUnderSlurm(f"{' '.join(command)}: {done.stderr.strip() or done.stdout.strip()}")
     return done.stdout
-
-
-def _joined(address: str) -> str:
-    return f"[{address}]" if ":" in address else address

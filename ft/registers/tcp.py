@@ -27,6 +27,7 @@ import torch.distributed as dist
 from holdfast.comms.errors import CorruptData
 from holdfast.comms.rendezvous.tcp import dial, serve
 from holdfast.comms.system import forks
+from holdfast.ft.environment.listen_address import join_address
 from holdfast.ft.registers.cell import Cell, RegisterAway
 
 PATIENCE = 5.0
@@ -78,9 +79,8 @@ def serving(host: str = "127.0.0.1", port: int = 0) -> Iterator[str]:
     Raises OSError if the address cannot be bound.
     """
     server = _StoreServer(host, port)
-    name = f"[{host}]" if ":" in host else host
     try:
-        yield f"tcp://{name}:{server.port}"
+        yield f"tcp://{join_address(host, server.port)}"
     finally:
         del server
 

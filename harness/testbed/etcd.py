@@ -29,7 +29,7 @@ import requests
 from etcd3gw.exceptions import Etcd3Exception
 
 from holdfast.comms.errors import HoldfastError
-from holdfast.ft.control.interface import join_address
+from holdfast.ft.environment.listen_address import join_address
 from holdfast.ft.launch.held_directory import private_file
 from holdfast.ft.launch.job_contract import ReservedPort
 from holdfast.ft.processes.zygote_start import die_with_parent

@@ -16,9 +16,9 @@ import msgspec
 from holdfast.comms.errors import CorruptData, HoldfastError
 from holdfast.comms.transport.liveness import this_host
 from holdfast.ft.control.errors import ControlError, WrongKey
-from holdfast.ft.control.interface import split_address
 from holdfast.ft.control.loop import LoopThread
 from holdfast.ft.control.rpc import AsyncRpcServer, dial_rpc
+from holdfast.ft.environment.listen_address import split_address
 from holdfast.ft.launch.job_contract import TorchEnvironment
 from holdfast.ft.membership.view import JobIdentity, View
 from holdfast.ft.node.runtime import new_identity

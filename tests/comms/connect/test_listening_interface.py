@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.ft.control import interface
-from holdfast.ft.control.interface import check_interface, check_ours
 from holdfast.ft.control.rpc import AsyncRpcServer
+from holdfast.ft.environment.listen_address import check_interface, check_ours
 
 NONE_OF_OURS = "192.0.2.1"
 """An address reserved for documentation (RFC 5737): no machine has it."""

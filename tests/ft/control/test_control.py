@@ -35,8 +35,8 @@ from holdfast.ft.control.errors import (
     WrongKey,
 )
 from holdfast.ft.control.frames import AuthenticatedSession, DiallerHandshake, ListenerHandshake
-from holdfast.ft.control.interface import split_address
 from holdfast.ft.control.rpc import AsyncRpcServer, dial_rpc
+from holdfast.ft.environment.listen_address import split_address
 from support.children import Child, children
 from support.leaks import descriptors
 from support.mutations import mutated
