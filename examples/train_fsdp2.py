@@ -116,7 +116,7 @@ def train(
             print(
                 f"step {attempt.step}: loss {loss.item():.9f} (rank {attempt.rank} of {attempt.comm.size})", flush=True
             )
-    print(f"weights {weights}; copies: {things.copied}", flush=True)
+    print(f"weights {weights}", flush=True)
     return weights
 
 

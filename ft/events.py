@@ -282,9 +282,8 @@ class FenceFailed(Event, frozen=True, tag="fence_failed"):
 class DetectorLost(Event, frozen=True, tag="detector_lost"):
     """A failure detector is missing or has failed; `instead` is the evidence in its place."""
 
+    usual_level = logging.WARNING
     says = "detector {self.detector!r} is lost ({self.reason}); in its place: {self.instead}"
-
-    # `watch` logs it, with the traceback: the level here is DEBUG
 
     detector: str
     reason: str = ""

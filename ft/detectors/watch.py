@@ -210,7 +210,7 @@ class Detectors:
     def _lose(self, name: str, why: str, error: Exception | None = None) -> None:
         """Say that this process does without a detector, and go by other evidence in its place."""
         instead, make = STAND_INS.get(name, ("nothing", None))
-        _log.warning("detector %r is lost (%s); in its place: %s", name, why, instead, exc_info=error)
+        _log.debug("detector %r is lost", name, exc_info=error)
         self._context.note(DetectorLost(detector=name, reason=why, instead=instead))
         if make is not None:
             stand_in = self._detectors[f"{name} again"] = make(self._context)

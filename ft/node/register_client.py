@@ -5,7 +5,6 @@ Reads are repeated; a compare-and-set is not.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from functools import partial
 
@@ -23,8 +22,6 @@ READS_PER_SUSPECT_TIME = 2
 A read takes 0.4 ms of code that has left the caches: with one at each heartbeat, that was a third of what a session
 costs while nothing fails.
 """
-
-_log = logging.getLogger("holdfast.ft")
 
 
 class RegisterClient:
@@ -123,5 +120,4 @@ class RegisterClient:
             self._away_since = None
         elif self._away_since is None:
             self._away_since = self._time.time()
-            _log.warning("nothing can be agreed for now: %s", answer.reason)
         self._answered(answer)

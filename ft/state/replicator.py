@@ -430,7 +430,6 @@ class StateReplicator:
         self._seen = [(tensor, tensor._version) for tensor in mine]
         self._reach("copies.after_copy")
         seconds, nbytes = time.monotonic() - began, own.layout.nbytes * len(to)
-        self.sharded.copied.note(nbytes, seconds, part_store.nbytes)
         self._events.emit(events.PartCopied(step=version - 1, epoch=comm.epoch, bytes=nbytes, seconds=seconds))
 
     def _layout(self, leaves: tuple[Leaf, ...], part: int) -> PartLayout:

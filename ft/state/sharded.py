@@ -38,7 +38,6 @@ class Sharded(Mapping[str, Any]):
         if shape is not None and not callable(shape):
             raise TypeError(f"mesh must be a function of the number of ranks, not {type(shape).__name__}")
         self.copies = copies
-        self.copied = CopyCost()
         self._build = build
         self._shape = shape
         self._names: tuple[str, ...] = ()
@@ -101,30 +100,6 @@ class Sharded(Mapping[str, Any]):
         for name, thing in made.items():
             check_stateful(thing, f"build() returned {name!r}, a {type(thing).__name__}, which has")
         self._things = dict(made)
-
-
-class CopyCost:
-    """The cost of copies in this process: how many `times` copies were made, and `seconds` in sum.
-
-    `nbytes` were sent to neighbours in sum; `held` bytes are in memory now, for this process and its neighbours.
-    """
-
-    def __init__(self) -> None:
-        self.times, self.nbytes, self.seconds, self.held = 0, 0, 0.0, 0
-
-    def __str__(self) -> str:
-        if not self.times:
-            return "no copies were made"
-        return (
-            f"{self.times} times, {self.seconds / self.times * 1e3:.2f} ms and "
-            f"{self.nbytes / self.times / 1e6:.2f} MB to neighbours each; {self.held / 1e6:.2f} MB held"
-        )
-
-    def note(self, nbytes: int, seconds: float, held: int) -> None:
-        self.times += 1
-        self.nbytes += nbytes
-        self.seconds += seconds
-        self.held = held
 
 
 def check_stateful(thing: object, whose: str) -> None:
