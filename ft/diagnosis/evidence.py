@@ -22,7 +22,7 @@ from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import is_gone, is_stopped, this_host
 from holdfast.ft.event_lines import read_events
 from holdfast.ft.events import Event
-from holdfast.ft.telemetry.flight import BadRecording, OpRecord, OpStatus, Recording, RecordingState, find, read
+from holdfast.ft.telemetry.flight import OpRecord, OpStatus, Recording, RecordingState, read_all
 
 
 class ProcessState(enum.Enum):
@@ -172,12 +172,8 @@ MEETINGS = frozenset(
 
 def gather(logs: Path, now: float) -> JobEvidence:
     """The evidence in a folder of recordings and event logs; `now` is this host's monotonic time."""
-    recordings, bad = [], []
-    for path in find(logs):
-        try:
-            recordings.append(read(path))
-        except BadRecording as error:
-            bad.append(str(error))
+    bad: list[str] = []
+    recordings = read_all(logs, bad.append)
     lives = {recording.identity: life(recording.process) for recording in recordings}
     events = read_events(logs, bad.append)
     return assemble(recordings, lives, events, now, bad)

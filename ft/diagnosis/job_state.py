@@ -22,7 +22,7 @@ from holdfast.ft.events import (
     ViewInstalled,
 )
 from holdfast.ft.membership.view import View
-from holdfast.ft.telemetry.flight import BadRecording, OpRecord, OpStatus, Recording, RecordingState, find, read
+from holdfast.ft.telemetry.flight import OpRecord, OpStatus, Recording, RecordingState, read_all
 
 WINDOW = 5.0
 """Seconds over which steps per second are counted."""
@@ -94,7 +94,7 @@ class Watcher:
         for event in self._tail.new():
             self._hear(event)
         view = self._files.view()
-        recordings = self._recordings()
+        recordings = {each.identity: each for each in read_all(self._files.logs, last=_LAST_OPS)}
         now = time.monotonic()
         finished = self._finished if view is None else view.phase == "finished"
         faults = self._faults(finished)
@@ -180,16 +180,6 @@ class Watcher:
         return (len(recent) - 1) / (recent[-1] - recent[0]) if len(recent) > 1 and recent[-1] > recent[0] else 0.0
 
     # What the recordings say --------------------------------------------------------------------------------------
-
-    def _recordings(self) -> dict[str, Recording]:
-        found = {}
-        for path in find(self._files.logs):
-            try:
-                recording = read(path, last=_LAST_OPS)
-            except BadRecording:
-                continue
-            found[recording.identity] = recording
-        return found
 
     @staticmethod
     def _backend(recordings: Mapping[str, Recording]) -> str:

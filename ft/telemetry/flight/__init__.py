@@ -10,7 +10,7 @@ from holdfast.ft.telemetry.flight.layout import (
     RecordingState,
     Signature,
 )
-from holdfast.ft.telemetry.flight.reader import find, read
+from holdfast.ft.telemetry.flight.reader import find, read, read_all
 from holdfast.ft.telemetry.flight.recorder import FlightRecorder, open_recorder
 
 __all__ = [
@@ -26,4 +26,5 @@ __all__ = [
     "find",
     "open_recorder",
     "read",
+    "read_all",
 ]
