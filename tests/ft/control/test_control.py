@@ -400,36 +400,6 @@ def test_a_silent_dialler_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) ->
     asyncio.run(wait())
 
 
-def test_a_flood_of_strangers_does_not_keep_members_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rpc, "MAX_PENDING", 32)
-
-    async def flood() -> None:
-        async with serving() as server:
-            where = split_address(server.address)
-            strangers = await asyncio.gather(*(asyncio.open_connection(*where) for _ in range(150)))
-            for _ in range(5):
-                names = [str(number) for number in range(5)]
-                members = await asyncio.gather(
-                    *(dial_rpc(server.address, **(ME | {"identity": name})) for name in names)
-                )
-                assert sorted(connection.peer for connection in server.connections) == names
-                for member in members:
-                    member.close()
-                    await member.wait_closed()
-                while server.connections:
-                    await asyncio.sleep(0.001)
-                strangers += await asyncio.gather(*(asyncio.open_connection(*where) for _ in range(30)))
-            open_still = 0
-            for reader, writer in strangers:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(reader.read(), 0.01)
-                open_still += not reader.at_eof()
-                writer.close()
-            assert open_still <= 32
-
-    asyncio.run(flood())
-
-
 @in_a_loop
 async def test_a_frame_changed_on_the_way_drops_the_connection_on_both_sides() -> None:
     connected: asyncio.Queue[RpcConnection] = asyncio.Queue()
