@@ -21,7 +21,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TypeVar, cast
@@ -53,6 +53,8 @@ _FLUSH_PAUSE = 0.001
 Listener = Callable[[Event], None]
 E = TypeVar("E", bound=Event)
 
+_ANYWHERE: AbstractContextManager[object] = nullcontext()
+
 _log = logging.getLogger("holdfast.ft")
 
 
@@ -76,20 +78,15 @@ class EventLog:
 
         What hears it at once hears it before that, so that nothing but the record is made inside.
         """
-        for listener in self._at_once.get(type(event), ()):
-            listener(event)
-        if within is None:
-            self._record(event)
-        else:
-            with within:
-                self._record(event)
-
-    def _record(self, event: Event) -> None:
-        stamp = None
-        for receiver in self._receivers:
-            if receiver.wants is None or receiver.wants(event):
-                stamp = stamp or stamped(event, self.process, self._pid)
-                receiver.put(stamp)
+        if type(event) in self._at_once:
+            for listener in self._at_once[type(event)]:
+                listener(event)
+        with _ANYWHERE if within is None else within:
+            stamp = None
+            for receiver in self._receivers:
+                if receiver.wants is None or receiver.wants(event):
+                    stamp = stamp or stamped(event, self.process, self._pid)
+                    receiver.put(stamp)
 
     def subscribe(self, listener: Listener, wants: Callable[[Event], bool] | None = None) -> Callable[[], None]:
         """Call `listener(event)` for each event that it `wants` (default: all), in order, in a thread of its own.

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.ft.control import interface
 from holdfast.ft.control.rpc import AsyncRpcServer
+from holdfast.ft.environment import listen_address
 from holdfast.ft.environment.listen_address import check_interface, check_ours
 
 NONE_OF_OURS = "192.0.2.1"
@@ -82,7 +82,7 @@ def test_a_name_that_means_every_interface_is_refused(monkeypatch: pytest.Monkey
 
 def test_a_lookup_of_a_host_name_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     answered = threading.Event()
-    monkeypatch.setattr(interface, "LOOKUP_SECONDS", 0.05)
+    monkeypatch.setattr(listen_address, "LOOKUP_SECONDS", 0.05)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answered.wait(20.0))
     try:
         with pytest.raises(ValueError, match=r"cannot be looked up: no answer within 0.05 s"):
