@@ -23,7 +23,7 @@ from holdfast.ft.timeouts import Timeouts
 
 
 class _HeldEpoch:
-    """What `EpochGuard.held` returns. A generator in its place would cost a microsecond more, thrice a step."""
+    """What `EpochGuard.held` returns: one for each epoch. A generator would cost a microsecond more, thrice a step."""
 
     __slots__ = ("_epoch", "_guard")
 
@@ -59,6 +59,7 @@ class EpochGuard:
         self._revoked: list[tuple[Communicator, HoldfastError]] = []
         self._ended: HoldfastError | None = None
         self._next: View | None = None
+        self._held = _HeldEpoch(self, 0)
         self._on_over: Callable[[int], None] = lambda epoch: None
 
     @property
@@ -173,7 +174,10 @@ class EpochGuard:
 
     def held(self, epoch: int) -> AbstractContextManager[None]:
         """Hold `epoch` so that it is not revoked meanwhile. Raises the reason if it is over."""
-        return _HeldEpoch(self, epoch)
+        held = self._held
+        if held._epoch != epoch:
+            held = self._held = _HeldEpoch(self, epoch)
+        return held
 
     def bind(self, comm: Communicator, *, lasting: bool = False) -> None:
         """End `comm` when its epoch is revoked, or only when its members build another one if it is `lasting`.
