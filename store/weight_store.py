@@ -299,7 +299,11 @@ class WeightStore:
         device_memory.ipc.check()
         if importlib.util.find_spec("triton") is None:
             raise Unsupported("copies of weights on a device without triton", "pip install triton")
-        digests.compile(torch.device("cuda", torch.cuda.current_device()))
+        try:
+            digests.compile(torch.device("cuda", torch.cuda.current_device()))
+        except Exception as error:  # of Triton, or of the compilers that it calls
+            hint = "leave out device_copies=True"
+            raise Unsupported(f"copies of weights on a device, whose kernel cannot be used: {error}", hint) from error
         observe = self._observe
 
         def tell(version: int, part: int, holder: str, why: str) -> None:

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+import xxhash
 
 from holdfast.comms.system.mappings import mapping_at
 from holdfast.store.data.digests import LEAST_BYTES, Words
@@ -39,6 +40,8 @@ CHUNK_BYTES = 32 << 20
 """The most bytes that one copy moves to the host."""
 _READ_ONLY = 8
 """cudaHostRegisterReadOnly: the device only reads the memory, as this process does."""
+_AWKWARD = (LEAST_BYTES, 1023, 1024, 1025, 1087, 8191, 8192, 8193, 8257, 20_011)
+"""Bytes of pieces about the ends of the kernel's loops, which it is tried with."""
 _WORD = 8
 """The kernel for checksums reads words of so many bytes, which have to be aligned."""
 _log = logging.getLogger("holdfast.store")
@@ -88,16 +91,6 @@ class Cuda:
         from holdfast.store.digest_kernel import begin_digests
 
         return begin_digests(addresses, sizes, device, targets)
-
-    def compile(self, device: torch.device) -> None:
-        """Make the kernel of `digest`: that takes seconds unless an earlier process did it. Raises what hinders it."""
-        data = torch.zeros(LEAST_BYTES + 15, dtype=torch.uint8, device=device)
-        address, size = np.array([data.data_ptr()], np.uint64), np.array([data.nbytes], np.uint64)
-        stream = self.stream(device, kernels=True)
-        with self.on(stream):
-            for targets in (None, address):
-                self.digest(address, size, device, targets)
-        stream.synchronize()
 
     def _clear_error(self) -> None:
         """Take the error back, which the next launch of a kernel in this thread would report as its own."""
@@ -161,8 +154,27 @@ class DeviceDigests:
         return bool(found) and not self.refused
 
     def compile(self, device: torch.device) -> None:
-        """Compile the kernel now. Raises what hinders it."""
-        self._cuda.compile(device)
+        """Compile the kernel now: that takes seconds unless an earlier process did it. Raises what hinders it.
+
+        It has to copy pieces of awkward lengths, and to find the checksums that xxhash finds; else RuntimeError.
+        """
+        sizes, starts = np.array(_AWKWARD, np.uint64), _WORD * np.arange(len(_AWKWARD), dtype=np.uint64)
+        size = max(_AWKWARD) + _WORD * len(_AWKWARD)
+        data = torch.from_numpy(np.random.default_rng(0).integers(0, 256, size, np.uint8))
+        pieces = [data[start : start + length] for start, length in zip(starts.tolist(), _AWKWARD, strict=True)]
+        there = data.to(device)
+        into = torch.zeros(len(pieces), size // _WORD * _WORD, dtype=torch.uint8, device=device)
+        targets = np.array([row.data_ptr() for row in into], np.uint64)
+        stream = self._cuda.stream(device, kernels=True)
+        stream.wait_stream(self._cuda.current_stream(device))
+        for copied in (None, targets):
+            with self._cuda.on(stream):
+                digested = self._cuda.digest(starts + np.uint64(there.data_ptr()), sizes, device, copied)
+            stream.synchronize()
+            if digested().tolist() != [xxhash.xxh3_64_intdigest(piece.numpy().data) for piece in pieces]:
+                raise RuntimeError("it finds other checksums than xxhash")
+        if not all(torch.equal(row[: len(piece)], piece) for row, piece in zip(into.cpu(), pieces, strict=True)):
+            raise RuntimeError("it copies other bytes")
         self._ready[device] = True
 
     def _compile(self, device: torch.device) -> None:
@@ -177,8 +189,8 @@ class DeviceDigests:
             first, self.refused = not self.refused, self.refused or f"{type(error).__name__}: {error}"
         if first:
             _log.warning(
-                "the host computes the checksums of weights on CUDA devices, which slows copies down: "
-                "the kernel for the device cannot be had: %s; pip install triton, and a C compiler",
+                "the host computes the checksums of weights on CUDA devices, which slows copies down: the kernel for "
+                "the device cannot be used: %s; install triton and a C compiler if they are missing",
                 self.refused,
             )
 
@@ -199,7 +211,7 @@ class DeviceDigests:
         try:
             with self._cuda.on(stream):
                 return self._cuda.digest(addresses, sizes, device, targets)
-        except RuntimeError as error:  # of torch and Triton
+        except Exception as error:  # of torch and Triton
             self.refuse(error)
             return None
 

@@ -83,9 +83,6 @@ class FakeCuda(Cuda):
         sums = copy_and_digest(jobs)
         return lambda: sums
 
-    def compile(self, device: torch.device) -> None:
-        """All is there."""
-
     def stream(self, device: torch.device, kernels: bool = False) -> Any:
         return SimpleNamespace(
             wait_stream=lambda other: self.log.append("copies wait for the program"),
@@ -160,14 +157,14 @@ def refusing(cuda: FakeCuda) -> None:
     cuda.refusal = "out of memory"
 
 
+def missing() -> None:
+    raise ImportError("No module named 'triton'")
+
+
 @pytest.fixture
 def no_kernel(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host computes the checksums."""
-
-    def fail(device: torch.device) -> None:
-        raise ImportError("No module named 'triton'")
-
-    cuda.compile = fail  # type: ignore[method-assign]
+    cuda.before_digest = missing
     monkeypatch.setattr(device_copy, "digests", digests := DeviceDigests(cuda))
     monkeypatch.setattr(weight_store, "digests", digests)
 
@@ -185,9 +182,21 @@ def test_tensors_of_a_device_are_published_and_got(tmp_path: Path, cuda: FakeCud
         assert cuda.digested == (5 if atomic else 10), "an atomic get verifies copies on the host"
 
 
+@pytest.mark.parametrize("fault", ["missing", "other checksums than xxhash", "other bytes"])
 def test_the_host_computes_checksums_where_the_device_cannot_and_says_so_once(
-    tmp_path: Path, cuda: FakeCuda, no_kernel: None, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, cuda: FakeCuda, no_kernel: None, caplog: pytest.LogCaptureFixture, fault: str
 ) -> None:
+    """Before the kernel is used, it is tried with pieces of awkward lengths."""
+    if fault != "missing":
+        right, cuda.before_digest = cuda.digest, bool
+
+        def wrong(addresses: Any, sizes: Any, device: torch.device, targets: Any = None) -> Any:
+            if fault == "other bytes":
+                return right(addresses, sizes, device)
+            sums = right(addresses, sizes, device, targets)()
+            return lambda: sums ^ (sizes == sizes.max())
+
+        cuda.digest = wrong  # type: ignore[method-assign]
     state = on_the_device(cuda, a_state())
     with caplog.at_level(logging.WARNING), WeightStore(f"memory://{tmp_path}") as store:
         for version in (1, 2, 3):
@@ -199,9 +208,9 @@ def test_the_host_computes_checksums_where_the_device_cannot_and_says_so_once(
         store.publish(4, state | {"odd": state["odd"] + 1})
         report = store.inspect().report()
     said = [each.getMessage() for each in caplog.records if "checksums" in each.getMessage()]
-    assert len(said) == 1 and "No module named 'triton'" in said[0] and "pip install triton" in said[0]
-    assert cuda.digested == 0
-    assert ["triton" in holder.slow for holder in report.holders] == [True]
+    why = "No module named 'triton'" if fault == "missing" else fault
+    assert len(said) == 1 and why in said[0] and "install triton" in said[0]
+    assert [why in holder.slow for holder in report.holders] == [True]
 
 
 def test_a_kernel_that_fails_leaves_its_checksums_to_the_host(tmp_path: Path, cuda: FakeCuda) -> None:

@@ -343,7 +343,11 @@ print("equal")
 
 TRITON_DIGESTS = """
 import numpy as np, torch, xxhash
+from contextlib import nullcontext
+from types import SimpleNamespace
 from hypothesis import given, settings, strategies as st
+from holdfast.store import digest_kernel
+from holdfast.store.data.device_copy import Cuda, DeviceDigests
 from holdfast.store.digest_kernel import begin_digests
 
 data = torch.from_numpy(np.random.default_rng(6).integers(0, 256, 40_000, np.uint8))
@@ -367,7 +371,20 @@ def check(pieces, copied):
         assert not each[cut.nbytes :].any()
 
 check()
-print("equal")
+
+class Interpreted(Cuda):
+    stream = current_stream = lambda *_, **__: SimpleNamespace(wait_stream=lambda _: None, synchronize=lambda: None)
+    on = lambda *_: nullcontext()
+
+cpu = torch.device("cpu")
+DeviceDigests(Interpreted()).compile(cpu)
+secret, start = digest_kernel._constants(cpu)
+secret.numpy()[3] ^= 1
+try:
+    DeviceDigests(Interpreted()).compile(cpu)
+except RuntimeError as error:
+    assert "other checksums than xxhash" in str(error)
+    print("equal")
 """
 
 
