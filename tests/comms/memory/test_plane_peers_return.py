@@ -25,7 +25,7 @@ planes = pytest.mark.parametrize(
         ("shm", 10),
         ("ucx", 5),
         ("nixl", 3),
-        pytest.param("nixl", 30, marks=[pytest.mark.thorough, pytest.mark.timeout(300)]),
+        pytest.param("nixl", 100, marks=[pytest.mark.thorough, pytest.mark.timeout(600)]),
     ],
 )
 
