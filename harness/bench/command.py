@@ -249,7 +249,7 @@ def recovery(options: RecoveryOptions) -> None:
             bench = run(plan, progress)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    except HoldfastError as error:
+    except (HoldfastError, TimeoutError) as error:
         raise _failed("recovery", error) from error
     if options.json:
         print_json(bench)

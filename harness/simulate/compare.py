@@ -20,6 +20,7 @@ from holdfast.ft.console.console import FoldingTable, console
 from holdfast.ft.console.units import counted, format_seconds
 from holdfast.ft.event_lines import read_events
 from holdfast.harness.cluster.local_cluster import LocalCluster
+from holdfast.harness.recovery import NotRecovered, Recovery, recovery_of, wait_for_recovery
 from holdfast.harness.simulate.core.faults import Fault, KillHost, KillProcess, PauseProcess
 from holdfast.harness.simulate.core.schedule import JobLayout, Schedule
 from holdfast.harness.simulate.core.world import World
@@ -90,27 +91,14 @@ def error_of(predicted: float, measured: float) -> float:
     return abs(predicted - measured) / measured
 
 
-def recovery_of(log: Iterable[events.Event], struck: float, lost: set[str]) -> RecoveryMoments | None:
-    """How long the survivors of a fault at `struck` took, from all events; None if they are not done.
-
-    The next view is the first without any of the `lost` members. A step counts as the next if it ran in that view:
-    one that was complete before the fault and is committed after it does not.
-    """
-    later = sorted((event for event in log if event.time >= struck), key=lambda event: event.time)
-    installed = [e for e in later if isinstance(e, events.ViewInstalled) and lost.isdisjoint(e.members)]
-    if not installed:
-        return None
-    survivors, epoch = set(installed[0].members), installed[0].epoch
-    views: dict[str, float] = {}
-    commits: dict[str, float] = {}
-    for event in later:
-        if isinstance(event, events.ViewInstalled) and event.epoch >= epoch:
-            views.setdefault(event.process, event.time - struck)
-        elif isinstance(event, events.StepCommitted) and event.epoch >= epoch and event.how != "recovered":
-            commits.setdefault(event.process, event.time - struck)
-    if not survivors <= views.keys() & commits.keys():
-        return None
-    return RecoveryMoments(max(views[each] for each in survivors), max(commits[each] for each in survivors))
+def moments_of(recovery: Recovery) -> RecoveryMoments:
+    """When the last survivor of a fault was there; the recovery is over."""
+    return RecoveryMoments(
+        *(
+            max(times[each] for each in recovery.members) - recovery.fault
+            for times in (recovery.installed, recovery.resumed)
+        )
+    )
 
 
 def middle(recoveries: Sequence[RecoveryMoments]) -> RecoveryMoments:
@@ -146,9 +134,9 @@ def predict(fault: FaultKind, ranks: int, costs: MachineCosts, seed: int) -> Rec
         end += 0.05
         world.run(end)
         found = recovery_of(log, at, lost)
-        if found is not None:
-            return found
-    raise HoldfastError(f"the simulated job of {counted(ranks, 'rank')} did not recover within {LIMIT:g} s")
+        if found.over:
+            return moments_of(found)
+    raise NotRecovered(f"the simulated job of {counted(ranks, 'rank')} did not recover within {LIMIT:g} s")
 
 
 def _hit(world: World, fault: FaultKind) -> list[SimulatedProcess]:
@@ -198,13 +186,10 @@ def measure_recovery(fault: FaultKind, ranks: int, backend: str, seed: int) -> R
         job.wait_for("committed", LIMIT, step=2)
         time.sleep(SETTLE + random.Random(seed).random() * 0.1)
         lost, struck = _break(job, fault, ranks, network)
-        deadline = time.monotonic() + LIMIT
-        while time.monotonic() < deadline:
-            time.sleep(0.5)  # not so often that it takes the job's processors
-            found = recovery_of(read_events(job.events_directory), struck, lost)
-            if found is not None:
-                return found
-    raise HoldfastError(f"the job of {counted(ranks, 'rank')} did not recover within {LIMIT:g} s of {fault!r}")
+        # not read so often that it takes the job's processors
+        return moments_of(
+            wait_for_recovery(lambda: read_events(job.events_directory), struck, lost, limit=LIMIT, every=0.5)
+        )
 
 
 def _break(job: Job, fault: FaultKind, ranks: int, network: Network | None) -> tuple[set[str], float]:

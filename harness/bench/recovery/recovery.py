@@ -13,33 +13,29 @@ import select
 import signal
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec.structs import replace
 
-from holdfast.comms.errors import HoldfastError
+from holdfast.ft.events import EpochReduced, Event, ViewInstalled
 from holdfast.ft.processes.zygote_client import zygote_pid
+from holdfast.ft.telemetry.event_reader import read_events
 from holdfast.harness.cluster.job import Job
 from holdfast.harness.cluster.local_cluster import LocalCluster
 from holdfast.harness.measure.noise import Noise
 from holdfast.harness.measure.stats import Spread
+from holdfast.harness.recovery import Recovery, wait_for_recovery
 
 if TYPE_CHECKING:
     from holdfast.ft import Session
-
-FIRST_OP = "first_op"
-"""The event that a rank logs after its first correct all_reduce in an epoch; `completed` is before the comparison."""
 
 SETTLE = 0.2
 """Seconds for which a job reduces undisturbed before a kill; the killer sleeps as long after one."""
 
 LIMIT = 30.0
 """Seconds without a recovery after which a job has failed."""
-
-
-class NotRecovered(HoldfastError):
-    """A job did not recover after a kill."""
 
 
 class RecoveryTiming(msgspec.Struct, frozen=True):
@@ -145,7 +141,6 @@ def reduce_for_ever(session: Session, count: int, device: str) -> None:
     """
     import torch
 
-    from holdfast.ft.events import EpochReduced
     from holdfast.ft.telemetry.event_log import EventLog
 
     log = EventLog(f"bench-{os.getpid()}")
@@ -170,55 +165,37 @@ def reduce_for_ever(session: Session, count: int, device: str) -> None:
                     said = comm.epoch
 
 
-def _wait_for_all(job: Job, epoch: int, pids: set[int]) -> list[dict[str, Any]]:
-    """Wait until all of `pids` have reduced in an epoch after `epoch`; returns the events of the job."""
-    deadline = time.monotonic() + LIMIT
-    while True:
-        events = job.events()
-        done = {event["pid"] for event in events if event["kind"] == FIRST_OP and event["epoch"] > epoch}
-        if pids <= done:
-            return events
-        if time.monotonic() > deadline:
-            late = ", ".join(map(str, sorted(pids - done)))
-            raise NotRecovered(f"processes {late} did not reduce again within {LIMIT} s of a kill in epoch {epoch}")
-        time.sleep(0.05)
+def _read(job: Job) -> list[Event]:
+    """The events of the job; what a rank logs beside its session has the name of its session."""
+    log = read_events(job.events_directory)
+    names = {event.pid: event.process for event in log if isinstance(event, ViewInstalled)}
+    return [replace(event, process=names.get(event.pid, event.process)) for event in log]
 
 
-def analyse(
-    events: list[dict[str, Any]], rank: int, killed: float, epoch: int, survivors: set[int], gone: float = 0.0
-) -> RecoveryTiming:
-    """The timing of a kill at `killed` in `epoch`, from the event logs of the `survivors` (pids).
+def timing_of(recovery: Recovery, rank: int, gone: float, survivors: Collection[str]) -> RecoveryTiming:
+    """The timing of a kill of `rank`, whose process was gone at the time `gone`: when the last survivor got there."""
 
-    The process was gone at `gone`.
-    """
+    def since(moment: float) -> float:
+        return 1e3 * (moment - recovery.fault)
 
-    def since(kind: str, choose: Callable[[Iterable[float]], float]) -> float:
-        times: dict[int, float] = {}
-        for event in events:
-            later = event["time"] > killed and event.get("epoch", epoch + 1) > epoch
-            if event["kind"] == kind and event["pid"] in survivors and later:
-                times.setdefault(event["pid"], event.get("completed", event["time"]))
-        if not times:
-            raise NotRecovered(f"no survivor logged {kind!r} after the kill of rank {rank} in epoch {epoch}")
-        return 1e3 * (choose(times.values()) - killed)
-
+    assert recovery.detected is not None
     return RecoveryTiming(
         rank=rank,
-        gone=1e3 * (gone - killed),
-        detect=since("detected", min),
-        agree=since("installed", max),
-        rebuild=since("rebuilt", max),
-        total=since(FIRST_OP, max),
+        gone=since(gone),
+        detect=since(recovery.detected),
+        agree=since(max(recovery.installed[each] for each in survivors)),
+        rebuild=since(max(recovery.rebuilt[each] for each in survivors)),
+        total=since(max(recovery.resumed[each] for each in survivors)),
     )
 
 
 def _inject(job: Job, ranks: Sequence[int], proposer: bool, number: int) -> RecoveryTiming:
     """Send signal `number` to these ranks at once; with `proposer` rank 0 will end itself."""
-    view = job.view()
-    members = [member.peer.pid for member in view.members]
-    victims = [next(process for process in job.processes if process.pid == members[rank]) for rank in ranks]
-    survivors = set(members) - {victim.pid for victim in victims} - ({members[0]} if proposer else set())
-    end, rank = select.poll(), ranks[0]
+    members = job.view().members
+    pids = [members[rank].peer.pid for rank in ranks]
+    victims = [process for process in job.processes if process.pid in pids]
+    lost = {members[rank].id for rank in (*ranks, *[0] * proposer)}
+    end = select.poll()
     end.register(victims[0].pidfd, select.POLLIN)
     killed = time.monotonic()
     for victim in victims:
@@ -226,19 +203,8 @@ def _inject(job: Job, ranks: Sequence[int], proposer: bool, number: int) -> Reco
     end.poll(1e3 * LIMIT)
     gone = time.monotonic()
     time.sleep(SETTLE)
-    lost, epoch = {view.members[rank].id for rank in ranks}, view.epoch
-    while (newest := last_with(lost, events := _wait_for_all(job, epoch, survivors), epoch)) > epoch:
-        epoch = newest
-    return analyse(events, rank, killed, epoch, survivors, gone)
-
-
-def last_with(lost: set[str], events: list[dict[str, Any]], epoch: int) -> int:
-    """The last epoch, not before `epoch`, that has a member in `lost`.
-
-    Of two ranks killed one after the other the second may go on into an epoch without the first.
-    """
-    held: list[int] = [e["epoch"] for e in events if e["kind"] == "installed" and lost.intersection(e["members"])]
-    return max([epoch, *held])
+    recovery = wait_for_recovery(lambda: _read(job), killed, lost, limit=LIMIT, every=0.05)
+    return timing_of(recovery, ranks[0], gone, {member.id for member in members} - lost)
 
 
 def run(plan: RecoveryPlan, progress: Callable[[str], None] = lambda text: None) -> RecoveryBench:
@@ -262,7 +228,8 @@ def run(plan: RecoveryPlan, progress: Callable[[str], None] = lambda text: None)
             with cluster.start(reduce_for_ever, max(1, plan.nbytes // 4), plan.device) as job:
                 job.wait_for_spares()
                 view = job.view()
-                _wait_for_all(job, view.epoch - 1, {member.peer.pid for member in view.members})
+                for member in view.members:
+                    job.wait_for("first_op", LIMIT, pid=member.peer.pid)
                 for _ in range(min(max(1, plan.spares // plan.together), plan.kills - len(done))):
                     time.sleep(SETTLE + choose.random() * SETTLE)
                     victims = choose.sample(range(1 if plan.proposer else 0, plan.ranks), plan.together)

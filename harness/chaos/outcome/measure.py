@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from holdfast.ft import events
 from holdfast.harness.chaos.outcome.record import Percentiles, Speed
-from holdfast.harness.chaos.run.scenario_run import PlannedFault, RawRun
+from holdfast.harness.chaos.run.scenario_run import KILLED, PlannedFault, RawRun
 from holdfast.harness.invariants import Event
+from holdfast.harness.recovery import recovery_of
 from holdfast.harness.report.model import FaultRecord, RecoveryStage, Span
-
-DETECTED = (
-    events.DeathsDetected
-    | events.MemberSuspected
-    | events.MemberFenced
-    | events.HoldersDied
-    | events.HostAway
-    | events.ReplicaCorrupt
-    | events.RoleLost
-)
-"""Events that show that a process knows of a fault."""
 
 STAGES = ("detected", "rebuilt", "resumed")
 """The stages of a recovery: the first process knows of the fault; all have the next communicator, or the replica is
@@ -63,43 +52,15 @@ def injected_faults(raw: RawRun) -> tuple[FaultRecord, ...]:
 def _stages(fault: PlannedFault, logged: Sequence[Event], until: float) -> Iterator[RecoveryStage]:
     """The stages between the fault and the next one; where two overlap, those of the recovery from both."""
     assert fault.time is not None
-    at = fault.time
-    later = [event for event in logged if event.time > at]
-    last_commit = max((event.time for event in later if isinstance(event, events.StepCommitted)), default=at)
-    mine = [event for event in later if event.time < min(until, last_commit)]  # the end is full of farewells
-    detected = next((event for event in mine if isinstance(event, DETECTED)), None)
-    resumed_from = at
-    if detected is not None:
-        yield RecoveryStage("detected", detected.time - at)
-        rebuilt = _rebuilt(detected.time, later, mine)
-        if rebuilt is not None:
-            yield RecoveryStage("rebuilt", rebuilt - at)
-            resumed_from = rebuilt
-    resumed = next(
-        (event for event in later if isinstance(event, events.StepCommitted) and event.time >= resumed_from), None
-    )
-    if resumed is not None:
-        yield RecoveryStage("resumed", resumed.time - at)
-
-
-def _rebuilt(since: float, later: Sequence[Event], mine: Sequence[Event]) -> float | None:
-    """When, after `since`, all were in the next communicator, or the replica was made again.
-
-    Or another process does the work of the dead one. None if nothing had to be rebuilt: the death of a spare ends no
-    epoch. `mine` are the events up to the next fault, which may fall into the rebuild.
-    """
-    replica = next((event for event in mine if isinstance(event, events.ReplicaMade) and event.time > since), None)
-    if replica is not None:
-        return replica.time
-    replaced = next(
-        (event.time for event in later if isinstance(event, events.RoleReplaced) and event.time > since), None
-    )
-    if not any(isinstance(event, events.EpochRevoked) for event in mine):
-        return replaced
-    rebuilt = [event for event in later if isinstance(event, events.CommunicatorBuilt) and event.time > since]
-    # only those in a row: after a resumed driver the epochs begin again
-    of_epoch = itertools.takewhile(lambda event: event.epoch == rebuilt[0].epoch, rebuilt)
-    return max((event.time for event in of_epoch), default=None)
+    commits = [event.time for event in logged if isinstance(event, events.StepCommitted)]
+    last_commit = max(commits, default=fault.time)  # the end is full of farewells
+    lost = {victim.name for noted in fault.noted if noted.what in KILLED for victim in noted.victims}
+    found = recovery_of(logged, fault.time, lost, min(until, last_commit))
+    rebuilt = max((found.rebuilt[each] for each in found.members if each in found.rebuilt), default=found.replaced)
+    resumed = min(found.resumed.values(), default=None)
+    for name, moment in zip(STAGES, (found.detected, rebuilt, resumed), strict=True):
+        if moment is not None:
+            yield RecoveryStage(name, moment - fault.time)
 
 
 def percentiles(found: Iterable[FaultRecord]) -> dict[str, Percentiles]:

@@ -27,7 +27,6 @@ from holdfast.harness.simulate.compare import (
     error_of,
     middle,
     predict,
-    recovery_of,
 )
 from holdfast.harness.simulate.core.faults import (
     AtPoint,
@@ -451,37 +450,6 @@ COSTS = MachineCosts(
     op=3e-4,
     gone=1e-3,
 )
-
-
-def installed(process: str, epoch: int, time: float, members: tuple[str, ...]) -> events.Event:
-    event = events.ViewInstalled(epoch=epoch, members=members, rank=0, min_size=1, reason="")
-    return events.stamped(event, process, 1, time)
-
-
-def committed(process: str, epoch: int, time: float, how: str = "normal") -> events.Event:
-    return events.stamped(events.StepCommitted(step=7, epoch=epoch, how=how), process, 1, time)
-
-
-LOG = [
-    installed("a", 4, 1.0, ("a", "b", "c")),
-    committed("a", 4, 1.9),
-    committed("b", 4, 2.01),  # after the fault, of the old view
-    installed("b", 5, 2.1, ("a", "b")),
-    installed("a", 5, 2.3, ("a", "b")),
-    committed("b", 5, 2.35, "recovered"),
-    committed("b", 5, 2.5),
-    committed("a", 5, 2.4),
-    committed("a", 5, 2.9),
-]
-
-
-def test_the_last_survivor_gives_the_times() -> None:
-    assert recovery_of(LOG, 2.0, {"c"}) == RecoveryMoments(pytest.approx(0.3), pytest.approx(0.5))
-
-
-def test_a_recovery_is_over_when_all_survivors_have_committed() -> None:
-    assert recovery_of(LOG[:7], 2.0, {"c"}) is None
-    assert recovery_of([], 2.0, {"c"}) is None
 
 
 def test_an_error_is_a_share_of_what_was_measured() -> None:

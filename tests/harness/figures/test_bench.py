@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -385,45 +384,6 @@ def test_repeated_sums_in_place_stay_finite(tmp_path: Path, ranks: int) -> None:
 
 
 # Recovery ---------------------------------------------------------------------------------------------------------
-
-
-def _logged(pid: int, kind: str, time: float, **fields: Any) -> dict[str, Any]:
-    return {"pid": pid, "kind": kind, "time": time, **fields}
-
-
-def test_a_recovery_is_over_when_its_last_survivor_has_reduced() -> None:
-    events = [
-        _logged(1, "first_op", 90.0, epoch=1),
-        _logged(1, "detected", 100.003),
-        _logged(2, "detected", 100.002),
-        _logged(1, "installed", 100.004, epoch=2),
-        _logged(2, "installed", 100.005, epoch=2),
-        _logged(1, "rebuilt", 100.007, epoch=2),
-        _logged(2, "rebuilt", 100.006, epoch=2),
-        _logged(1, "first_op", 100.008, epoch=2),
-        _logged(2, "first_op", 100.009, epoch=2),
-        _logged(2, "first_op", 105.0, epoch=3),
-        _logged(3, "first_op", 100.5, epoch=2),
-    ]
-    kill = recovery.analyse(events, 0, killed=100.0, epoch=1, survivors={1, 2}, gone=100.0015)
-    taken = (kill.gone, kill.detect, kill.agree, kill.rebuild, kill.total)
-    assert taken == pytest.approx((1.5, 2.0, 5.0, 7.0, 9.0))
-
-
-def test_a_recovery_without_a_trace_is_an_error() -> None:
-    with pytest.raises(recovery.NotRecovered, match="detected"):
-        recovery.analyse([], 0, killed=100.0, epoch=1, survivors={1})
-
-
-def test_a_job_has_recovered_once_none_of_the_lost_is_a_member() -> None:
-    """Of two ranks killed at once, the second may still be a member of the next epoch."""
-    events = [
-        _logged(1, "installed", 100.001, epoch=1, members=["a", "b", "c", "d"]),
-        _logged(1, "installed", 100.004, epoch=2, members=["a", "b", "d"]),
-        _logged(1, "installed", 100.009, epoch=3, members=["a", "b"]),
-    ]
-    assert recovery.last_with({"c", "d"}, events, epoch=1) == 2
-    assert recovery.last_with({"c"}, events, epoch=1) == 1
 
 
 @pytest.mark.thorough
