@@ -23,7 +23,7 @@ from holdfast.ft.membership.view import Job, Member, View
 from holdfast.ft.node.table_sharing import ARITY, TreeRelay, neighbour_ranks
 from holdfast.harness.report.plot import Chart, light
 from holdfast.harness.simulate.core.schedule import NetworkModel
-from holdfast.harness.simulate.search.scale import ScaleResult, measure
+from holdfast.harness.simulate.search.run import SimulationResult, simulate
 from holdfast.harness.simulate.search.scenarios import RANKS_A_HOST, scenario
 
 SIZES = (1_000, 10_000, 100_000)
@@ -155,18 +155,18 @@ class Fit(msgspec.Struct, frozen=True):
 class Study(msgspec.Struct, frozen=True):
     """All results. Times are protocol results in simulated time."""
 
-    host_loss: tuple[ScaleResult, ...]
-    crash: tuple[ScaleResult, ...]
+    host_loss: tuple[SimulationResult, ...]
+    crash: tuple[SimulationResult, ...]
     exchanges: tuple[ExchangeResult, ...]
     fits: tuple[Fit, ...]
 
 
 def study(seed: int, sizes: Sequence[int]) -> Study:
     """Do all measurements. Takes minutes for the largest size."""
-    done: dict[str, list[ScaleResult]] = {"host-loss": [], "crash": []}
+    done: dict[str, list[SimulationResult]] = {"host-loss": [], "crash": []}
     for ranks in sizes:
         for name, scales in done.items():
-            scales.append(measure(scenario(name, ranks, ranks // RANKS_A_HOST, seed)))
+            scales.append(simulate(scenario(name, ranks, ranks // RANKS_A_HOST, seed)))
     exchanges = [exchange(ranks, seed) for ranks in sizes]
     losses = done["host-loss"]
     fits = (
@@ -199,7 +199,7 @@ def draw(result: Study, directory: Path) -> None:
     """Write plots as SVG files: recovery, messages, bytes and detection."""
     sizes = [scale.ranks for scale in result.host_loss]
 
-    def values(scales: Sequence[ScaleResult], name: str, factor: float = 1.0) -> list[float]:
+    def values(scales: Sequence[SimulationResult], name: str, factor: float = 1.0) -> list[float]:
         return [factor * float(getattr(scale, name) or 0.0) for scale in scales]
 
     _plot(

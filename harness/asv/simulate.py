@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 from holdfast.harness.asv.common import profile
 
 if TYPE_CHECKING:
-    from holdfast.harness.simulate.search.scale import ScaleResult
+    from holdfast.harness.simulate.search.run import SimulationResult
 
 
 class Simulation:
@@ -42,12 +42,12 @@ class Simulation:
     track_recovery.unit = "ms of virtual time"  # type: ignore[attr-defined]
 
 
-def _measure(name: str, ranks: int) -> ScaleResult:
+def _measure(name: str, ranks: int) -> SimulationResult:
     """Simulate the scenario. Raises ArithmeticError if an invariant is broken."""
-    from holdfast.harness.simulate.search.scale import measure
+    from holdfast.harness.simulate.search.run import simulate
     from holdfast.harness.simulate.search.scenarios import scenario
 
-    found = measure(scenario(name, ranks, ranks // 8, seed=7))
+    found = simulate(scenario(name, ranks, ranks // 8, seed=7))
     if found.violation is not None:
         raise ArithmeticError(f"{found.violation}")
     return found

@@ -6,14 +6,12 @@ import os
 import shlex
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
 from holdfast.ft.console.console import FoldingTable, console, print_json, styled, working
 from holdfast.ft.console.units import counted
 from holdfast.harness.command_line import writing
-from holdfast.harness.invariants import CHECKERS
 from holdfast.harness.simulate.core.schedule import Schedule, load, save
 from holdfast.harness.simulate.core.trace import TraceWriter
 from holdfast.harness.simulate.known_bugs import KNOWN_BUGS, KnownBug
@@ -21,7 +19,6 @@ from holdfast.harness.simulate.known_bugs.reproduce import Sighting
 from holdfast.harness.simulate.known_bugs.run_all import run_all
 from holdfast.harness.simulate.search.draw import draw
 from holdfast.harness.simulate.search.run import SimulationResult, simulate
-from holdfast.harness.simulate.search.scale import ScaleResult, measure
 from holdfast.harness.simulate.search.scenarios import MOST_WITH_STEPS, RANKS_A_HOST, SCENARIOS
 from holdfast.harness.simulate.search.scenarios import scenario as make_scenario
 from holdfast.harness.simulate.search.shrink import shrink as make_smaller
@@ -58,139 +55,106 @@ def run(options: SimulateOptions, trace: TraceWriter | None) -> int:
             return _known_bugs(options)
         if options.compare:
             return _compare(options)
-        if options.schedule is not None:
-            return _finish(load(options.schedule), [], trace, options)
-        if options.scenario == "swarm":
-            return _swarm(options, trace)
-        ranks = options.ranks or RANKS_A_HOST
-        hosts = options.hosts or max(1, ranks // RANKS_A_HOST)
-        steps = STEPS if ranks <= MOST_WITH_STEPS else 0
-        schedule = make_scenario(options.scenario, ranks, hosts, options.seed, steps=steps)
-        return _finish(schedule, [], trace, options) if steps else _measure([schedule], trace, options)
+        return _simulate(_schedules(options), trace, options)
 
 
-# One schedule, or many --------------------------------------------------------------------------------------------
+# Simulations ------------------------------------------------------------------------------------------------------
 
 
-def _swarm(options: SimulateOptions, trace: TraceWriter | None) -> int:
-    """Run the schedules of the seeds, up to the first that breaks an invariant."""
-    schedules = [draw(options.seed + number, options.ranks, options.hosts) for number in range(options.seeds)]
-    if options.ranks is not None and options.ranks > MOST_WITH_STEPS:
-        return _measure(schedules, trace, options)
-    outcomes: list[SimulationResult] = []
-    with _working(f"{options.seeds} seeds: about {SEED_SECONDS * options.seeds:.0f} s") as say:
-        for schedule in schedules[:-1]:
-            outcomes.append(simulate(schedule, trace))
-            events = sum(outcome.events for outcome in outcomes)
-            say(f"seed {schedule.seed}: {len(outcomes)} of {options.seeds}, {events:,} events")
-            if outcomes[-1].violation is not None:
-                return _finish(schedule, outcomes[:-1], None, options)
-    return _finish(schedules[-1], outcomes, trace, options)
+def _schedules(options: SimulateOptions) -> list[Schedule]:
+    """What the options ask for: the schedule of a file, of each seed, or of a scenario."""
+    if options.schedule is not None:
+        return [load(options.schedule)]
+    if options.scenario == "swarm":
+        return [draw(options.seed + number, options.ranks, options.hosts) for number in range(options.seeds)]
+    ranks = options.ranks or RANKS_A_HOST
+    hosts = options.hosts or max(1, ranks // RANKS_A_HOST)
+    return [make_scenario(options.scenario, ranks, hosts, options.seed, steps=STEPS * (ranks <= MOST_WITH_STEPS))]
 
 
-def _finish(
-    schedule: Schedule, before: list[SimulationResult], trace: TraceWriter | None, options: SimulateOptions
-) -> int:
-    """Run the last schedule, and show it with those before it, which broke no invariant."""
-    outcome, story = _told(schedule, trace)
-    if outcome.violation is not None and options.shrink:
-        invariant = outcome.violation.invariant
-
-        def fails(smaller: Schedule) -> bool:
-            found = simulate(smaller).violation
-            return found is not None and found.invariant == invariant
-
-        schedule = make_smaller(schedule, fails)
-        outcome, story = _told(schedule, None)
-    if options.json:
-        print_json({"outcomes": [*before, outcome], "schedule": schedule})
-    else:
-        _show_outcomes([*before, outcome], schedule, story, options.out if options.shrink else None)
-    if outcome.violation is not None and options.shrink:
-        with writing("holdfast simulate"):
-            save(schedule, options.out)
-            options.out.with_suffix(".txt").write_text(story, encoding="utf-8")
-    return 0 if outcome.violation is None else 1
-
-
-def _told(schedule: Schedule, trace: TraceWriter | None) -> tuple[SimulationResult, str]:
-    story = RunSummary()
-    outcome = simulate(schedule, trace, story.hear)
-    return outcome, story.text(schedule, outcome.violation)
-
-
-def _show_outcomes(outcomes: list[SimulationResult], schedule: Schedule, story: str, written: Path | None) -> None:
-    out, last = console(), outcomes[-1]
-    table = FoldingTable(title=f"{counted(len(outcomes), 'simulation')}, seeds {outcomes[0].seed} to {last.seed}")
-    for name in ("events", "simulated", "epochs", "steps", "faults", "invariants", "broken", "trace of the last"):
-        table.add_column(name, justify="right")
-    table.add_row(
-        f"{sum(outcome.events for outcome in outcomes):,}",
-        f"{sum(outcome.seconds for outcome in outcomes):,.0f} s",
-        f"{sum(outcome.epochs for outcome in outcomes):,}",
-        f"{sum(outcome.steps for outcome in outcomes):,}",
-        f"{sum(outcome.faults for outcome in outcomes):,}",
-        str(len(CHECKERS)),
-        str(sum(outcome.violation is not None for outcome in outcomes)),
-        last.trace,
-    )
-    out.print(table)
-    if last.violation is None and len(outcomes) > 1:
-        return
-    out.print(story)
-    if last.violation is not None:
-        again = ["--schedule", str(written)] if written is not None else ["--seed", str(schedule.seed), "--shrink"]
-        out.print(f"again: {shlex.join(['holdfast', 'simulate', *again])}", soft_wrap=True)
-
-
-# Many ranks -------------------------------------------------------------------------------------------------------
-
-
-def _measure(schedules: list[Schedule], trace: TraceWriter | None, options: SimulateOptions) -> int:
-    """Run schedules of membership alone, up to the first that breaks an invariant."""
-    if options.shrink:
+def _simulate(schedules: list[Schedule], trace: TraceWriter | None, options: SimulateOptions) -> int:
+    """Run the schedules, up to the first that breaks an invariant, and show what came of them."""
+    steps, name = schedules[0].layout.steps, options.scenario
+    if options.shrink and not steps:
         raise ValueError(f"--shrink repeats a run many times: it takes at most {counted(MOST_WITH_STEPS, 'rank')}")
-    name, results = options.scenario, list[ScaleResult]()
-    for schedule in schedules:
-        what = f"{name}, seed {schedule.seed}"
-        with _working(f"{what}: setting up {counted(schedule.layout.ranks, 'rank')}") as say:
+    results: list[SimulationResult] = []
+    begin = f"{counted(len(schedules), 'seed')}: about {SEED_SECONDS * len(schedules):.0f} s"
+    with _working(begin if steps else f"{name}: setting up {counted(schedules[0].layout.ranks, 'rank')}") as say:
+        for schedule in schedules:
+            what, story = f"{name}, seed {schedule.seed}", RunSummary()
             show = lambda share, events, what=what: say(f"{what}: {share:.0%}, {counted(events, 'event')}")  # noqa: E731
-            results.append(measure(schedule, trace, show))
-        if results[-1].violation is not None:
-            break
-    if options.json:
+            results.append(simulate(schedule, trace, story.hear if steps else None, show))
+            if steps:
+                events = sum(result.events for result in results)
+                say(f"{what}: {len(results)} of {counted(len(schedules), 'seed')}, {counted(events, 'event')}")
+            if results[-1].violation is not None:
+                break
+    broken = results[-1].violation
+    if broken is not None and options.shrink:
+        schedule = make_smaller(schedule, lambda smaller: _breaks(smaller, broken.invariant))
+        story = RunSummary()
+        results[-1] = simulate(schedule, also=story.hear)
+    text = story.text(schedule, results[-1].violation)
+    if options.json and steps:
+        print_json({"outcomes": results, "schedule": schedule})
+    elif options.json:
         print_json(results if name == "swarm" else results[0])
     else:
-        _show_scales(name, results)
-    return 0 if results[-1].violation is None else 1
+        _show_results(name, results, text if steps and (broken is not None or len(results) == 1) else "")
+        if steps and broken is not None:
+            again = ["--schedule", str(options.out)] if options.shrink else ["--seed", str(schedule.seed), "--shrink"]
+            console().print(f"again: {shlex.join(['holdfast', 'simulate', *again])}", soft_wrap=True)
+    if broken is not None and options.shrink:
+        with writing("holdfast simulate"):
+            save(schedule, options.out)
+            options.out.with_suffix(".txt").write_text(text, encoding="utf-8")
+    return 0 if broken is None else 1
 
 
-def _show_scales(name: str, scales: Iterable[ScaleResult]) -> None:
-    out = console()
-    table = FoldingTable(
-        title=f"{name}: {SCENARIOS[name][0] if name in SCENARIOS else 'all kinds of faults'}",
-        caption="protocol results in simulated time",
-    )
-    for column in ("ranks", "lost", "epochs", "first evidence", "agreed", "all installed", "hops", "messages a rank"):
+def _breaks(schedule: Schedule, invariant: str) -> bool:
+    found = simulate(schedule).violation
+    return found is not None and found.invariant == invariant
+
+
+def _show_results(name: str, results: list[SimulationResult], story: str) -> None:
+    """A row for each job of membership alone, one for all jobs with steps; then the story, if there is one."""
+    out, steps = console(), any(result.steps for result in results)
+    rows = [results] if steps else [[result] for result in results]
+    what = SCENARIOS[name][0] if name in SCENARIOS else "all kinds of faults"
+    caption = f"protocol results in simulated time; {results[0].invariants} invariants checked after every event"
+    table = FoldingTable(title=f"{name}: {what}", caption=caption + "; times are medians" * (len(rows[0]) > 1))
+    counts = ("simulations", "faults", "lost", "epochs", "steps") if steps else ("lost", "epochs")
+    loads = () if steps else ("hops", "messages a rank", "KiB a rank")
+    for column in ("ranks", *counts, "first evidence", "agreed", "all installed", *loads, "cost here"):
         table.add_column(column, justify="right")
-    table.add_column("KiB a rank", justify="right")
-    table.add_column("cost here", justify="right")
-    for scale in scales:
+    for row in rows:
+        least, most = min(each.ranks for each in row), max(each.ranks for each in row)
+        known = {name: sum(getattr(each, name) for each in row) for name in counts if name != "simulations"}
+        first, cells = row[0], dict.fromkeys(counts, f"{len(row):,}") | {n: f"{v:,}" for n, v in known.items()}
+        messages = f"{first.messages_mean:.1f} (most {first.messages_max:,})"
+        nbytes = f"{first.bytes_mean / 1024:.1f} (most {first.bytes_max / 1024:.0f})"
         table.add_row(
-            f"{scale.ranks:,}",
-            f"{scale.lost:,}",
-            str(scale.epochs),
-            *(f"{1e3 * t:,.1f} ms" if t is not None else "-" for t in (scale.detected, scale.agreed, scale.installed)),
-            str(scale.depth),
-            f"{scale.messages_mean:.1f} (most {scale.messages_max:,})",
-            f"{scale.bytes_mean / 1024:.1f} (most {scale.bytes_max / 1024:.0f})",
-            f"{scale.setup + scale.cpu:.1f} s CPU, {scale.memory:.2f} GiB",
+            f"{most:,}" if least == most else f"{least:,} to {most:,}",
+            *cells.values(),
+            *map(_middle, zip(*((each.detected, each.agreed, each.installed) for each in row), strict=True)),
+            *((str(first.depth), messages, nbytes) if loads else ()),
+            f"{sum(each.setup + each.cpu for each in row):.1f} s CPU, {max(each.memory for each in row):.2f} GiB",
         )
-        if scale.violation is not None:
-            out.print(styled("BROKEN", "red") + f" {scale.violation.invariant}: {scale.violation.message}")
+    if not steps and (broken := results[-1].violation) is not None:
+        out.print(styled("BROKEN", "red") + f" {broken.invariant}: {broken.message}")
     out.print(table)
-    for scale in scales:
-        out.print(f"trace {scale.trace}, {counted(scale.events, 'event')}, seed {scale.seed}")
+    for row in rows:
+        events = counted(sum(each.events for each in row), "event")
+        seeds = f"seed {row[0].seed}" if len(row) == 1 else f"seeds {row[0].seed} to {row[-1].seed}, trace of the last"
+        out.print(f"trace {row[-1].trace}, {events}, {seeds}")
+    if story:
+        out.print(story)
+
+
+def _middle(times: Iterable[float | None]) -> str:
+    """The median of the recoveries that came so far."""
+    known = [time for time in times if time is not None]
+    return f"{1e3 * median(known):,.1f} ms" if known else "-"
 
 
 # Simulated and real -----------------------------------------------------------------------------------------------

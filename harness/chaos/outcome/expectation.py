@@ -108,7 +108,7 @@ def _outlived(raw: RawRun) -> set[int]:
 
 def _lost(raw: RawRun) -> list[str]:
     """Processes that failed without a fault. Where they are replaced the run may end well all the same."""
-    faults = {victim.process.pid for each in raw.faults for noted in each.noted for victim in noted.victims}
+    faults = {event.target_pid for each in raw.faults for event in each.injected}
     return [
         f"{life.name} {life.how}, and nobody had struck it"
         for life in raw.lives

@@ -6,9 +6,11 @@ import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from msgspec import UNSET
+
 from holdfast.ft import events
 from holdfast.harness.chaos.outcome.record import Percentiles, Speed
-from holdfast.harness.chaos.run.scenario_run import KILLED, PlannedFault, RawRun
+from holdfast.harness.chaos.run.scenario_run import KILLED, RawRun, RunFault
 from holdfast.harness.invariants import Event
 from holdfast.harness.recovery import recovery_of
 from holdfast.harness.report.model import FaultRecord, RecoveryStage, Span
@@ -49,12 +51,12 @@ def injected_faults(raw: RawRun) -> tuple[FaultRecord, ...]:
     return tuple(found)
 
 
-def _stages(fault: PlannedFault, logged: Sequence[Event], until: float) -> Iterator[RecoveryStage]:
+def _stages(fault: RunFault, logged: Sequence[Event], until: float) -> Iterator[RecoveryStage]:
     """The stages between the fault and the next one; where two overlap, those of the recovery from both."""
     assert fault.time is not None
     commits = [event.time for event in logged if isinstance(event, events.StepCommitted)]
     last_commit = max(commits, default=fault.time)  # the end is full of farewells
-    lost = {victim.name for noted in fault.noted if noted.what in KILLED for victim in noted.victims}
+    lost = {each.target for each in fault.injected if each.what in KILLED and each.target is not UNSET}
     found = recovery_of(logged, fault.time, lost, min(until, last_commit))
     rebuilt = max((found.rebuilt[each] for each in found.members if each in found.rebuilt), default=found.replaced)
     resumed = min(found.resumed.values(), default=None)

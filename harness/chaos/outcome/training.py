@@ -9,7 +9,7 @@ import msgspec
 
 from holdfast.ft.console.units import counted
 from holdfast.harness.chaos.outcome.record import HostLoss
-from holdfast.harness.chaos.run.scenario_run import PlannedFault
+from holdfast.harness.chaos.run.scenario_run import RunFault
 from holdfast.harness.chaos.run.training_processes import TrainingRecord
 from holdfast.harness.invariants import CheckResult, Violation
 from holdfast.harness.training.episodes_page import GroupRows, rows_of
@@ -196,13 +196,12 @@ class _Finding:
 NOTE = "host-lost"
 
 
-def host_losses(record: TrainingRecord, faults: Sequence[PlannedFault]) -> tuple[HostLoss, ...]:
+def host_losses(record: TrainingRecord, faults: Sequence[RunFault]) -> tuple[HostLoss, ...]:
     """What followed the loss of each host."""
     return tuple(
-        _after(record, noted.time, frozenset(victim.label or victim.name for victim in noted.victims))
+        _after(record, fault.time, frozenset(fault.victims))
         for fault in faults
-        for noted in fault.noted
-        if noted.what == NOTE
+        if fault.time is not None and any(event.what == NOTE for event in fault.injected)
     )
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 
 from holdfast.comms.errors import HoldfastError
-from holdfast.ft.events import FaultInjected
+from holdfast.ft.events import FaultInjected, stamped
 from holdfast.ft.registers.sqlite import path_of
 from holdfast.ft.telemetry.event_log import EventLog
 from holdfast.harness.chaos.run.process_set import NoTargetProcess, ProcessSet, Victim
@@ -17,16 +18,6 @@ from holdfast.harness.chaos.run.registers import RegisterServer
 from holdfast.harness.links.client import Links
 from holdfast.harness.links.policy import LinkRule
 from holdfast.harness.testbed.netns import Network
-
-
-@dataclass(frozen=True, slots=True)
-class FaultNote:
-    """The announcement of a fault right before its injection, on `time.monotonic()`."""
-
-    number: int
-    what: str
-    victims: tuple[Victim, ...]
-    time: float
 
 
 class FaultContext:
@@ -46,7 +37,8 @@ class FaultContext:
         self.directory = processes.directory
         self.number = 0
         self.reached: Victim | None = None
-        self.noted: list[FaultNote] = []
+        self.injected: list[FaultInjected] = []
+        self.victims: list[str] = []
 
     # -- processes
 
@@ -80,20 +72,13 @@ class FaultContext:
         """Write into the job's event log what is about to be broken, and how. Call it right before that."""
         now = self._clock()
         for victim in (*victims,) or (None,):
-            if victim is None:
-                self._log.emit(FaultInjected(what=what, number=self.number, details=details))
-                continue
-            self._log.emit(
-                FaultInjected(
-                    what=what,
-                    number=self.number,
-                    target=victim.name,
-                    target_pid=victim.process.pid,
-                    rank=UNSET if victim.rank is None else victim.rank,
-                    details=details,
-                )
-            )
-        self.noted.append(FaultNote(self.number, what, tuple(victims), now))
+            event = FaultInjected(what=what, number=self.number, details=details)
+            if victim is not None:
+                rank = UNSET if victim.rank is None else victim.rank
+                event = replace(event, target=victim.name, target_pid=victim.process.pid, rank=rank)
+            self._log.emit(event)
+            self.injected.append(stamped(event, self._log.process, os.getpid(), now))
+        self.victims += map(str, victims)
 
     def rule(self, rules: Iterable[LinkRule]) -> Callable[[], None]:
         """Apply rules to the links between the processes; returns a call that removes them."""

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from msgspec import UNSET
+
 from holdfast.comms.errors import HoldfastError
 from holdfast.ft.console.units import coarse_seconds
 from holdfast.ft.events import (
@@ -27,7 +29,7 @@ from holdfast.ft.events import (
 )
 from holdfast.ft.processes.zygote_client import zygote_with
 from holdfast.ft.telemetry.event_log import EventDescriber, EventLog
-from holdfast.harness.chaos.run.fault_context import FaultContext, FaultNote
+from holdfast.harness.chaos.run.fault_context import FaultContext
 from holdfast.harness.chaos.run.points import PointGate, WaitingProcess, fits, gate_address
 from holdfast.harness.chaos.run.process_set import ProcessSet, Results, RunProcess
 from holdfast.harness.chaos.run.registers import serve
@@ -74,13 +76,16 @@ QUIET = RunCallbacks()
 
 
 @dataclass(slots=True)
-class PlannedFault:
+class RunFault:
     """A fault of the schedule while the run lasts, with times on `time.monotonic()`; `record` is what remains of it."""
 
     planned: Planned
     time: float | None = None
     healed: float | None = None
-    noted: tuple[FaultNote, ...] = ()
+    injected: tuple[FaultInjected, ...] = ()
+    """Its events: one for each victim, or one without a target."""
+    victims: tuple[str, ...] = ()
+    """The processes that it hit, for people."""
     step: int = -1
     refused: str = ""
     undo: Undo | None = None
@@ -97,7 +102,7 @@ class PlannedFault:
             healed, lasted = self.healed - began, f"; it lasted {coarse_seconds(self.healed - self.time)}"
         return FaultRecord(
             words=self.planned.what.words(),
-            victims=tuple(str(victim) for noted in self.noted for victim in noted.victims),
+            victims=self.victims,
             time=None if self.time is None else self.time - began,
             step=self.step,
             stages=stages,
@@ -121,7 +126,7 @@ class RawRun:
     jobs: list[list[Event]] = field(default_factory=list)
     """The events once more, of each job for itself."""
     training: TrainingRecord | None = None
-    faults: list[PlannedFault] = field(default_factory=list)
+    faults: list[RunFault] = field(default_factory=list)
     lives: list[RunProcess] = field(default_factory=list)
     results: Results = field(default_factory=Results)
     traffic: tuple[LinkTraffic, ...] = ()
@@ -150,7 +155,7 @@ class ScenarioRun:
         self._scenario, self._directory, self._body, self._args = scenario, directory, body, tuple(args)
         self._steps, self._seed, self._callbacks = steps or 0, seed, callbacks
         self._describers: dict[str, EventDescriber] = {}
-        self._raw = RawRun(time.monotonic(), faults=[PlannedFault(each) for each in planned])
+        self._raw = RawRun(time.monotonic(), faults=[RunFault(each) for each in planned])
         self._newest_step = -1
         self._addresses: set[str] = set()
         self._complete = scenario.workload.family != "session" or scenario.job.spares == 0
@@ -302,18 +307,20 @@ class ScenarioRun:
             if due_step or due_time:
                 self._inject(fault)
 
-    def _inject(self, fault: PlannedFault) -> None:
-        self._context.number, before = fault.planned.number, len(self._context.noted)
+    def _inject(self, fault: RunFault) -> None:
+        self._context.number, before = fault.planned.number, len(self._context.injected)
+        self._context.victims.clear()
         fault.step = self._newest_step + 1
         try:
             fault.undo = fault.planned.what.inject(self._context)
         except HoldfastError as error:
             fault.refused = str(error)
             return
-        fault.noted = tuple(self._context.noted[before:])
-        fault.time = fault.noted[0].time if fault.noted else time.monotonic()
-        victims = ", ".join(str(victim) for noted in fault.noted for victim in noted.victims)
-        self._callbacks.narrate(f"{fault.planned.what.summary} {victims} ({fault.planned.when.words()})", True)
+        fault.injected, fault.victims = tuple(self._context.injected[before:]), tuple(self._context.victims)
+        fault.time = fault.injected[0].time if fault.injected else time.monotonic()
+        self._callbacks.narrate(
+            f"{fault.planned.what.summary} {', '.join(fault.victims)} ({fault.planned.when.words()})", True
+        )
 
     def _mend(self, now: float) -> None:
         """Undo the faults that have lasted long enough; all of them if `now` is infinite."""
@@ -343,17 +350,18 @@ def _within(events: Sequence[Event], fates: Sequence[Event]) -> list[Event]:
     return [each for each in fates if each.process in mine]
 
 
-def _fates(faults: Sequence[PlannedFault]) -> list[Event]:
+def _fates(faults: Sequence[RunFault]) -> list[Event]:
     """Events of the killed and paused processes, which log nothing themselves: checkers need them."""
     found: list[Event] = []
-    for each in faults:
-        for noted in each.noted:
-            for victim in noted.victims:
-                if noted.what in KILLED:
-                    fate: Event = ProcessDied(why="SIGKILL")
-                elif noted.what == "pause":
-                    fate = ProcessStopped(seconds=each.planned.lasts or FOR_GOOD)
-                else:
-                    continue
-                found.append(stamped(fate, victim.name, victim.process.pid, noted.time))
+    for fault in faults:
+        for each in fault.injected:
+            if each.target is UNSET or each.target_pid is UNSET:
+                continue
+            if each.what in KILLED:
+                fate: Event = ProcessDied(why="SIGKILL")
+            elif each.what == "pause":
+                fate = ProcessStopped(seconds=fault.planned.lasts or FOR_GOOD)
+            else:
+                continue
+            found.append(stamped(fate, each.target, each.target_pid, each.time))
     return found

@@ -295,11 +295,10 @@ def _findings(raw: RawRun, bounds: Bounds) -> list[CheckResult]:
 
 def _lives(raw: RawRun) -> tuple[ProcessRecord, ...]:
     faults = {
-        victim.process.pid: noted
+        event.target_pid: event
         for each in raw.faults
-        for noted in each.noted
-        if noted.what in (*KILLED, "pause", "cut", "partition", "link-cut")
-        for victim in noted.victims
+        for event in each.injected
+        if event.what in (*KILLED, "pause", "cut", "partition", "link-cut")
     }
     working = {event.pid for event in raw.events if isinstance(event, StepBegun | StepCommitted)}
     found = []

@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 from holdfast.comms.errors import PeerFailed
 from holdfast.comms.reproducible import sum_contributions
 from holdfast.ft import Session
+from holdfast.ft.events import FaultInjected
 from holdfast.ft.faultpoints import Arrival, GateAddress, GateAgent, PointFilter
 from holdfast.ft.telemetry.event_log import EventLog
 from holdfast.harness import chaos as chaos_module
@@ -31,9 +32,8 @@ from holdfast.harness.chaos.outcome.expectation import failures
 from holdfast.harness.chaos.outcome.measure import injected_faults, percentiles
 from holdfast.harness.chaos.outcome.page import figures_of, write_report
 from holdfast.harness.chaos.outcome.record import ChaosReport, Speed
-from holdfast.harness.chaos.run.fault_context import FaultNote
 from holdfast.harness.chaos.run.points import LATE_STEPS, fits
-from holdfast.harness.chaos.run.scenario_run import PlannedFault, RawRun
+from holdfast.harness.chaos.run.scenario_run import RawRun, RunFault
 from holdfast.harness.chaos.scenario import library
 from holdfast.harness.chaos.scenario.planning import Planned, Trigger
 from holdfast.harness.chaos.scenario.scenario import Scenario
@@ -148,7 +148,7 @@ def test_a_store_process_that_ends_without_a_fault_fails_the_run(
 @pytest.mark.parametrize(("again", "came"), [(True, True), (True, False), (False, True)])
 def test_a_run_may_end_before_a_recurring_fault_comes_again(again: bool, came: bool) -> None:
     raw = history()
-    raw.faults = [PlannedFault(msgspec.structs.replace(each.planned, again=again)) for each in raw.faults]
+    raw.faults = [RunFault(msgspec.structs.replace(each.planned, again=again)) for each in raw.faults]
     raw.faults[0].time = 1.0 if came else None
     scenario = Scenario(
         name="faster", title="", summary="", workload=StoreWorkload(versions=2, readers=1, megabytes=0.01)
@@ -213,7 +213,7 @@ def link_faults(**traffic: int) -> list[str]:
     raw = RawRun(0.0, traffic=(LinkTraffic(source="1", target="2", plane="data", connections=1, bytes=9, **traffic),))
     made = (chaos_module.lossy(0.1, step=1).what, chaos_module.cut(1, lasts=50.0, step=1).what)
     raw.faults = [
-        PlannedFault(Planned(number=number, type="", when=Trigger(step=1), what=what), time=1.0)
+        RunFault(Planned(number=number, type="", when=Trigger(step=1), what=what), time=1.0)
         for number, what in enumerate(made, start=1)
     ]
     raw.too_long = True
@@ -345,7 +345,9 @@ def history(*lines: tuple[float, str, dict[str, Any]]) -> RawRun:
     faults = []
     for number, moment in enumerate((1.0, 5.0), start=1):
         planned = Planned(number=number, type="kill", when=Trigger(seconds=moment), what=kill)
-        faults.append(PlannedFault(planned, time=moment, noted=(FaultNote(number, "kill", (), moment),)))
+        faults.append(
+            RunFault(planned, time=moment, injected=(FaultInjected(time=moment, what="kill", number=number),))
+        )
     return RawRun(0.0, events=[an_event(kind, time=at, **fields) for at, kind, fields in lines], faults=faults)
 
 

@@ -52,7 +52,6 @@ from holdfast.harness.simulate.known_bugs.run_all import run_all
 from holdfast.harness.simulate.machine_costs import MachineCosts
 from holdfast.harness.simulate.search.draw import draw
 from holdfast.harness.simulate.search.run import simulate as run
-from holdfast.harness.simulate.search.scale import measure
 from holdfast.harness.simulate.search.scenarios import MOST_WITH_STEPS, SCENARIOS, scenario
 from holdfast.harness.simulate.search.shrink import shrink
 from holdfast.harness.simulate.story import RunSummary
@@ -62,11 +61,10 @@ TRACES = """
 import sys
 from holdfast.harness.simulate.search.draw import draw
 from holdfast.harness.simulate.search.run import simulate
-from holdfast.harness.simulate.search.scale import measure
 from holdfast.harness.simulate.search.scenarios import scenario
 for seed in (3, 10, 21):
     print(simulate(draw(seed)).trace)
-print(measure(scenario("host-loss", 256, 32, 7)).trace)
+print(simulate(scenario("host-loss", 256, 32, 7)).trace)
 """
 
 
@@ -75,7 +73,7 @@ print(measure(scenario("host-loss", 256, 32, 7)).trace)
 
 def test_equal_seeds_give_equal_traces_in_other_processes_too() -> None:
     here = [run(draw(seed)).trace for seed in (3, 10, 21)]
-    here.append(measure(scenario("host-loss", 256, 32, 7)).trace)
+    here.append(run(scenario("host-loss", 256, 32, 7)).trace)
     assert len(set(here)) == 4
     environment = {**os.environ, "PYTHONHASHSEED": "12345"}
     other = subprocess.run(
@@ -165,7 +163,7 @@ def test_no_seed_breaks_an_invariant(first: int) -> None:
 
 @pytest.mark.parametrize("name", [name for name in SCENARIOS if name != "quiet"])
 def test_every_survivor_of_a_thousand_ranks_installs_the_next_view(name: str) -> None:
-    result = measure(scenario(name, 1000, 125, 1))
+    result = run(scenario(name, 1000, 125, 1))
     assert result.violation is None
     assert result.installed is not None and result.detected is not None
     assert result.detected < 0.5
@@ -189,7 +187,7 @@ def test_the_host_with_the_first_rank_goes_on_after_a_partition(ranks: int, cut:
 
 
 def test_the_load_of_a_rank_does_not_grow_with_the_number_of_ranks() -> None:
-    small, large = (measure(scenario("host-loss", ranks, ranks // 8, 3)) for ranks in (256, 2048))
+    small, large = (run(scenario("host-loss", ranks, ranks // 8, 3)) for ranks in (256, 2048))
     assert large.depth <= small.depth + 4
     assert large.messages_max <= 1.5 * small.messages_max
     assert large.bytes_max <= 1.5 * small.bytes_max
@@ -198,7 +196,7 @@ def test_the_load_of_a_rank_does_not_grow_with_the_number_of_ranks() -> None:
 
 
 def test_a_run_without_faults_has_one_epoch() -> None:
-    result = measure(scenario("quiet", 256, 32, 1))
+    result = run(scenario("quiet", 256, 32, 1))
     assert (result.epochs, result.detected, result.messages_max) == (1, None, 0)
 
 
