@@ -199,7 +199,7 @@ asv-continuous: $(STAMP) peers  ## benchmarks on two commits, and what differs (
 
 asv-publish: $(STAMP)  ## the history of all benchmarks as pages in .asv/html, which need no network
 	$(ASV) publish
-	$(BIN)/python -m holdfast.harness.asv.pages .asv/html
+	$(BIN)/python tests/benchmarks/pages.py .asv/html
 
 gate: $(STAMP)  ## is HEAD slower than BASE? (BASE=HEAD~1 HEAD=HEAD; HEAD=. for the files as they are)
 	@$(BIN)/holdfast gate $(BASE) $(HEAD); status=$$?; echo "holdfast gate: exit status $$status"; exit $$status

@@ -8,9 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import cloudpickle
+import torch.distributed as dist
+
 from holdfast.comms.errors import PeerFailed, Revoked
 from holdfast.ft.error_history import StepFailed
-from holdfast.harness.cluster.errors import RunTimeout
+from holdfast.ft.processes.packed_errors import PackedError, unpack_error
+from holdfast.ft.processes.zygote_client import ForkedProcess
+from holdfast.harness.cluster.errors import RankDied, RunTimeout, rank_failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +35,37 @@ class RankResult:
         """True if the error only says that another rank failed, or that we ended this one."""
         cause = None if self.error is None else self.error.__cause__
         return isinstance(cause, PeerFailed | Revoked | StepFailed)
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The end of a function in a process, at `time`: a pickled `value`, or an `error`. `number` is that of the call."""
+
+    time: float
+    value: bytes = b""
+    error: PackedError | None = None
+    number: int = 0
+
+    def result(self, rank: int) -> RankResult:
+        """The outcome of rank `rank`."""
+        if self.error is not None:
+            error = rank_failure(rank, unpack_error(self.error), self.error.trace)
+            return RankResult(rank, self.time, error=error)
+        try:
+            return RankResult(rank, self.time, cloudpickle.loads(self.value))
+        except Exception as caught:
+            error = rank_failure(rank, TypeError(f"its result cannot be unpickled here: {caught!r}"), "")
+            return RankResult(rank, self.time, error=error)
+
+
+def death(rank: int, process: ForkedProcess) -> RankResult:
+    """The outcome of a rank whose process has ended without a word, or is ending."""
+    try:
+        exit_ = process.wait(5.0)
+    except TimeoutError:
+        process.kill()
+        exit_ = process.wait(5.0)
+    return RankResult(rank, time.monotonic(), error=RankDied(rank, exit_, process.epitaph()))
 
 
 def values(outcomes: Sequence[RankResult]) -> list[Any]:
@@ -76,13 +112,12 @@ class ClusterRanks(ABC):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
-        timeout: float,
         abort: bool,
     ) -> list[RankResult]:
         """Call `fn(comm, *args, **kwargs)` on every rank, with a fresh communicator; returns outcomes in rank order.
 
         With `abort` the first failure aborts the communicators of the others; ranks that still do not return within the
-        grace are ended. Ranks that have not returned after `timeout` seconds are ended.
+        grace are ended, and so are those that have not returned after the timeout of the settings.
         """
 
     @abstractmethod
@@ -91,10 +126,23 @@ class ClusterRanks(ABC):
 
     # -- the course of a call
 
-    def _gather(self, outcomes: dict[int, RankResult], timeout: float, abort: bool) -> list[RankResult]:
+    def _link(self, rank: int, meeting: str | dist.Store) -> dict[str, Any]:
+        """The arguments of `holdfast.comms.connect` for a rank; each op has the timeout of the call."""
+        settings = self._settings
+        return {
+            "backend": settings.backend,
+            "rank": rank,
+            "size": settings.size,
+            "rendezvous": meeting,
+            "name": f"call-{self._calls}",
+            "device": settings.device,
+            "timeout": settings.timeout,
+        }
+
+    def _gather(self, outcomes: dict[int, RankResult], abort: bool) -> list[RankResult]:
         """Wait for the outcomes of all ranks; `outcomes` are those that are known already."""
         began = time.monotonic()
-        deadline = began + timeout
+        deadline = began + self._settings.timeout
         aborted = False
         while missing := [rank for rank in range(self._settings.size) if rank not in outcomes]:
             if abort and not aborted and (failed := [o for o in outcomes.values() if o.error is not None]):

@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle
-
 from holdfast.comms.errors import HoldfastError, Unsupported
 from holdfast.comms.quantities import integer, seconds
 from holdfast.comms.system import forks
@@ -28,15 +26,14 @@ from holdfast.ft.launch.mpirun import launch
 from holdfast.ft.membership.view import View
 from holdfast.ft.node.register import Register
 from holdfast.ft.processes.channel import ChannelClosed
-from holdfast.ft.processes.packed_errors import unpack_error
 from holdfast.ft.processes.zygote_client import ForkedProcess
 from holdfast.ft.registers import RegisterAway
 from holdfast.harness.cluster import pickling
-from holdfast.harness.cluster.cluster_ranks import ClusterSettings, RankResult, values
-from holdfast.harness.cluster.errors import RankDied, RunTimeout, rank_failure
+from holdfast.harness.cluster.cluster_ranks import ClusterSettings, Ended, RankResult, death, values
+from holdfast.harness.cluster.errors import RunTimeout
 from holdfast.harness.cluster.output import Echo, last_stack
 from holdfast.harness.cluster.rank_processes import zygote_of_ranks
-from holdfast.harness.cluster.session_worker import STACK_SIGNAL, Ended, session_target
+from holdfast.harness.cluster.session_worker import STACK_SIGNAL, session_target
 from holdfast.harness.cluster.spares import standing_by
 
 if TYPE_CHECKING:
@@ -318,12 +315,7 @@ class Job:
 
     def _outcome(self, rank: int, process: ForkedProcess) -> RankResult:
         ended = self._ended[process.pid]
-        if ended is None:
-            process.kill()
-            return RankResult(rank, time.monotonic(), error=RankDied(rank, process.wait(30.0), process.epitaph()))
-        if ended.error is not None:
-            return RankResult(rank, ended.time, error=rank_failure(rank, unpack_error(ended.error), ended.error.trace))
-        return RankResult(rank, ended.time, cloudpickle.loads(ended.value))
+        return death(rank, process) if ended is None else ended.result(rank)
 
     def _raise_failures(self) -> None:
         """Raise the first failure, if any, with the numbers of processes as ranks."""

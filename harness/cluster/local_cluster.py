@@ -221,4 +221,4 @@ class LocalCluster:
     def _call(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, abort: bool
     ) -> list[RankResult]:
-        return self._the_ranks().call(fn, args, kwargs, timeout=self._settings.timeout, abort=abort)
+        return self._the_ranks().call(fn, args, kwargs, abort=abort)

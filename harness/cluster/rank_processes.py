@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import select
 import signal
@@ -11,20 +12,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
-
 from holdfast.comms.plugins.registry import GROUP
 from holdfast.comms.system.paths import url_of
 from holdfast.ft.launch.launcher import Launch
 from holdfast.ft.launch.mpirun import launch
 from holdfast.ft.processes.channel import ChannelClosed
-from holdfast.ft.processes.packed_errors import unpack_error
 from holdfast.ft.processes.zygote_client import ForkedProcess, ZygoteClient, zygote, zygote_with
 from holdfast.harness.cluster import pickling
-from holdfast.harness.cluster.cluster_ranks import ClusterRanks, ClusterSettings, RankResult
-from holdfast.harness.cluster.errors import RankDied, rank_failure
+from holdfast.harness.cluster.cluster_ranks import ClusterRanks, ClusterSettings, Ended, RankResult, death
 from holdfast.harness.cluster.output import Echo, last_stack
-from holdfast.harness.cluster.rank_worker import Abort, CallRequest, ConnectArguments, Raised, Returned, rank_target
+from holdfast.harness.cluster.rank_worker import Abort, CallRequest, rank_target
 
 
 def zygote_of_ranks(*workers: str) -> ZygoteClient:
@@ -79,7 +76,6 @@ class RankProcesses(ClusterRanks):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
-        timeout: float,
         abort: bool,
     ) -> list[RankResult]:
         self._replace_dead()
@@ -87,7 +83,7 @@ class RankProcesses(ClusterRanks):
         body = pickling.dumps((fn, args, kwargs))
         meeting = self._directory / f"meeting-{self._calls}"
         try:
-            return self._gather(self._issue(body, meeting, timeout), timeout, abort)
+            return self._gather(self._issue(body, url_of("file", meeting)), abort)
         except BaseException:
             self.close()
             raise
@@ -115,23 +111,13 @@ class RankProcesses(ClusterRanks):
                 del self._processes[rank]
         self.start()
 
-    def _issue(self, body: bytes, meeting: Path, timeout: float) -> dict[int, RankResult]:
-        settings = self._settings
+    def _issue(self, body: bytes, meeting: str) -> dict[int, RankResult]:
         outcomes = {}
         for rank, process in self._processes.items():
-            link = ConnectArguments(
-                settings.backend,
-                rank,
-                settings.size,
-                url_of("file", meeting),
-                f"call-{self._calls}",
-                settings.device,
-                min(timeout, settings.timeout),
-            )
             try:
-                process.channel.send(CallRequest(self._calls, link, body))
+                process.channel.send(CallRequest(self._calls, self._link(rank, meeting), body))
             except ChannelClosed:
-                outcomes[rank] = self._died(rank)
+                outcomes[rank] = death(rank, process)
         return outcomes
 
     def _receive(self, outcomes: dict[int, RankResult], deadline: float) -> None:
@@ -149,7 +135,7 @@ class RankProcesses(ClusterRanks):
             if rank in outcomes:
                 continue
             if self._is_pidfd(fd, waiting):
-                outcomes[rank] = self._died(rank)
+                outcomes[rank] = death(rank, self._processes[rank])
             else:
                 self._read(rank, outcomes, deadline)
         self._echo.pump()
@@ -158,35 +144,15 @@ class RankProcesses(ClusterRanks):
         return self._processes[waiting[fd]].pidfd == fd
 
     def _read(self, rank: int, outcomes: dict[int, RankResult], deadline: float) -> None:
-        try:
-            answer: Returned | Raised = self._processes[rank].channel.recv(max(1.0, deadline - time.monotonic()))
-        except ChannelClosed:
-            outcomes[rank] = self._died(rank)
-            return
-        except TimeoutError:
-            return
-        if answer.number != self._calls:
-            return
-        if isinstance(answer, Raised):
-            error = rank_failure(rank, unpack_error(answer.error), answer.error.trace)
-            outcomes[rank] = RankResult(rank, answer.time, error=error)
-            return
-        try:
-            value = cloudpickle.loads(answer.value)
-        except Exception as caught:
-            error = rank_failure(rank, TypeError(f"its result cannot be unpickled here: {caught!r}"), "")
-            outcomes[rank] = RankResult(rank, time.monotonic(), error=error)
-        else:
-            outcomes[rank] = RankResult(rank, time.monotonic(), value)
-
-    def _died(self, rank: int) -> RankResult:
         process = self._processes[rank]
-        try:
-            exit_ = process.wait(5.0)
-        except TimeoutError:
-            process.kill()
-            exit_ = process.wait(5.0)
-        return RankResult(rank, time.monotonic(), error=RankDied(rank, exit_, process.epitaph()))
+        with contextlib.suppress(TimeoutError):
+            try:
+                ended: Ended = process.channel.recv(max(1.0, deadline - time.monotonic()))
+            except ChannelClosed:
+                outcomes[rank] = death(rank, process)
+                return
+            if ended.number == self._calls:
+                outcomes[rank] = ended.result(rank)
 
     def _abort(self, rank: int, reason: str) -> None:
         try:

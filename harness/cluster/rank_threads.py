@@ -19,7 +19,7 @@ import torch.distributed as dist
 from holdfast.ft.processes.packed_errors import pack_error
 from holdfast.harness.cluster.cluster_ranks import ClusterRanks, ClusterSettings, RankResult
 from holdfast.harness.cluster.errors import RunTimeout, rank_failure
-from holdfast.harness.cluster.rank_worker import ConnectArguments, Running, call_connected
+from holdfast.harness.cluster.rank_worker import Running, call_connected
 
 
 class RankThreads(ClusterRanks):
@@ -40,21 +40,16 @@ class RankThreads(ClusterRanks):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
-        timeout: float,
         abort: bool,
     ) -> list[RankResult]:
         self._calls += 1
-        settings = self._settings
-        meeting, limit = dist.HashStore(), min(timeout, settings.timeout)
+        size, meeting = self._settings.size, dist.HashStore()
         done = self._done = queue.SimpleQueue()
-        running = self._running = [Running(self._calls) for _ in range(settings.size)]
+        running = self._running = [Running(self._calls) for _ in range(size)]
 
         def body(rank: int) -> None:
-            link = ConnectArguments(
-                settings.backend, rank, settings.size, meeting, f"call-{self._calls}", settings.device, limit
-            )
             try:
-                value = call_connected(link, running[rank], fn, args, kwargs)
+                value = call_connected(self._link(rank, meeting), running[rank], fn, args, kwargs)
                 done.put(RankResult(rank, time.monotonic(), value))
             except BaseException as error:
                 failure = rank_failure(rank, error, pack_error(error).trace)
@@ -62,11 +57,11 @@ class RankThreads(ClusterRanks):
 
         self._threads = [
             threading.Thread(target=body, args=(rank,), name=f"holdfast-rank-{rank}", daemon=True)
-            for rank in range(settings.size)
+            for rank in range(size)
         ]
         for thread in self._threads:
             thread.start()
-        outcomes = self._gather({}, timeout, abort)
+        outcomes = self._gather({}, abort)
         for outcome in outcomes:
             if not isinstance(outcome.error, RunTimeout):
                 self._threads[outcome.rank].join(5.0)

@@ -9,51 +9,29 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
-import torch.distributed as dist
 
 from holdfast import comms
 from holdfast.comms.communicator import Communicator
 from holdfast.ft.processes.channel import ChannelClosed, ProcessChannel
-from holdfast.ft.processes.packed_errors import PackedError, pack_error
+from holdfast.ft.processes.packed_errors import pack_error
 from holdfast.harness.cluster import pickling
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectArguments:
-    """The arguments with which a rank connects. `timeout` (seconds) is that of connecting and of every op."""
-
-    backend: str
-    rank: int
-    size: int
-    rendezvous: str | dist.Store
-    name: str
-    device: str | None
-    timeout: float
-
-    def connect(self) -> Communicator:
-        """Connect to the other ranks; see `holdfast.comms.connect`."""
-        return comms.connect(
-            self.backend,
-            rank=self.rank,
-            size=self.size,
-            rendezvous=self.rendezvous,
-            name=self.name,
-            device=self.device,
-            timeout=self.timeout,
-        )
+from holdfast.harness.cluster.cluster_ranks import Ended
 
 
 @dataclass(frozen=True, slots=True)
 class CallRequest:
-    """The request to call `fn(comm, *args, **kwargs)`; `body` is the pickled (fn, args, kwargs)."""
+    """The request to call `fn(comm, *args, **kwargs)`; `body` is the pickled (fn, args, kwargs).
+
+    `link` has the arguments of `holdfast.comms.connect`.
+    """
 
     number: int
-    link: ConnectArguments
+    link: Mapping[str, Any]
     body: bytes
 
 
@@ -63,23 +41,6 @@ class Abort:
 
     number: int
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Returned:
-    """Call `number` returned; `value` is pickled."""
-
-    number: int
-    value: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Raised:
-    """Call `number` raised at `time` (`time.monotonic()`, the same for all processes of the host)."""
-
-    number: int
-    time: float
-    error: PackedError
 
 
 class Running:
@@ -106,10 +67,10 @@ class Running:
 
 
 def call_connected(
-    link: ConnectArguments, running: Running, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    link: Mapping[str, Any], running: Running, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Connect, call `fn`, close. Records the time of a failure before closing, which other ranks notice."""
-    with link.connect() as comm:
+    with comms.connect(**link) as comm:
         running.connected(comm)
         try:
             return fn(comm, *args, **kwargs)
@@ -143,13 +104,13 @@ class RankWorker:
         except ChannelClosed:
             self._calls.put(None)
 
-    def _answer(self, call: CallRequest, running: Running) -> Returned | Raised:
+    def _answer(self, call: CallRequest, running: Running) -> Ended:
         try:
             fn, args, kwargs = cloudpickle.loads(call.body)
             value = call_connected(call.link, running, fn, args, kwargs)
-            return Returned(call.number, pickling.dumps_result(value))
+            return Ended(time.monotonic(), pickling.dumps_result(value), number=call.number)
         except BaseException as error:
-            return Raised(call.number, running.failed_at or time.monotonic(), pack_error(error))
+            return Ended(running.failed_at or time.monotonic(), error=pack_error(error), number=call.number)
 
 
 def rank_target(rank: int) -> Callable[[ProcessChannel], None]:

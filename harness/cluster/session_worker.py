@@ -6,26 +6,17 @@ import faulthandler
 import signal
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
 
 from holdfast.ft.processes.channel import ProcessChannel
-from holdfast.ft.processes.packed_errors import PackedError, pack_error
+from holdfast.ft.processes.packed_errors import pack_error
 from holdfast.harness.cluster import pickling
+from holdfast.harness.cluster.cluster_ranks import Ended
 
 STACK_SIGNAL = signal.SIGUSR2
 """The signal on which a process writes the stack of its main thread to its output."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """The function is over, at `time` (`time.monotonic()`): with a pickled `value`, or with an `error`."""
-
-    time: float
-    value: bytes = b""
-    error: PackedError | None = None
 
 
 def session_target(

@@ -94,7 +94,7 @@ LAYERS = {
     """,
     "harness": """
         links command_line
-        invariants
+        invariants recovery
         cluster
         testbed
         report
@@ -105,7 +105,7 @@ LAYERS = {
         bench
         chaos
         blame top
-        gate asv
+        gate
         cli
     """,
 }

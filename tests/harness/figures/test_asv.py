@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks import pages
+from benchmarks.collectives import bytecodes
+from benchmarks.common import RankClock, Ranks, RankTimes
+from benchmarks.one_sided import Atomics
 from holdfast import comms
-from holdfast.harness.asv import pages
-from holdfast.harness.asv.collectives import bytecodes
-from holdfast.harness.asv.common import RankClock, Ranks, RankTimes
-from holdfast.harness.asv.one_sided import Atomics
 from support.browser import dom, needs_chromium, served
 from support.source_tree import ROOT
 
@@ -79,7 +79,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The pages of a real run of two benchmarks, one of them by ranks."""
     folder = tmp_path_factory.mktemp("asv")
     configuration = json.loads((ROOT / "asv.conf.json").read_text())
-    configuration |= {"repo": str(ROOT), "benchmark_dir": str(ROOT / "harness" / "asv")}
+    configuration |= {"repo": str(ROOT), "benchmark_dir": str(ROOT / "tests" / "benchmarks")}
     configuration |= {name: str(folder / name) for name in ("env_dir", "results_dir", "html_dir")}
     (folder / "asv.conf.json").write_text(json.dumps(configuration))
     commit = subprocess.check_output(["git", "-C", str(ROOT), "rev-parse", "HEAD"], text=True).strip()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from holdfast.harness.asv.common import profile
+from benchmarks.common import profile
 
 if TYPE_CHECKING:
     from holdfast.harness.simulate.search.run import SimulationResult

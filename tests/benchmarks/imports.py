@@ -6,7 +6,7 @@ import statistics
 import subprocess
 import sys
 
-from holdfast.harness.asv.common import profile
+from benchmarks.common import profile
 
 PROGRAM = """
 import sys, time

@@ -1,6 +1,6 @@
 """Makes the pages of `asv publish` work offline: puts what they load from other hosts beside them.
 
-Run as a program: `python -m holdfast.harness.asv.pages FOLDER`.
+Run as a program: `python tests/benchmarks/pages.py FOLDER`.
 """
 
 from __future__ import annotations

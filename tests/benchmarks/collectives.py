@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, ClassVar
 
-from holdfast.harness.asv.common import RankTimes, SpeedUp, need, profile
+from benchmarks.common import RankTimes, SpeedUp, need, profile
 
 KIB, MIB = 1 << 10, 1 << 20
 WARM_UP = 50

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from holdfast.harness.asv.common import profile
+from benchmarks.common import profile
 from holdfast.harness.bench.recovery.recovery import RecoveryBench, RecoveryPlan, run
 
 KILLS = profile(5, 30)

@@ -7,7 +7,7 @@ import statistics
 import time
 from typing import TYPE_CHECKING, ClassVar
 
-from holdfast.harness.asv.common import RankTimes, profile
+from benchmarks.common import RankTimes, profile
 
 if TYPE_CHECKING:
     from holdfast.comms.communicator import Communicator

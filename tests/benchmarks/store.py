@@ -7,7 +7,7 @@ import itertools
 import os
 from typing import ClassVar
 
-from holdfast.harness.asv.common import RankTimed, profile
+from benchmarks.common import RankTimed, profile
 
 MIB = 1 << 20
 FIRST_TURNS = 3
