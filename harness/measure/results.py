@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 from holdfast.harness.measure.noise import Noise
-from holdfast.harness.measure.stats import Timing
+from holdfast.harness.measure.stats import Timing, pairwise
+
+R = TypeVar("R", bound="Row")
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -86,3 +89,13 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 def wrong_in(rows: Iterable[Row]) -> int:
     """How many results were wrong in all rows."""
     return sum(row.wrong or 0 for row in rows)
+
+
+def beside(
+    rows: Sequence[R], ours: Collection[str], figure: Callable[[R], Hashable]
+) -> Iterator[tuple[R, R, dict[str, float]]]:
+    """Each row of `ours`, and each row of another contestant of the same `figure`: how many times as fast ours was."""
+    for row in rows:
+        for peer in rows:
+            if row.contestant in ours and peer.contestant not in ours and figure(row) == figure(peer):
+                yield row, peer, pairwise(row.turns, peer.turns)._asdict()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.text import Text
+from rich.console import Console
 
 from holdfast.ft.console.console import FoldingTable, styled
 from holdfast.ft.console.units import counted, format_seconds
-from holdfast.harness.measure.results import Machine
+from holdfast.harness.measure.results import Machine, Run
 
 QUIET = 0.1
 """CPUs that other processes may use before the figures are in doubt."""
@@ -42,6 +42,10 @@ def others(cpus: float) -> str:
     return f"other processes used {cpus:.2f} CPUs meanwhile"
 
 
-def show_machine(machine: Machine, more: str = "") -> Text:
-    """The machine of a run; yellow if it was busy with something else."""
-    return styled(describe(machine, more), "yellow" if machine.others > QUIET else "")
+def show_head(run: Run, out: Console, more: str = "") -> None:
+    """Print the machine of a run, yellow if it was busy with something else, the contestants, and those left out."""
+    out.print(styled(describe(run.machine, more), "yellow" if run.machine.others > QUIET else ""))
+    for name, detail in run.contestants.items():
+        out.print(f"  {name}: {detail}")
+    for name, reason in run.skipped.items():
+        out.print(styled(f"  {name} left out", "yellow") + f": {reason}")

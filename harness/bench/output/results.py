@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from holdfast.harness.measure.results import ContestantFailure, Ratio, Row, Run, wrong_in
-from holdfast.harness.measure.stats import Timing, pairwise
+from holdfast.harness.measure.results import ContestantFailure, Ratio, Row, Run, beside, wrong_in
+from holdfast.harness.measure.stats import Timing
 
 
 class BenchRow(Row, frozen=True, kw_only=True):
@@ -66,17 +66,7 @@ class Bench(Run, frozen=True, kw_only=True):
 
 def ratios(rows: Sequence[BenchRow], ours: Sequence[str]) -> tuple[OpRatio, ...]:
     """Every one of `ours` against every other library at the same op, size and ranks, round by round."""
-    found = []
-    for row in rows:
-        for peer in rows:
-            if row.contestant not in ours or peer.contestant in ours:
-                continue
-            if (peer.op, peer.ranks, peer.nbytes) == (row.op, row.ranks, row.nbytes):
-                ratio = pairwise(row.turns, peer.turns)
-                found.append(
-                    OpRatio(
-                        op=row.op, ranks=row.ranks, nbytes=row.nbytes, ours=row.contestant, peer=peer.contestant,
-                        median=ratio.median, least=ratio.least, most=ratio.most,
-                    )
-                )  # fmt: skip
-    return tuple(found)
+    return tuple(
+        OpRatio(op=row.op, ranks=row.ranks, nbytes=row.nbytes, ours=row.contestant, peer=peer.contestant, **ratio)
+        for row, peer, ratio in beside(rows, ours, lambda row: (row.op, row.nbytes, row.ranks))
+    )

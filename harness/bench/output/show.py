@@ -13,7 +13,7 @@ from holdfast.ft.console.units import counted, format_bytes
 from holdfast.harness.bench.collectives.definitions import OPERATIONS
 from holdfast.harness.bench.collectives.ranks import HOLDFAST
 from holdfast.harness.bench.output.results import Bench, BenchRow, OpRatio
-from holdfast.harness.measure.show import figures, others, show_machine, show_time
+from holdfast.harness.measure.show import figures, others, show_head, show_time
 
 if TYPE_CHECKING:
     from holdfast.harness.bench.recovery.recovery import RecoveryBench
@@ -66,11 +66,7 @@ def _table(
 
 def show(bench: Bench, out: Console) -> None:
     """Print the whole bench."""
-    out.print(show_machine(bench.machine))
-    for name, detail in bench.contestants.items():
-        out.print(f"  {name}: {detail}")
-    for name, reason in bench.skipped.items():
-        out.print(styled(f"  {name} left out", "yellow") + f": {reason}")
+    show_head(bench, out)
     for what, reason in bench.left_out().items():
         out.print(styled(f"  {what}", "yellow") + f": {reason}")
     for op, ranks in dict.fromkeys((row.op, row.ranks) for row in bench.rows):

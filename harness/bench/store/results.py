@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from holdfast.harness.measure.results import ContestantFailure, Ratio, Row, Run, wrong_in
-from holdfast.harness.measure.stats import pairwise
+from holdfast.harness.measure.results import ContestantFailure, Ratio, Row, Run, beside, wrong_in
 
 FIRST_TURNS = 3
 """The first turns after a start are set apart: a store that keeps two versions takes new memory in three of them."""
@@ -61,15 +60,7 @@ class StoreBench(Run, frozen=True, kw_only=True):
 
 def ratios(rows: Sequence[StoreRow], ours: str) -> tuple[StoreRatio, ...]:
     """Ours against every other contestant in the same figure, round by round."""
-    mine = {(row.workload, row.figure): row for row in rows if row.contestant == ours}
-    found = []
-    for row in rows:
-        own = mine.get((row.workload, row.figure))
-        if row.contestant != ours and own is not None:
-            median, least, most = pairwise(own.turns, row.turns)
-            found.append(
-                StoreRatio(
-                    workload=row.workload, figure=row.figure, peer=row.contestant, median=median, least=least, most=most
-                )
-            )
-    return tuple(found)
+    return tuple(
+        StoreRatio(workload=row.workload, figure=row.figure, peer=peer.contestant, **ratio)
+        for row, peer, ratio in beside(rows, (ours,), lambda row: (row.workload, row.figure))
+    )

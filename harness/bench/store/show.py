@@ -10,7 +10,7 @@ from holdfast.ft.console.console import FoldingTable, styled
 from holdfast.ft.console.units import counted, format_bytes
 from holdfast.harness.bench.store.drivers import HOLDFAST
 from holdfast.harness.bench.store.results import FIRST_TURNS, StoreBench, StoreRatio, StoreRow
-from holdfast.harness.measure.show import figures, show_machine, show_time
+from holdfast.harness.measure.show import figures, show_head, show_time
 
 CAPTION = (
     f"p50, min and p99 of the turns after the first {FIRST_TURNS} of each start, which stand by themselves; "
@@ -47,11 +47,7 @@ def threads_of(bench: StoreBench) -> str:
 
 def show(bench: StoreBench, out: Console) -> None:
     """Print the whole run."""
-    out.print(show_machine(bench.machine, threads_of(bench)))
-    for name, detail in bench.contestants.items():
-        out.print(f"  {name}: {detail}")
-    for name, reason in bench.skipped.items():
-        out.print(styled(f"  {name} left out", "yellow") + f": {reason}")
+    show_head(bench, out, threads_of(bench))
     for workload in bench.workloads:
         rows = [row for row in bench.rows if row.workload == workload]
         if rows:
