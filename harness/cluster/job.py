@@ -33,7 +33,7 @@ from holdfast.harness.cluster.cluster_ranks import ClusterSettings, Ended, RankR
 from holdfast.harness.cluster.errors import RunTimeout
 from holdfast.harness.cluster.output import Echo, last_stack
 from holdfast.harness.cluster.rank_processes import zygote_of_ranks
-from holdfast.harness.cluster.session_worker import STACK_SIGNAL, session_target
+from holdfast.harness.cluster.rank_worker import STACK_SIGNAL, session_target
 from holdfast.harness.cluster.spares import standing_by
 
 if TYPE_CHECKING:
@@ -267,7 +267,7 @@ class Job:
         name, output = f"process {number}", self.directory / f"process-{number}.log"
         assert self._launch is not None
         own = {**self._settings.environ, **self._contract.environ(), **self._launch.environ(number)}
-        process = zygote_of_ranks("holdfast.harness.cluster.session_worker", "holdfast.ft.session").spawn(
+        process = zygote_of_ranks("holdfast.harness.cluster.rank_worker", "holdfast.ft.session").spawn(
             self._target, name=name, output=output, threads=self._settings.threads, environ=own
         )
         self.processes += (process,)
