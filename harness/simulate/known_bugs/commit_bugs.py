@@ -12,7 +12,7 @@ from holdfast.ft import events, step_protocol
 from holdfast.ft.membership.view import View
 from holdfast.ft.node.epoch_guard import EpochGuard
 from holdfast.ft.step_protocol import HOLDER, NEWCOMER, Asks, CommitState, CommitStep, Decision, StepProtocol, Vote
-from holdfast.harness.simulate.known_bugs.known_bug import known_bug
+from holdfast.harness.simulate.known_bugs.known_bug import bad_result, known_bug
 
 Decide = Callable[[Sequence[Vote], int], Decision]
 
@@ -47,31 +47,27 @@ def _never_recovered(decide: Decide) -> object:
     return broken
 
 
-@known_bug(
+@bad_result(
     "straggler left behind",
     "a survivor that missed the commit of a step does the step again, the others the next",
     "torchft: should_commit by those who arrive",
     step_protocol,
     "decide",
 )
-def _straggler_left(decide: Decide) -> object:
-    def broken(votes: Sequence[Vote], rank: int) -> Decision:
-        decision = decide(votes, rank)
-        behind = votes[rank].done < max(vote.done for vote in votes)
-        return dataclasses.replace(decision, committed=decision.committed and not behind)
-
-    return broken
+def _straggler_left(decision: Decision, votes: Sequence[Vote], rank: int) -> Decision:
+    behind = votes[rank].done < max(vote.done for vote in votes)
+    return dataclasses.replace(decision, committed=decision.committed and not behind)
 
 
-@known_bug(
+@bad_result(
     "newcomer claims the state",
     "a newcomer votes as if it held the state of the job",
     "torchft: healthy replicas chosen by step alone",
     CommitState,
     "vote",
 )
-def _claims_to_hold(vote: Callable[[CommitState], Vote]) -> object:
-    return lambda self: dataclasses.replace(vote(self), standing=HOLDER)
+def _claims_to_hold(vote: Vote, state: CommitState) -> Vote:
+    return dataclasses.replace(vote, standing=HOLDER)
 
 
 @known_bug(
@@ -100,15 +96,15 @@ def _unfenced(held: Any) -> object:
     return broken
 
 
-@known_bug(
+@bad_result(
     "last step dropped",
     "a rank that had prepared the last step when the job was finished does not commit it",
     "ours, first draft",
     CommitState,
     "finishes",
 )
-def _drops_open_step(finishes: Callable[[CommitState], bool]) -> object:
-    return lambda self: False
+def _drops_open_step(finishes: bool, state: CommitState) -> bool:
+    return False
 
 
 @known_bug(

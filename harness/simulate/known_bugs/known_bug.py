@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MakeBroken = Callable[[Any], object]
+Spoil = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,5 +37,17 @@ def known_bug(name: str, bug: str, origin: str, owner: Any, attribute: str) -> C
 
     def decorate(make: MakeBroken) -> KnownBug:
         return KnownBug(name, bug, origin, lambda: replaced(owner, attribute, make(owner.__dict__[attribute])))
+
+    return decorate
+
+
+def bad_result(name: str, bug: str, origin: str, owner: Any, attribute: str) -> Callable[[Spoil], KnownBug]:
+    """A bug in what a function or method returns: the function below spoils that, and gets the arguments too."""
+
+    def decorate(spoil: Spoil) -> KnownBug:
+        def make(original: Callable[..., Any]) -> object:
+            return lambda *arguments: spoil(original(*arguments), *arguments)
+
+        return known_bug(name, bug, origin, owner, attribute)(make)
 
     return decorate

@@ -23,7 +23,7 @@ from holdfast.ft.membership.events import (
 from holdfast.ft.membership.next_view import NextMembers
 from holdfast.ft.membership.state_machine import Membership, Step
 from holdfast.ft.membership.view import Member, View
-from holdfast.harness.simulate.known_bugs.known_bug import known_bug
+from holdfast.harness.simulate.known_bugs.known_bug import bad_result, known_bug
 
 Adopt = Callable[..., Step]
 FAR = 1e9
@@ -61,252 +61,205 @@ def _unknown_is_won(absorb: Callable[..., Step]) -> object:
     return _absorb
 
 
-@known_bug(
+@bad_result(
     "lost answer taken for failure",
     "the register's answer is lost, the proposer gives up and never asks again",
     "compare-and-set over a network",
     Membership,
     "_absorb",
 )
-def _never_retries(absorb: Callable[..., Step]) -> object:
-    def _absorb(self: Membership, event: Event, now: float) -> Step:
-        state, effects = absorb(self, event, now)
-        return (replace(state, retry_at=FAR), effects) if isinstance(event, CasFailed) else (state, effects)
-
-    return _absorb
+def _never_retries(step: Step, before: Membership, event: Event, now: float) -> Step:
+    return (replace(step[0], retry_at=FAR), step[1]) if isinstance(event, CasFailed) else step
 
 
-@known_bug(
+@bad_result(
     "lost race is final",
     "whoever loses a race for an epoch believes that it is still proposing, and proposes no other",
     "ours, first draft",
     Membership,
     "_absorb",
 )
-def _race_is_final(absorb: Callable[..., Step]) -> object:
-    def _absorb(self: Membership, event: Event, now: float) -> Step:
-        state, effects = absorb(self, event, now)
-        return (replace(state, in_flight=self.in_flight), effects) if isinstance(event, CasLost) else (state, effects)
-
-    return _absorb
+def _race_is_final(step: Step, before: Membership, event: Event, now: float) -> Step:
+    return (replace(step[0], in_flight=before.in_flight), step[1]) if isinstance(event, CasLost) else step
 
 
-@known_bug(
+@bad_result(
     "install before agreement",
     "the proposer installs and announces its view before the register has taken it",
     "view-change classic",
     Membership,
     "_decide",
 )
-def _installs_first(decide: Callable[..., Step]) -> object:
-    def _decide(self: Membership, now: float) -> Step:
-        state, effects = decide(self, now)
-        for effect in effects:
-            if isinstance(effect, Propose) and self.rank() is not None and effect.view.phase == "running":
-                state, more = state._adopt(effect.view)
-                return state, (*more, *announce_as_proposer(effect.view, state.me, state.spares, state.shape), *effects)
-        return state, effects
-
-    return _decide
+def _installs_first(step: Step, before: Membership, now: float) -> Step:
+    state, effects = step
+    for effect in effects:
+        if isinstance(effect, Propose) and before.rank() is not None and effect.view.phase == "running":
+            state, more = state._adopt(effect.view)
+            return state, (*more, *announce_as_proposer(effect.view, state.me, state.spares, state.shape), *effects)
+    return step
 
 
-@known_bug(
+@bad_result(
     "spare promoted twice",
     "a spare that was taken stays in the list of spares, and takes a second rank",
     "hot-spare managers",
     Membership,
     "_adopt",
 )
-def _keeps_spares(adopt: Adopt) -> object:
-    def _adopt(self: Membership, view: View | None, teller: str = "") -> Step:
-        state, effects = adopt(self, view, teller)
-        return replace(state, spares=self.spares), effects
-
-    return _adopt
+def _keeps_spares(step: Step, before: Membership, *_: object) -> Step:
+    return replace(step[0], spares=before.spares), step[1]
 
 
-@known_bug(
+@bad_result(
     "deaf to its eviction",
     "a process ignores views that it is not in, and goes on in the old epoch",
     "ULFM applications; torchft without a fenced quorum",
     Membership,
     "_adopt",
 )
-def _deaf_to_eviction(adopt: Adopt) -> object:
-    def _adopt(self: Membership, view: View | None, teller: str = "") -> Step:
-        state, effects = adopt(self, view, teller)
-        return (self, ()) if state.ended == "evicted" else (state, effects)
-
-    return _adopt
+def _deaf_to_eviction(step: Step, before: Membership, *_: object) -> Step:
+    return (before, ()) if step[0].ended == "evicted" else step
 
 
-@known_bug(
+@bad_result(
     "evicted rank returns",
     "an evicted process announces itself as a spare, with the state that it had",
     "SWIM without incarnation numbers",
     Membership,
     "_adopt",
 )
-def _returns(adopt: Adopt) -> object:
-    def _adopt(self: Membership, view: View | None, teller: str = "") -> Step:
-        state, effects = adopt(self, view, teller)
-        if state.ended != "evicted" or view is None or view.phase != "running":
-            return state, effects
-        kept = tuple(effect for effect in effects if not isinstance(effect, Evicted))
-        return replace(state, ended=""), (*kept, AnnounceSelf(view, view.members))
-
-    return _adopt
+def _returns(step: Step, before: Membership, view: View | None, *_: object) -> Step:
+    if step[0].ended != "evicted" or view is None or view.phase != "running":
+        return step
+    kept = tuple(effect for effect in step[1] if not isinstance(effect, Evicted))
+    return replace(step[0], ended=""), (*kept, AnnounceSelf(view, view.members))
 
 
-@known_bug(
+@bad_result(
     "stranded after a shrink",
     "the old communicator is not aborted when a new view is installed: ops in it never end",
     "NCCL shrink: survivors hang in the old communicator",
     Membership,
     "_adopt",
 )
-def _no_revoke(adopt: Adopt) -> object:
-    def _adopt(self: Membership, view: View | None, teller: str = "") -> Step:
-        state, effects = adopt(self, view, teller)
-        return state, tuple(effect for effect in effects if not isinstance(effect, Revoke))
-
-    return _adopt
+def _no_revoke(step: Step, *_: object) -> Step:
+    return step[0], tuple(effect for effect in step[1] if not isinstance(effect, Revoke))
 
 
-@known_bug(
+@bad_result(
     "rebuild in the wrong order",
     "the new epoch is installed before the old one is aborted, and the abort misses its target",
     "NCCL rebuild ordering",
     Membership,
     "_adopt",
 )
-def _install_before_revoke(adopt: Adopt) -> object:
-    def _adopt(self: Membership, view: View | None, teller: str = "") -> Step:
-        state, effects = adopt(self, view, teller)
-        return state, tuple(sorted(effects, key=lambda effect: isinstance(effect, Revoke)))
-
-    return _adopt
+def _install_before_revoke(step: Step, *_: object) -> Step:
+    return step[0], tuple(sorted(step[1], key=lambda effect: isinstance(effect, Revoke)))
 
 
-@known_bug(
+@bad_result(
     "group reused for a new quorum",
     "a view of as many members as before is taken for the same one, and the communicator kept",
     "torchft: quorum id not changed",
     Membership,
     "_adopt",
 )
-def _same_size_same_group(adopt: Adopt) -> object:
-    def _adopt(self: Membership, view: View | None, teller: str = "") -> Step:
-        state, effects = adopt(self, view, teller)
-        old = self.view
-        if old is None or view is None or state.view is not view or self.rank() is None or state.ended:
-            return state, effects
-        if len(old.members) != len(view.members) or view.phase != "running":
-            return state, effects
-        return state, tuple(effect for effect in effects if not isinstance(effect, Revoke | Install))
-
-    return _adopt
+def _same_size_same_group(step: Step, before: Membership, view: View | None, *_: object) -> Step:
+    (state, effects), old = step, before.view
+    if old is None or view is None or state.view is not view or before.rank() is None or state.ended:
+        return step
+    if len(old.members) != len(view.members) or view.phase != "running":
+        return step
+    return state, tuple(effect for effect in effects if not isinstance(effect, Revoke | Install))
 
 
-@known_bug(
+@bad_result(
     "one death at a time",
     "a death is not noted while another is being dealt with",
     "single-failure assumption",
     Membership,
     "_others",
 )
-def _one_at_a_time(others: Callable[..., tuple[Any, ...]]) -> object:
-    return lambda self, deaths: () if self.evidence.dead else others(self, deaths)[:1]
+def _one_at_a_time(found: tuple[Any, ...], state: Membership, deaths: object) -> tuple[Any, ...]:
+    return () if state.evidence.dead else found[:1]
 
 
-@known_bug(
+@bad_result(
     "proposer death",
     "only the first rank may propose, dead or alive",
     "view-change classic: no new leader",
     Membership,
     "_turn",
 )
-def _only_rank_zero(turn: Callable[..., float]) -> object:
-    return lambda self, view: 0.0 if view.ranks[self.me.id] == 0 else FAR
+def _only_rank_zero(turn: float, state: Membership, view: View) -> float:
+    return 0.0 if view.ranks[state.me.id] == 0 else FAR
 
 
-@known_bug(
+@bad_result(
     "below the minimum for ever",
     "with too few members the job waits without a deadline",
     "torchft: min_replica_size never reached",
     Membership,
     "_proposal_while_running",
 )
-def _waits_for_ever(need: Callable[..., Any]) -> object:
-    def _next_proposal(self: Membership, view: View) -> Any:
-        found = need(self, view)
-        return None if found is not None and found.why[0] == "short" else found
-
-    return _next_proposal
+def _waits_for_ever(found: Any, *_: object) -> Any:
+    return None if found is not None and found.why[0] == "short" else found
 
 
-@known_bug(
+@bad_result(
     "revoked for nothing",
     "an epoch is revoked for a member that is heard again, and never followed by another",
     "ours, found by this simulator",
     Membership,
     "_revoke_after_losses",
 )
-def _revoked_for_ever(revoking: Callable[..., Step]) -> object:
-    def _revoke_after_losses(self: Membership, before: Membership) -> Step:
-        state, effects = revoking(self, before)
-        return replace(state, revoked=0), effects
-
-    return _revoke_after_losses
+def _revoked_for_ever(step: Step, *_: object) -> Step:
+    return replace(step[0], revoked=0), step[1]
 
 
-@known_bug(
+@bad_result(
     "minimum ignored",
     "the job goes on with fewer members than it can run with",
     "elastic launchers",
     state_machine,
     "next_size",
 )
-def _any_size_will_do(next_size: Callable[..., int]) -> object:
-    return lambda view, lost, waiting: len(view.members)
+def _any_size_will_do(size: int, view: View, *_: object) -> int:
+    return len(view.members)
 
 
-def _sorted_by(key: Callable[[View, Member], Any], successors: Callable[..., NextMembers]) -> object:
-    def broken(view: View, gone: Any, spares: Any) -> NextMembers:
-        next_up = successors(view, gone, spares)
-        return NextMembers(tuple(sorted(next_up.members, key=lambda member: key(view, member))), next_up.reason)
-
-    return broken
+def _sorted_by(next_up: NextMembers, key: Callable[[Member], Any]) -> NextMembers:
+    return NextMembers(tuple(sorted(next_up.members, key=key)), next_up.reason)
 
 
-@known_bug(
+@bad_result(
     "joiners first",
     "newcomers get the first ranks, everybody else another one",
     "NCCL grow: ranks out of order",
     state_machine,
     "successors",
 )
-def _newcomers_first(successors: Callable[..., NextMembers]) -> object:
-    return _sorted_by(lambda view, member: member.id in view.ranks, successors)
+def _newcomers_first(next_up: NextMembers, view: View, *_: object) -> NextMembers:
+    return _sorted_by(next_up, lambda member: member.id in view.ranks)
 
 
-@known_bug(
+@bad_result(
     "replacement comes last",
     "a spare does not take the dead rank's place: all after that move up",
     "ULFM shrink and spawn",
     state_machine,
     "successors",
 )
-def _newcomers_last(successors: Callable[..., NextMembers]) -> object:
-    return _sorted_by(lambda view, member: member.id not in view.ranks, successors)
+def _newcomers_last(next_up: NextMembers, view: View, *_: object) -> NextMembers:
+    return _sorted_by(next_up, lambda member: member.id not in view.ranks)
 
 
-@known_bug(
+@bad_result(
     "ranks by address",
     "ranks are dealt out anew at each rebuild, by address",
     "elastic launchers",
     state_machine,
     "successors",
 )
-def _by_address(successors: Callable[..., NextMembers]) -> object:
-    return _sorted_by(lambda view, member: member.address[::-1], successors)
+def _by_address(next_up: NextMembers, *_: object) -> NextMembers:
+    return _sorted_by(next_up, lambda member: member.address[::-1])

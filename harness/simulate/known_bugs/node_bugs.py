@@ -11,7 +11,7 @@ from holdfast.ft.node.epoch_guard import EpochGuard
 from holdfast.ft.node.node import Node
 from holdfast.ft.node.register_client import RegisterClient
 from holdfast.ft.node.table_sharing import TableSharing
-from holdfast.harness.simulate.known_bugs.known_bug import known_bug
+from holdfast.harness.simulate.known_bugs.known_bug import bad_result, known_bug
 
 
 @known_bug(
@@ -68,23 +68,23 @@ def _says_nothing_again(linked: Callable[..., None]) -> object:
     return lambda self, peer: None
 
 
-@known_bug(
+@bad_result(
     "stopped by the view before",
     "evidence about the members of one view ends the epoch of the next",
     "ours, found by this simulator",
     Node,
     "_judges_another",
 )
-def _never(original: Callable[..., bool]) -> object:
-    return lambda self, *arguments: False
+def _never(judges: bool, *_: object) -> bool:
+    return False
 
 
-@known_bug(
+@bad_result(
     "dead process confirmed",
     "a process that has ended is not stopped either, so its host confirms to the others that it lives",
     "ours, found by this simulator",
     HeartbeatDetector,
     "_lives",
 )
-def _always(original: Callable[..., bool]) -> object:
-    return lambda self, *arguments: True
+def _always(lives: bool, *_: object) -> bool:
+    return True
