@@ -167,7 +167,7 @@ def main() -> None:
     if asked.one:
         print(_run(int(asked.one[0]), int(asked.one[1]), float(asked.one[2])))
         return
-    from holdfast.harness.bench.recovery import recovery  # torch, which the processes of the bound must not have
+    from holdfast.harness.bench import recovery  # torch, which the processes of the bound must not have
 
     ours, least, choose = list[float](), list[float](), random.Random(0)
     for seed in range(asked.kills):

@@ -24,12 +24,13 @@ from holdfast.ft.console.console import console, print_json
 from holdfast.ft.console.units import counted
 from holdfast.harness.bench.drivers.mpi_programs import OPENMPI, launcher
 from holdfast.harness.bench.output.show import show_recovery
-from holdfast.harness.bench.recovery.recovery import LIMIT, SETTLE, NotRecovered, RecoveryPlan
-from holdfast.harness.bench.recovery.recovery import run as run_bench
+from holdfast.harness.bench.recovery import LIMIT, SETTLE, RecoveryPlan
+from holdfast.harness.bench.recovery import run as run_bench
 from holdfast.harness.measure.noise import Noise
 from holdfast.harness.measure.stats import Spread
 from holdfast.harness.measure.worker import serve
 from holdfast.harness.measure.workers import OpFailed, Place, StartedWorker, WorkerFailed, WorkerGroup, WorkerProgram
+from holdfast.harness.recovery import NotRecovered
 
 HANGS_SECONDS = 10.0
 """Seconds without a recovery after which a job counts as hung."""

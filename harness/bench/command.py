@@ -18,7 +18,7 @@ from holdfast.harness.command_line import CommandGroup, check_file, check_folder
 
 if TYPE_CHECKING:
     from holdfast.harness.bench.collectives.run import BenchPlan
-    from holdfast.harness.bench.recovery.recovery import RecoveryPlan
+    from holdfast.harness.bench.recovery import RecoveryPlan
 
 app = CommandGroup(
     name="bench",
@@ -204,7 +204,7 @@ class RecoveryOptions:
 
     def plan(self) -> RecoveryPlan:
         """What to measure. Raises ValueError for options that cannot be met."""
-        from holdfast.harness.bench.recovery.recovery import RecoveryPlan
+        from holdfast.harness.bench.recovery import RecoveryPlan
 
         return RecoveryPlan(
             self.backend,
@@ -236,7 +236,7 @@ def recovery(options: RecoveryOptions) -> None:
     from holdfast.comms.errors import HoldfastError
     from holdfast.ft.console.console import console, print_json, working
     from holdfast.harness.bench.output import show
-    from holdfast.harness.bench.recovery.recovery import run
+    from holdfast.harness.bench.recovery import run
 
     try:
         plan = options.plan()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from benchmarks.common import profile
-from holdfast.harness.bench.recovery.recovery import RecoveryBench, RecoveryPlan, run
+from holdfast.harness.bench.recovery import RecoveryBench, RecoveryPlan, run
 
 KILLS = profile(5, 30)
 

@@ -16,7 +16,7 @@ from holdfast.harness.bench.output.results import Bench, BenchRow, OpRatio
 from holdfast.harness.measure.show import figures, others, show_head, show_time
 
 if TYPE_CHECKING:
-    from holdfast.harness.bench.recovery.recovery import RecoveryBench
+    from holdfast.harness.bench.recovery import RecoveryBench
 
 
 def _short(contestant: str) -> str:

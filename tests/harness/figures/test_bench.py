@@ -20,6 +20,7 @@ from holdfast.ft import Timeouts
 from holdfast.ft.console.console import console
 from holdfast.ft.console.units import format_bytes
 from holdfast.ft.launch.held_directory import MARKER
+from holdfast.harness.bench import recovery
 from holdfast.harness.bench.collectives import run as rounds
 from holdfast.harness.bench.collectives.contestants import ContestantGroup, missing
 from holdfast.harness.bench.collectives.data import START, Array, allocate, count_wrong, fill, pattern
@@ -35,7 +36,6 @@ from holdfast.harness.bench.command import app
 from holdfast.harness.bench.drivers.driver import BoundOp, LibraryDriver
 from holdfast.harness.bench.output import page, show
 from holdfast.harness.bench.output.results import Bench, BenchRow
-from holdfast.harness.bench.recovery import recovery
 from holdfast.harness.measure.barrier import WorkerBarrier
 from holdfast.harness.measure.noise import Noise
 from holdfast.harness.measure.stats import Timing

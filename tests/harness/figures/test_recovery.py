@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from holdfast.ft.events import Event
-from holdfast.harness.bench.recovery.recovery import timing_of
+from holdfast.harness.bench.recovery import timing_of
 from holdfast.harness.recovery import NotRecovered, recovery_of, wait_for_recovery
 from holdfast.harness.simulate.compare import RecoveryMoments, moments_of
 from support.event_records import an_event

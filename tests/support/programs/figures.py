@@ -18,7 +18,7 @@ from holdfast.ft.console.console import FoldingTable
 from holdfast.ft.console.units import counted
 from holdfast.harness.bench.output import page
 from holdfast.harness.bench.output.results import Bench
-from holdfast.harness.bench.recovery.recovery import RecoveryBench
+from holdfast.harness.bench.recovery import RecoveryBench
 from holdfast.harness.bench.store.drivers import HOLDFAST
 from holdfast.harness.bench.store.results import StoreBench
 from holdfast.harness.bench.store.show import CAPTION, heading, table_of, threads_of

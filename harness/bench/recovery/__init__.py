@@ -1,1 +1,0 @@
-"""`holdfast bench recovery` and `evictions`."""
