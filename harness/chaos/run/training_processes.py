@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast.comms.errors import HoldfastError
+from holdfast.comms.transport.liveness import is_stopped
 from holdfast.ft import events
 from holdfast.ft.console.output import tail
 from holdfast.ft.event_lines import EventTail, read_events, refuse
@@ -185,7 +186,7 @@ class TrainingProcesses(ProcessSet):
 
     def find(self, name: int | str) -> list[Victim]:
         self._refresh()
-        alive = [each for each in self.begun if each.process.alive() and not _is_stopped(each.process.pid)]
+        alive = [each for each in self.begun if each.process.alive() and not is_stopped(each.process.pid)]
         if name in ("trainer", "spare"):
             trainers = [each for each in alive if each.role == "trainer"]
             found = [each for each in trainers if (each.process.pid in self._identities) == (name == "trainer")]
@@ -384,12 +385,6 @@ def _placed(event: run_events.Event, zero: float, driver: int) -> run_events.Eve
         if value := getattr(event, name, ""):
             changed[name] = _numbered(value, driver)
     return msgspec.structs.replace(event, **changed)
-
-
-def _is_stopped(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
-    return False
 
 
 def _processes_of(directory: Path) -> list[int]:

@@ -344,24 +344,6 @@ def test_a_line_cut_off_by_a_kill_is_left_out_and_one_broken_in_the_middle_is_an
         read_events(path, refuse)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        {"time": 1.0, "process": "a", "pid": 1},
-        {"time": "now", "process": "a", "pid": 1, "kind": "joined"},
-        {"time": 1.0, "process": 7, "pid": 1, "kind": "joined"},
-    ],
-)
-def test_a_line_that_is_no_event_is_refused(line: dict[str, object]) -> None:
-    with pytest.raises(CorruptData):
-        event_of(line)
-
-
-def test_a_field_of_the_wrong_type_is_refused() -> None:
-    with pytest.raises(CorruptData, match="step"):
-        an_event("committed", step="one")
-
-
 def test_events_of_one_process_keep_their_order_at_equal_times() -> None:
     first, second = an_event("attempt", step=1), an_event("prepared", step=1)
     assert merge([[first, second], []]) == [first, second]
