@@ -22,7 +22,7 @@ from holdfast.harness.gate.arm import SideOrder
 from holdfast.harness.gate.sides import Side, free_cpu
 from holdfast.harness.gate.workloads import WORKLOADS, GateWorkload
 from holdfast.harness.measure.rounds import TimedTurn, Workload, mirrored, take_turns
-from holdfast.harness.measure.workers import Place, StartedWorker, Worker, WorkerFailed, WorkerGroup, call, ends
+from holdfast.harness.measure.workers import HeldProcess, Place, StartedWorker, Worker, WorkerFailed, WorkerGroup, call
 
 ANSWER_SECONDS = 60.0
 FEWEST_GROUPS, ENOUGH_SECONDS = 8, 0.4
@@ -95,26 +95,6 @@ def _until_enough(groups: int) -> Iterator[int]:
         yield number
 
 
-class _SideProcess:
-    """Rank 0 of a side, which the program forked; it ends once its workers have."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        try:
-            self._pidfd: int | None = os.pidfd_open(pid)
-        except ProcessLookupError:
-            self._pidfd = None
-
-    def alive(self) -> bool:
-        return self._pidfd is not None and not ends(self._pidfd, 0.0)
-
-    def close(self, timeout: float) -> None:
-        if self._pidfd is not None:
-            ends(self._pidfd, timeout)
-            os.close(self._pidfd)
-            self._pidfd = None
-
-
 class PairLauncher:
     """Starts pairs by a program that has torch imported and forks all processes. A context manager."""
 
@@ -149,7 +129,7 @@ class PairLauncher:
                 stdin.flush()
                 if not select.select([stdout], [], [], ANSWER_SECONDS)[0]:
                     raise TimeoutError
-                return [_SideProcess(int(stdout.readline()))]
+                return [HeldProcess(side.title, int(stdout.readline()))]
             except (OSError, ValueError):
                 text = (self._folder.path / "errors").read_text(errors="replace").strip()
                 words = text.splitlines()[-1] if text else "it said nothing"

@@ -153,6 +153,40 @@ class WorkerProgram:
                     ends(pidfd, GONE_SECONDS)
 
 
+class HeldProcess:
+    """The process `pid`, which another process started, under a name. Close it after use.
+
+    Holds a pidfd, so no signal ever hits another process with the same id.
+    """
+
+    def __init__(self, name: str, pid: int) -> None:
+        self.name, self.pid = name, pid
+        self._pidfd: int | None = None
+        with contextlib.suppress(ProcessLookupError):
+            self._pidfd = os.pidfd_open(pid)
+
+    def alive(self) -> bool:
+        """False once the process has ended."""
+        return self._pidfd is not None and not ends(self._pidfd, 0.0)
+
+    def signal(self, number: int) -> None:
+        """Send a signal, unless the process has ended."""
+        if self._pidfd is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, number)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.signal(signal.SIGKILL)
+
+    def close(self, timeout: float = 0.0) -> None:
+        """Wait up to `timeout` seconds for its end, and release the descriptor. Idempotent."""
+        if self._pidfd is not None:
+            ends(self._pidfd, timeout)
+            os.close(self._pidfd)
+            self._pidfd = None
+
+
 def ends(pidfd: int, timeout: float) -> bool:
     """Whether a process ends within `timeout` seconds."""
     poller = select.poll()

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import select
-import signal
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
@@ -17,47 +13,11 @@ from holdfast.ft.console.output import tail
 from holdfast.ft.event_lines import EventTail, read_events, refuse
 from holdfast.ft.processes.zygote_client import ForkedProcess
 from holdfast.harness.invariants import Event
+from holdfast.harness.measure.workers import HeldProcess
 from holdfast.harness.report.model import Fate, ProcessRecord
 
 EXITED_WELL = "exited with status 0"
 ENDED_WITH_DRIVER = "ended with its driver"
-
-
-class ForeignProcess:
-    """The process `pid`, under a name. Close it after use.
-
-    Holds a pidfd, so no signal ever hits another process with the same id.
-    """
-
-    def __init__(self, name: str, pid: int) -> None:
-        self.name, self.pid = name, pid
-        self._pidfd = -1
-        with contextlib.suppress(ProcessLookupError):
-            self._pidfd = os.pidfd_open(pid)
-
-    def alive(self) -> bool:
-        """False once the process has ended."""
-        if self._pidfd == -1:
-            return False
-        poller = select.poll()
-        poller.register(self._pidfd, select.POLLIN)
-        return not poller.poll(0)
-
-    def signal(self, number: int) -> None:
-        """Send a signal, unless the process has ended."""
-        if self._pidfd != -1:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, number)
-
-    def kill(self) -> None:
-        """SIGKILL."""
-        self.signal(signal.SIGKILL)
-
-    def close(self) -> None:
-        """Release the descriptor. Idempotent."""
-        if self._pidfd != -1:
-            os.close(self._pidfd)
-            self._pidfd = -1
 
 
 class NoTargetProcess(HoldfastError):
@@ -69,7 +29,7 @@ class Victim:
     """A process by its name in the event logs. Users read `label`, if there is one; `rank` is the one it has now."""
 
     name: str
-    process: ForkedProcess | ForeignProcess
+    process: ForkedProcess | HeldProcess
     rank: int | None = None
     label: str = ""
 
@@ -86,7 +46,7 @@ class RunProcess:
 
     name: str
     role: str
-    process: ForkedProcess | ForeignProcess
+    process: ForkedProcess | HeldProcess
     born: float
     ended: float = 0.0
     how: str = ""

@@ -23,7 +23,6 @@ from holdfast.ft.processes.zygote_client import ForkedProcess, inherit_zygote, z
 from holdfast.harness.chaos.run.process_set import (
     ENDED_WITH_DRIVER,
     EXITED_WELL,
-    ForeignProcess,
     NoTargetProcess,
     ProcessSet,
     Results,
@@ -31,6 +30,7 @@ from holdfast.harness.chaos.run.process_set import (
     Victim,
 )
 from holdfast.harness.invariants import Event
+from holdfast.harness.measure.workers import HeldProcess
 from holdfast.harness.testbed.netns import EnterNamespace, Network
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.data.episode import Group
@@ -173,7 +173,7 @@ class TrainingProcesses(ProcessSet):
         self._logs: list[EventTail] = []
         self._drivers: list[DriverLife] = []
         self._named: dict[str, RunProcess] = {}
-        self._foreign: list[ForeignProcess] = []
+        self._foreign: list[HeldProcess] = []
         self._identities: dict[int, str] = {}
         self._digest, self._errors, self._left = "", list[str](), tuple[str, ...]()
         self._start_driver()
@@ -334,8 +334,8 @@ class TrainingProcesses(ProcessSet):
         driver.events.append(event)
         self._observe(event)
 
-    def _opened(self, name: str, pid: int) -> ForeignProcess:
-        process = ForeignProcess(name, pid)
+    def _opened(self, name: str, pid: int) -> HeldProcess:
+        process = HeldProcess(name, pid)
         self._foreign.append(process)
         return process
 
