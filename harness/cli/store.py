@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -271,7 +270,7 @@ def export(
     wanted, url = _version(version), _url(register, job)
     with _typed("export"):
         limit = parse_size(shard_size)
-        with WeightStore(url, name=name, hold=False) as store, byte_progress("written") as progress:
+        with WeightStore(url, name=name, hold=False) as store, byte_progress(f"writing {directory}") as progress:
             if format is Format.dcp:
                 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # as is meant here
                 number = dcp.export_version(store, wanted, directory, timeout=timeout, progress=progress)
@@ -323,7 +322,7 @@ def import_(
     url = _url(register, job, may_be_new=serve)
     asked = replicas if replicas is not None else 1 if serve else None
     with _typed("import"), WeightStore(url, name=name, hold=serve, replicas=asked) as store:
-        with byte_progress("read") as progress:
+        with byte_progress(f"reading {directory}") as progress:
             number = import_version(store, directory, version, timeout=timeout, progress=progress)
         pids = ", ".join(str(holder.pid) for holder in store.holders(number))
         typer.echo(f"version {number} is in the store, held by pid {pids}")
@@ -390,42 +389,14 @@ def _print_json(thing: Any) -> None:
 
 
 PATIENCE = 2.0
-"""Seconds until the bar appears, and between two lines where there is no terminal."""
+"""Seconds between two lines of progress where there is no terminal."""
 
 
 @contextmanager
-def byte_progress(verb: str) -> Iterator[Callable[[int, int], None]]:
-    """Yield a function that shows the bytes done and to do.
-
-    It draws a bar on a terminal, and prints a line now and then elsewhere.
-    """
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    from holdfast.ft.console.console import console
+def byte_progress(doing: str) -> Iterator[Callable[[int, int], None]]:
+    """Yield a function that shows the bytes done and to do."""
+    from holdfast.ft.console.console import console, working
     from holdfast.ft.console.units import format_bytes
 
-    out = console(stderr=True)
-    shown = time.monotonic()
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-    )
-    bar = Progress(*columns, TimeRemainingColumn(), console=out, transient=True)
-    task = bar.add_task(verb, total=None)
-    with ExitStack() as open_bar:
-
-        def progress(done: int, total: int) -> None:
-            nonlocal shown
-            if time.monotonic() - shown < PATIENCE and not bar.live.is_started:
-                return
-            if not out.is_terminal:
-                shown = time.monotonic()
-                out.print(f"{verb}: {format_bytes(done)} of {format_bytes(total)}", soft_wrap=True)
-                return
-            if not bar.live.is_started:
-                open_bar.enter_context(bar)
-            bar.update(task, completed=done, total=total)
-
-        yield progress
+    with working(console(stderr=True), doing, every=PATIENCE) as say:
+        yield lambda done, total: say(f"{doing}: {format_bytes(done)} of {format_bytes(total)}")

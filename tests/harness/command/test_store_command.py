@@ -320,10 +320,10 @@ def test_serve_holds_an_imported_version_until_it_is_ended(url: str, tmp_path: P
 def test_progress_is_said_when_a_command_takes_long(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with byte_progress("read") as progress:
+    with byte_progress("reading model/") as progress:
         progress(1, 10)
-    assert capsys.readouterr().err == ""
+    assert capsys.readouterr().err == "reading model/\n"
     monkeypatch.setattr(store_commands, "PATIENCE", 0.0)
-    with byte_progress("read") as progress:
+    with byte_progress("reading model/") as progress:
         progress(1 << 20, 2 << 20)
-    assert capsys.readouterr().err == "read: 1 MiB of 2 MiB\n"
+    assert capsys.readouterr().err == "reading model/\nreading model/: 1 MiB of 2 MiB\n"
