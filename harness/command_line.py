@@ -78,12 +78,19 @@ class CommandGroup(typer.Typer):
 
 
 def with_options(options: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
-    """Make a function of one object a command: its options are the fields of that dataclass, in their order."""
+    """Make a function of one object a command: its options are the fields of that dataclass.
+
+    A ValueError of the dataclass is a wrong option.
+    """
 
     def decorate(body: Callable[[Options], None]) -> Callable[..., None]:
         @functools.wraps(body)
         def command(**values: Any) -> None:
-            body(options(**values))
+            try:
+                chosen = options(**values)
+            except ValueError as error:
+                raise typer.BadParameter(str(error)) from error
+            body(chosen)
 
         hints = get_type_hints(options, include_extras=True)
         signature = inspect.signature(options)

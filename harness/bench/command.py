@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from holdfast.ft.console.units import counted
-from holdfast.harness.bench.collectives.definitions import DTYPES, OPERATIONS, parse_counts, parse_size, parse_sizes
+from holdfast.harness.bench.collectives.definitions import DTYPES, OPERATIONS, parse_counts, parse_sizes
+from holdfast.harness.bench.recovery_plan import RecoveryPlan
 from holdfast.harness.bench.store.command import store
 from holdfast.harness.command_line import CommandGroup, check_file, check_folder, check_modules, with_options, writing
 
 if TYPE_CHECKING:
     from holdfast.harness.bench.collectives.run import BenchPlan
-    from holdfast.harness.bench.recovery import RecoveryPlan
 
 app = CommandGroup(
     name="bench",
@@ -183,41 +183,10 @@ app.command("store")(store)
 
 
 @dataclass(frozen=True)
-class RecoveryOptions:
+class RecoveryOptions(RecoveryPlan):
     """The options of `holdfast bench recovery`."""
 
-    ranks: Annotated[int, typer.Option("-n", "--ranks", min=2, help="Ranks of the job.")] = 4
-    kills: Annotated[int, typer.Option(min=1, help="How often to kill.")] = 50
-    backend: Annotated[str, typer.Option(help="A backend whose ranks are processes.")] = "shm"
-    spares: Annotated[int, typer.Option(min=0, help="Hot spares to promote; 0: go on with one rank less.")] = 0
-    together: Annotated[int, typer.Option(min=1, help="How many ranks to kill at once.")] = 1
-    proposer: Annotated[
-        bool, typer.Option("--proposer", help="Then kill the rank that proposes the next epoch, too, before it tells.")
-    ] = False
-    stopped: Annotated[
-        bool, typer.Option("--stop", help="Stop ranks (SIGSTOP), do not kill them: they are found by their silence.")
-    ] = False
-    device: Annotated[str, typer.Option(help="Where the tensors are: cpu, or a GPU that all ranks share.")] = "cpu"
-    size: Annotated[str, typer.Option(help="Bytes of the all_reduce.")] = "64K"
-    seed: Annotated[int, typer.Option(help="Chooses who is killed, and when.")] = 0
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
-
-    def plan(self) -> RecoveryPlan:
-        """What to measure. Raises ValueError for options that cannot be met."""
-        from holdfast.harness.bench.recovery import RecoveryPlan
-
-        return RecoveryPlan(
-            self.backend,
-            self.ranks,
-            self.kills,
-            self.spares,
-            parse_size(self.size),
-            self.seed,
-            self.together,
-            self.proposer,
-            self.stopped,
-            self.device,
-        )
 
 
 @app.command("recovery")
@@ -238,15 +207,11 @@ def recovery(options: RecoveryOptions) -> None:
     from holdfast.harness.bench.output import show
     from holdfast.harness.bench.recovery import run
 
-    try:
-        plan = options.plan()
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
     notes, out = console(stderr=True), console()
-    begin = f"{counted(plan.kills, 'kill')} of ranks over {plan.backend}, about a second each"
+    begin = f"{counted(options.kills, 'kill')} of ranks over {options.backend}, about a second each"
     try:
         with working(notes, begin, every=2.0) as progress:
-            bench = run(plan, progress)
+            bench = run(options, progress)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     except (HoldfastError, TimeoutError) as error:

@@ -22,6 +22,7 @@ from msgspec.structs import replace
 from holdfast.ft.events import EpochReduced, Event, ViewInstalled
 from holdfast.ft.processes.zygote_client import zygote_pid
 from holdfast.ft.telemetry.event_reader import read_events
+from holdfast.harness.bench.recovery_plan import RecoveryPlan
 from holdfast.harness.cluster.job import Job
 from holdfast.harness.cluster.local_cluster import LocalCluster
 from holdfast.harness.measure.noise import Noise
@@ -54,37 +55,6 @@ class RecoveryTiming(msgspec.Struct, frozen=True):
     agree: float
     rebuild: float
     total: float
-
-
-class RecoveryPlan(msgspec.Struct, frozen=True):
-    """Kill ranks chosen at random, `kills` times, `together` of them at once. Raises ValueError if none would be left.
-
-    With `proposer` also the one that proposes the next epoch, as soon as the register has it. With `spares` a job takes
-    one for each rank that is killed, and as many kills; without, each kill is of a new job, which goes on with one rank
-    less. `stopped`: SIGSTOP, not SIGKILL. `device`: where the tensors are, which all ranks share if it is a GPU.
-    """
-
-    backend: str = "shm"
-    ranks: int = 4
-    kills: int = 50
-    spares: int = 0
-    nbytes: int = 64 * 1024
-    seed: int = 0
-    together: int = 1
-    proposer: bool = False
-    stopped: bool = False
-    device: str = "cpu"
-
-    def __post_init__(self) -> None:
-        if not 0 < self.together <= self.lost < self.ranks:
-            raise ValueError(f"{self.lost} of {self.ranks} ranks cannot die and somebody recover")
-        if self.proposer and self.spares:
-            raise ValueError("a job whose proposer dies is used once: ask for no spares")
-
-    @property
-    def lost(self) -> int:
-        """How many ranks a job loses at a time."""
-        return self.together + self.proposer
 
 
 class RecoveryBench(msgspec.Struct, frozen=True):
