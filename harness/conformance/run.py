@@ -65,7 +65,7 @@ class Conformance:
             self.outcomes.append(CheckOutcome(name, report.outcome, round(report.duration, 3), why))
 
 
-_CHECKS = ("collectives", "reductions", "failures", "windows", "window_ends", "planes", "helpers")
+_CHECKS = ("collectives", "reductions", "failures", "windows", "window_calls", "window_ends", "planes", "helpers")
 
 
 def run(backend: str, ranks: int = 2, select: str = "", quiet: bool = False) -> tuple[bool, list[CheckOutcome]]:
