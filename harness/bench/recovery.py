@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import replace
 
+from holdfast.ft.event_lines import read_events
 from holdfast.ft.events import EpochReduced, Event, ViewInstalled
 from holdfast.ft.processes.zygote_client import zygote_pid
-from holdfast.ft.telemetry.event_reader import read_events
 from holdfast.harness.bench.recovery_plan import RecoveryPlan
 from holdfast.harness.cluster.job import Job
 from holdfast.harness.cluster.local_cluster import LocalCluster

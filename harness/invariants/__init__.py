@@ -1,6 +1,6 @@
 """The invariants of a job, one checker a file, over the merged event stream of all its processes.
 
-events = read_events(log_directory, refuse)
+events = read_events(log_directory, refuse)          # of holdfast.ft.event_lines
 for violation in check(events): ...
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from holdfast.ft.event_lines import event_of, merge, read_events, refuse
 from holdfast.ft.events import Event
 from holdfast.harness.invariants.checker import Bounds, Checker, CheckResult, Violation
 from holdfast.harness.invariants.liveness import CompletionChecker, Deadlines, ProgressResumes, Unbroken
@@ -39,11 +38,7 @@ __all__ = [
     "Event",
     "Violation",
     "check",
-    "event_of",
     "examine",
-    "merge",
-    "read_events",
-    "refuse",
 ]
 
 

@@ -11,7 +11,7 @@ import msgspec
 from holdfast.comms.errors import HoldfastError
 from holdfast.ft.console.console import console, print_json
 from holdfast.ft.console.units import coarse_seconds, counted, reward_text
-from holdfast.harness.report import write
+from holdfast.harness.report.render import write
 from holdfast.harness.training import episodes_page
 from holdfast.harness.training.driver import train_here
 from holdfast.harness.training.live_view import LiveView

@@ -15,6 +15,7 @@ from msgspec import UNSET
 
 from holdfast.comms.errors import HoldfastError
 from holdfast.ft.console.units import coarse_seconds
+from holdfast.ft.event_lines import merge
 from holdfast.ft.events import (
     FaultHealed,
     FaultInjected,
@@ -41,7 +42,7 @@ from holdfast.harness.chaos.scenario.planning import Planned
 from holdfast.harness.chaos.scenario.scenario import Scenario
 from holdfast.harness.chaos.scenario.workload import Ddp, ReinforcementLearning, StoreWorkload
 from holdfast.harness.cluster.spares import standing_by
-from holdfast.harness.invariants import Event, merge
+from holdfast.harness.invariants import Event
 from holdfast.harness.links.client import Links
 from holdfast.harness.links.policy import LinkTraffic
 from holdfast.harness.report.model import FaultRecord, RecoveryStage

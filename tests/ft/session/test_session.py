@@ -24,6 +24,7 @@ from holdfast.backends.gloo.sockets import shut_down
 from holdfast.comms import HoldfastError
 from holdfast.comms.system.keys import create_key
 from holdfast.ft import Session, Timeouts
+from holdfast.ft.event_lines import event_of
 from holdfast.ft.faultpoints import POINTS
 from holdfast.ft.membership.view import View
 from holdfast.ft.node import node
@@ -32,7 +33,7 @@ from holdfast.ft.registers import tcp
 from holdfast.ft.step_protocol import BROKEN_EPOCHS
 from holdfast.harness import LocalCluster, RankDied, RankFailed
 from holdfast.harness.cluster.job import Job
-from holdfast.harness.invariants import check, event_of
+from holdfast.harness.invariants import check
 from holdfast.harness.testbed.etcd import EtcdCluster
 from support.hosts import be_alone_on_host
 from support.samples.tally import QUICK, SHARDS, STEPS, Tally, assert_exact, cluster, expected, tally_up

@@ -26,6 +26,7 @@ from holdfast import comms
 from holdfast.comms import Communicator, CorruptData, HoldfastError, Mismatch, PeerFailed, Revoked
 from holdfast.comms.memory_plane import MemoryPlane
 from holdfast.ft import Session, Timeouts, faultpoints
+from holdfast.ft.event_lines import event_of
 from holdfast.ft.processes.zygote_client import zygote
 from holdfast.ft.state.boxes import shape_of
 from holdfast.ft.state.checkpoints import Checkpoints
@@ -34,7 +35,7 @@ from holdfast.ft.state.gradients import ShardSums
 from holdfast.ft.state.leaves import Leaf, Mesh, PartLayout, _cuts, _placements, all_ranks, box_of
 from holdfast.ft.state.restoring import PartStore, assemble, choose, complete_size, needed, shifts
 from holdfast.harness import LocalCluster
-from holdfast.harness.invariants import check, event_of
+from holdfast.harness.invariants import check
 from support.torch_groups import sharded_model
 from support.waiting import eventually
 

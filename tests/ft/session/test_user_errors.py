@@ -16,9 +16,10 @@ import pytest
 from holdfast.comms.system.keys import create_key
 from holdfast.ft import AlreadyJoined, Session, StepFailed, Timeouts
 from holdfast.ft.error_history import describe, note
+from holdfast.ft.event_lines import event_of
 from holdfast.ft.node.register import Register
 from holdfast.harness import LocalCluster
-from holdfast.harness.invariants import check, event_of
+from holdfast.harness.invariants import check
 from support.children import errors_of
 
 QUICK = Timeouts(heartbeat=0.1, suspect=1.0, operation=20.0, rebuild=10.0, join=15.0)

@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 from holdfast.comms.errors import PeerFailed
 from holdfast.comms.reproducible import sum_contributions
 from holdfast.ft import Session
+from holdfast.ft.event_lines import read_events, refuse
 from holdfast.ft.events import FaultInjected
 from holdfast.ft.faultpoints import Arrival, GateAddress, GateAgent, PointFilter
 from holdfast.ft.telemetry.event_log import EventLog
@@ -42,7 +43,7 @@ from holdfast.harness.chaos.workloads import store
 from holdfast.harness.chaos.workloads.session import Notes, report_state
 from holdfast.harness.chaos.workloads.store import BODIES
 from holdfast.harness.cli.app import app
-from holdfast.harness.invariants import Bounds, CheckResult, Event, read_events, refuse
+from holdfast.harness.invariants import Bounds, CheckResult, Event
 from holdfast.harness.links.policy import LinkTraffic
 from holdfast.harness.report.model import FaultRecord, RecoveryStage
 from support.browser import dom, needs_chromium

@@ -12,19 +12,9 @@ import pytest
 import torch
 
 from holdfast.comms.errors import CorruptData
+from holdfast.ft.event_lines import event_of, merge, read_events, refuse
 from holdfast.harness import LocalCluster
-from holdfast.harness.invariants import (
-    CHECKERS,
-    Bounds,
-    Event,
-    Violation,
-    check,
-    event_of,
-    examine,
-    merge,
-    read_events,
-    refuse,
-)
+from holdfast.harness.invariants import CHECKERS, Bounds, Event, Violation, check, examine
 from support.event_records import an_event
 
 

@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 
 from holdfast.ft.console.units import coarse_seconds
-from holdfast.harness.report import (
+from holdfast.harness.report.charts import Point, draw_curve, smoothed
+from holdfast.harness.report.lanes import LEAST, LEFT, LONGEST, WIDTH, busy, draw_timeline, window
+from holdfast.harness.report.model import (
     Curve,
     FaultRecord,
     Figure,
@@ -24,11 +26,8 @@ from holdfast.harness.report import (
     RecoveryStage,
     RunReport,
     Span,
-    render,
-    write,
 )
-from holdfast.harness.report.charts import Point, draw_curve, smoothed
-from holdfast.harness.report.lanes import LEAST, LEFT, LONGEST, WIDTH, busy, draw_timeline, window
+from holdfast.harness.report.render import render, write
 from holdfast.harness.report.svg import AxisScale
 from support.browser import needs_chromium, screenshot
 

@@ -17,9 +17,10 @@ pytest.importorskip("transformers", reason="trainers need transformers: pip inst
 from holdfast.comms import register, unregister
 from holdfast.comms.plugins.spec import OpEvent, hookimpl
 from holdfast.ft import Session, Timeouts
+from holdfast.ft.event_lines import event_of
 from holdfast.ft.processes.zygote_client import zygote
 from holdfast.harness import LocalCluster, RankFailed
-from holdfast.harness.invariants import check, event_of
+from holdfast.harness.invariants import check
 from holdfast.rl.config.run_config import RunConfig, objective
 from holdfast.rl.data.buffer_state import BufferState, StalenessRule
 from holdfast.rl.data.encoded_batch import EncodedBatch

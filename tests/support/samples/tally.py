@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from holdfast.ft import Session, Timeouts
+from holdfast.ft.event_lines import event_of
 from holdfast.harness import LocalCluster
 from holdfast.harness.cluster.job import Job
-from holdfast.harness.invariants import check, event_of
+from holdfast.harness.invariants import check
 
 QUICK = Timeouts(heartbeat=0.1, suspect=1.0, operation=20.0, rebuild=10.0, join=15.0)
 
