@@ -92,6 +92,8 @@ class _RemoteRegion(RegionOwner):
         super().__init__(place.owner)
         self.address, self.place = address, place
         self.row = slot_address(address.table, place.slot)
+        self.transfer: Any = None
+        """Reads the generation in that row. NIXL takes as long to prepare a transfer as to carry it out."""
 
     def look(self) -> None:
         """Raise `RegionGone` if the process or its table is gone: a transfer to missing memory never ends."""
@@ -166,13 +168,18 @@ class NixlPlane(HostPlane):
             self._stage = torch.empty(_WORD + BLOCK_BYTES, dtype=torch.uint8, device="cpu")
             self._registered.append(agent.register(self._stage.data_ptr(), self._stage.nbytes))
         word = self._stage.data_ptr()
-        pieces = [(address.memory + block.offset, word + _WORD, block.nbytes)] if block.nbytes else []
-        for there, here, nbytes in [*pieces, (region.row, word, _WORD)]:
-            try:
-                agent.read(address.agent, there, here, nbytes, block.deadline, region.look, self._stage)
-            except (RegionGone, OpTimeout):
-                self._stage = None  # the transfer may still write to it
-                raise
+        try:
+            if block.nbytes:
+                bytes_of_block = agent.prepare(address.agent, address.memory + block.offset, word + _WORD, block.nbytes)
+                agent.run(bytes_of_block, block.deadline, region.look, self._stage)
+            if region.transfer is None:
+                region.transfer = agent.prepare(address.agent, region.row, word, _WORD)
+            agent.run(region.transfer, block.deadline, region.look, self._stage)
+        except (RegionGone, OpTimeout):
+            self._stage = None  # a transfer may still write to it
+            for known in self._remote.values():
+                known.transfer = None
+            raise
         if ctypes.c_uint64.from_address(word).value != region.place.generation:
             raise closed(region.pid)
         ctypes.memmove(block.address, word + _WORD, block.nbytes)
