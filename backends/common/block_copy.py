@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Self
 
 import msgspec
 import torch
@@ -71,16 +72,22 @@ def check_size(handle: Handle, nbytes: int) -> None:
         raise forged(f"it names {handle.nbytes} bytes, and its region has {nbytes}")
 
 
-def sealed(body: bytes) -> bytes:
-    """An address with its checksum, for a library that would trust any bytes."""
-    return xxhash.xxh3_64_digest(body) + body
+class SealedAddress(msgspec.Struct, frozen=True, array_like=True):
+    """The address of a region, with a checksum: for a library that would trust any bytes."""
 
+    def encode(self) -> bytes:
+        body = msgspec.msgpack.encode(self)
+        return xxhash.xxh3_64_digest(body) + body
 
-def unsealed(data: bytes) -> bytes:
-    """What `sealed` got. Raises `CorruptData` for anything else."""
-    if xxhash.xxh3_64_digest(data[8:]) != data[:8]:
-        raise forged("the checksum of its address is wrong")
-    return data[8:]
+    @classmethod
+    def decode(cls, data: bytes) -> Self:
+        """Decode an address. Raises `CorruptData` for anything but what `encode` made."""
+        if xxhash.xxh3_64_digest(data[8:]) != data[:8]:
+            raise forged("the checksum of its address is wrong")
+        try:
+            return msgspec.msgpack.decode(data[8:], type=cls)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise forged(error) from error
 
 
 def forged(why: object) -> CorruptData:

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import msgspec
 import torch
 
-from holdfast.backends.common.block_copy import BlockCopy, HeldUntil, check_size, forged, sealed, unsealed
+from holdfast.backends.common.block_copy import BlockCopy, HeldUntil, SealedAddress, check_size, forged
 from holdfast.backends.common.host_plane import HostPlane, Withdraw
 from holdfast.backends.common.region_table import TableAddress, open_table, slot_address
 from holdfast.backends.nixl.agent import NixlAgent
@@ -45,7 +45,7 @@ def open_plane() -> NixlPlane:
     return NixlPlane()
 
 
-class NixlAddress(msgspec.Struct, frozen=True, array_like=True):
+class NixlAddress(SealedAddress, frozen=True, array_like=True):
     """The address of a region, in under 512 bytes: its place, and where the owner has its table and the memory.
 
     `metadata` is NIXL's, of the agent `agent` with these two memories; it compresses well. "" on one host.
@@ -58,18 +58,6 @@ class NixlAddress(msgspec.Struct, frozen=True, array_like=True):
     agent: str = ""
     metadata: bytes = b""
 
-    def encode(self) -> bytes:
-        return sealed(msgspec.msgpack.encode(self))
-
-    @staticmethod
-    def decode(data: bytes) -> NixlAddress:
-        """Decode an address. Raises `CorruptData` for anything but what `encode` made: NIXL would trust it."""
-        body = unsealed(data)
-        try:
-            return _addresses.decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise forged(error) from error
-
     def unpacked(self) -> bytes:
         """The metadata as NIXL takes it. Raises `CorruptData`."""
         unpacker = zlib.decompressobj()
@@ -80,9 +68,6 @@ class NixlAddress(msgspec.Struct, frozen=True, array_like=True):
         if not unpacker.eof:
             raise forged("what describes its agent is too long")
         return metadata
-
-
-_addresses = msgspec.msgpack.Decoder(NixlAddress)
 
 
 class _RemoteRegion(RegionOwner):

@@ -13,9 +13,7 @@ import threading
 from functools import partial
 from typing import Any, ClassVar
 
-import msgspec
-
-from holdfast.backends.common.block_copy import BlockCopy, HeldUntil, check_size, forged, sealed, unsealed
+from holdfast.backends.common.block_copy import BlockCopy, HeldUntil, SealedAddress, check_size, forged
 from holdfast.backends.common.host_plane import HostPlane, Withdraw, read_only
 from holdfast.backends.common.process_memory import permit_peers
 from holdfast.backends.common.region_table import TableAddress
@@ -43,28 +41,13 @@ def open_plane() -> UcxPlane:
     return UcxPlane()
 
 
-class UcxAddress(msgspec.Struct, frozen=True, array_like=True):
+class UcxAddress(SealedAddress, frozen=True, array_like=True):
     """The address of a region: its place in the owner's table, and the worker that answers, if any."""
 
     place: bytes
     worker: bytes
     nbytes: int
     writable: bool
-
-    def encode(self) -> bytes:
-        return sealed(msgspec.msgpack.encode(self))
-
-    @staticmethod
-    def decode(data: bytes) -> UcxAddress:
-        """Decode an address. Raises `CorruptData` for anything but what `encode` made: libucp would trust it."""
-        body = unsealed(data)
-        try:
-            return _addresses.decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise forged(error) from error
-
-
-_addresses = msgspec.msgpack.Decoder(UcxAddress)
 
 
 class OwnerUnreachable(RegionGone):
