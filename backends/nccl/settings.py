@@ -7,11 +7,11 @@ group that shares its store, even of an earlier epoch.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+
+from holdfast.comms.system.environment import set_meanwhile
 
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _CLEAN_UP_ONLY = "2"
@@ -28,37 +28,27 @@ USE_NCCL2 = "TORCH_DIST_USE_NCCL2"
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 _log = logging.getLogger("holdfast.nccl")
-_lock = threading.Lock()
 _said: set[str] = set()
 
 
-@contextmanager
-def settings_of_a_group() -> Iterator[None]:
+def settings_of_a_group() -> contextlib.AbstractContextManager[None]:
     """Set the variables while a group is made. Values of the user stay, and are logged, unless they affect failures."""
-    with _lock:
-        before = os.environ.get(_ERROR_HANDLING)
-        if before not in (None, _CLEAN_UP_ONLY):
-            _log_once(
-                f"{_ERROR_HANDLING}={before} is taken as {_CLEAN_UP_ONLY}: a failed op ends its group, not the process"
-            )
-        ours = {name: value for name, value in _UNLESS_SET.items() if name not in os.environ}
-        for name in _UNLESS_SET.keys() - ours.keys():
-            if os.environ[name] != _UNLESS_SET[name]:
-                _log_once(
-                    f"{name}={os.environ[name]} stays so: torch may hold up, or end, this process after a failure"
-                )
-        if os.environ.get(BLOCKING_WAIT, "0") not in ("", "0"):
-            _log_once(f"{BLOCKING_WAIT} is set: torch has no watchdog then; timeouts are found only by waits")
-        os.environ.update({**ours, _ERROR_HANDLING: _CLEAN_UP_ONLY})
-        try:
-            yield
-        finally:
-            for name in ours:
-                del os.environ[name]
-            if before is None:
-                del os.environ[_ERROR_HANDLING]
-            else:
-                os.environ[_ERROR_HANDLING] = before
+    return set_meanwhile(_values)
+
+
+def _values() -> dict[str, str]:
+    before = os.environ.get(_ERROR_HANDLING)
+    if before not in (None, _CLEAN_UP_ONLY):
+        _log_once(
+            f"{_ERROR_HANDLING}={before} is taken as {_CLEAN_UP_ONLY}: a failed op ends its group, not the process"
+        )
+    ours = {name: value for name, value in _UNLESS_SET.items() if name not in os.environ}
+    for name in _UNLESS_SET.keys() - ours.keys():
+        if os.environ[name] != _UNLESS_SET[name]:
+            _log_once(f"{name}={os.environ[name]} stays so: torch may hold up, or end, this process after a failure")
+    if os.environ.get(BLOCKING_WAIT, "0") not in ("", "0"):
+        _log_once(f"{BLOCKING_WAIT} is set: torch has no watchdog then; timeouts are found only by waits")
+    return {**ours, _ERROR_HANDLING: _CLEAN_UP_ONLY}
 
 
 def bound_handshakes() -> None:
@@ -67,8 +57,7 @@ def bound_handshakes() -> None:
     torch reads the bound once in a process, so it is the same for all communicators, and no communicator's timeout:
     each waits for its ranks by its own deadline before NCCL connects them.
     """
-    with _lock:
-        os.environ.setdefault(LONGEST_WAIT, HANDSHAKE_SECONDS)
+    os.environ.setdefault(LONGEST_WAIT, HANDSHAKE_SECONDS)
 
 
 def _log_once(what: str) -> None:

@@ -8,17 +8,18 @@ from __future__ import annotations
 import importlib
 import os
 import secrets
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from holdfast.backends.ucx.worker import Transports
 from holdfast.comms.errors import BackendUnavailable, OpTimeout, RegionGone
 from holdfast.comms.system import forks
 from holdfast.comms.system.cpu_wait import Wait
+from holdfast.comms.system.environment import set_meanwhile
 
 _FIRST_SECONDS, _SLEEP_SECONDS = 0.00001, 0.0001
 """Each check of a transfer follows a sleep: it takes the lock of UCX's worker, which the progress thread needs.
@@ -30,7 +31,6 @@ _WAIT = Wait(spins=10, yields=0, sleep_seconds=_SLEEP_SECONDS)
 
 _UNREACHABLE = "NIXL cannot reach the process that exposed this region any more"
 
-_setting = threading.Lock()
 _agents: weakref.WeakSet[NixlAgent] = weakref.WeakSet()
 
 
@@ -44,20 +44,10 @@ def _keep_all() -> None:
     forks.never_destroy(list(_agents))
 
 
-@contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables temporarily: the only way to choose the transports of NIXL's UCX, and to silence it."""
-    with _setting:
-        before = {name: os.environ.get(name) for name in values}
-        os.environ.update(values)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
+def _settings(over: Transports) -> dict[str, str]:
+    """The variables that choose the transports of NIXL's UCX, and silence it."""
+    quiet = {name: os.environ.get(name, "fatal") for name in ("NIXL_LOG_LEVEL", "UCX_LOG_LEVEL")}
+    return {"UCX_TLS": over.tls, **{f"UCX_{name}": value for name, value in over.options.items()}, **quiet}
 
 
 class NixlAgent:
@@ -69,9 +59,7 @@ class NixlAgent:
     def __init__(self, over: Transports) -> None:
         _agents.add(self)
         self.name = secrets.token_hex(6)
-        quiet = {name: os.environ.get(name, "fatal") for name in ("NIXL_LOG_LEVEL", "UCX_LOG_LEVEL")}
-        options = {f"UCX_{name}": value for name, value in over.options.items()}
-        with _environment({"UCX_TLS": over.tls, **options, **quiet}):
+        with set_meanwhile(partial(_settings, over)):
             try:
                 nixl: Any = importlib.import_module("nixl._api")
             except (ImportError, OSError) as error:
