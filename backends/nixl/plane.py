@@ -80,6 +80,10 @@ class _RemoteRegion(RegionOwner):
         self.transfer: Any = None
         """Reads the generation in that row. NIXL takes as long to prepare a transfer as to carry it out."""
 
+    def close(self) -> None:
+        self.transfer = None  # while NIXL still knows the other agent
+        super().close()
+
     def look(self) -> None:
         """Raise `RegionGone` if the process or its table is gone: a transfer to missing memory never ends."""
         self.check()
