@@ -33,7 +33,8 @@ class StreamWork(Work):
     __slots__ = ("_device", "_event", "_failed")
 
     def __init__(self, name: str, device: torch.device, event: Event, failed: Callable[[], None]) -> None:
-        self._name, self._callbacks, self.seconds = name, [], None  # without the lock that a thread's work has
+        self._name, self._callbacks = name, []  # without the lock that a thread's work has
+        self._error = self.seconds = None
         self._device = device
         self._event = event
         self._failed = failed

@@ -7,6 +7,7 @@ in its place.
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import signal
 import sys
@@ -271,8 +272,9 @@ def test_an_op_that_torchs_group_takes_as_it_is_costs_few_calls_of_python(
             comm.all_reduce(tensor, async_op=async_op).wait()
         assert calls_of_python(lambda: comm.all_reduce(tensor)) == ["all_reduce", "start"]
         launched = calls_of_python(lambda: comm.all_reduce(tensor, async_op=True))
+        assert pickle.loads(pickle.dumps(comm.all_reduce(tensor, async_op=True))).done()
         assert launched[:3] == ["all_reduce", "_launch_planned", "launch"] and len(launched) <= 6, launched
-        assert tensor.tolist() == [1, 1] and comm.progress[0] == 4
+        assert tensor.tolist() == [1, 1] and comm.progress[0] == 5
 
 
 @pytest.mark.parametrize("how", ["abort", "kill", "timeout"])
