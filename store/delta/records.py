@@ -4,7 +4,7 @@ A delta has a record for each piece of a part: its elements that differ from the
 changes in each block of 65536 elements (32 bits each), the places of all changes within their blocks (16 bits each,
 ascending), and the new elements; each of the three is filled up with zeros to a multiple of 8 bytes. Numbers are
 little-endian. Elements are compared by their bits, so -0.0 differs from 0.0, and a NaN from a NaN with other bits.
-There is one record for two given pieces, whichever kernels write it.
+There is one record for two given pieces.
 
 A delta is a header (`_HEADER`), the size of each record (32 bits each), zeros up to a multiple of 8 bytes, and the
 records. Size 0 stands for a piece without changes, `WHOLE` for one with a record of more than half of its size: such a
@@ -33,8 +33,6 @@ _HEADER = struct.Struct("<8s16s16sQ")
 """Magic, digests of the base and of the new part, number of pieces."""
 
 Sizes = npt.NDArray[np.uint32]
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The dtype by which elements of a size are compared: by their bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,28 +73,6 @@ def most_of(piece: ElementPiece) -> int:
     return piece.nbytes // 2
 
 
-def changes_in(record: torch.Tensor, piece: ElementPiece) -> tuple[torch.Tensor, torch.Tensor]:
-    """The places of the changed elements within the piece, and their values. Raises `CorruptData` for other bytes."""
-    elements = piece.nbytes // piece.itemsize
-    blocks = blocks_of(elements)
-    head = to_eight(4 * blocks)
-    sizes = torch.full((blocks,), BLOCK, device="cpu")
-    sizes[-1:] = elements - BLOCK * (blocks - 1)
-    if record.nbytes >= head:
-        counts = record[: 4 * blocks].view(torch.int32).cpu().to(torch.int64)
-        total = int(counts.sum())
-        if bool(((counts >= 0) & (counts <= sizes)).all()) and total and record.nbytes == record_bytes(piece, total):
-            ends = [4 * blocks, head + 2 * total, head + to_eight(2 * total) + piece.itemsize * total]
-            places = record[head : ends[1]].view(torch.int16).cpu().to(torch.int64) & 0xFFFF
-            block = torch.repeat_interleave(torch.arange(blocks, device="cpu"), counts)
-            where = block * BLOCK + places
-            ascending = bool((where[1:] > where[:-1]).all()) and bool((places < sizes[block]).all())
-            filling = any(bool(record[end : to_eight(end)].any()) for end in ends)
-            if ascending and not filling:
-                return where, record[to_eight(ends[1]) : ends[2]].view(INTEGERS[piece.itemsize])
-    raise CorruptData(f"a delta with a record of {record.nbytes} bytes that cannot be that of {piece}")
-
-
 @dataclass(frozen=True, slots=True)
 class PackedDelta:
     """The records of the pieces of a part, in order: `sizes` of them, and the records in adjacent `chunks`."""
@@ -129,7 +105,7 @@ class PackedDelta:
         head = _HEADER.pack(_MAGIC, base_digest, new_digest, len(self.pieces)) + self.sizes.astype("<u4").tobytes()
         into[:at].numpy()[:] = np.frombuffer(head.ljust(at, b"\0"), np.uint8)
         for chunk in self.chunks:
-            into[at : at + chunk.nbytes].numpy()[:] = chunk.cpu().numpy()
+            into[at : at + chunk.nbytes].numpy()[:] = chunk.numpy()
             at += chunk.nbytes
 
 

@@ -23,8 +23,8 @@ from holdfast.store.data.manifest import Manifest, difference
 from holdfast.store.data.packing import PackedPart, PartBlock, pack, pack_plain
 from holdfast.store.data.shared_tensors import check_shared, tensors_of
 from holdfast.store.data.tree import FlatState
+from holdfast.store.delta import native_kernels
 from holdfast.store.delta.far_reads import reading_hosts
-from holdfast.store.delta.kernels import kernels_for
 from holdfast.store.delta.layouts import element_pieces
 from holdfast.store.delta.records import ElementPiece, PackedDelta
 from holdfast.store.errors import StoreFull, StoreTimeout
@@ -55,13 +55,10 @@ ROUND_TRIP_SECONDS = 0.5e-3
 def diff(base: torch.Tensor, new: torch.Tensor, pieces: Sequence[ElementPiece]) -> PackedDelta:
     """The elements of `new` that differ from those of `base` by their bits.
 
-    Both are flat uint8 tensors on one device; bytes outside of `pieces` are not looked at. Pieces that changed too much
+    Both are flat uint8 tensors of the host; bytes outside of `pieces` are not looked at. Pieces that changed too much
     are left to be read whole.
     """
-    if base.device != new.device:
-        raise ValueError(f"a base on {base.device} and a new version on {new.device}: they have to be on one device")
-    kernels = kernels_for(base.device)
-    return kernels.diff([piece.of(base) for piece in pieces], [piece.of(new) for piece in pieces], pieces)
+    return native_kernels.diff([piece.of(base) for piece in pieces], [piece.of(new) for piece in pieces], pieces)
 
 
 def pays(delta_bytes: int, whole_bytes: int, bytes_per_second: float) -> bool:

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from holdfast.comms.errors import CorruptData
 from holdfast.store.data.digests import NBYTES, TARGET
 from holdfast.store.data.manifest import Manifest
-from holdfast.store.delta.kernels import kernels_for
+from holdfast.store.delta import native_kernels
 from holdfast.store.delta.layouts import element_pieces
 from holdfast.store.delta.records import Delta
 from holdfast.store.read.part_plan import Indexes, PartPlan
@@ -30,7 +30,7 @@ def apply(
 ) -> tuple[int, ...]:
     """Write the delta's pieces, made from those of `base`, to `into`; returns the positions of those to read whole.
 
-    `base` and `into` are the bytes of the pieces, flat uint8 tensors on one device; each of `into` is that of `base`
+    `base` and `into` are the bytes of the pieces, flat uint8 tensors of the host; each of `into` is that of `base`
     itself, or beside it. All pieces but the returned ones have the `checksums` of the new version. The returned ones
     are `WHOLE` in the delta, or have another checksum: their base was not the delta's base, or the delta is damaged.
 
@@ -38,13 +38,11 @@ def apply(
     unknown.
     """
     for piece, before, after in zip(delta.pieces, base, into, strict=True):
-        if before.device != after.device or before.nbytes != piece.nbytes or after.nbytes != piece.nbytes:
-            raise ValueError(
-                f"{piece} lies in {before.nbytes} bytes on {before.device}, {after.nbytes} on {after.device}"
-            )
+        if before.nbytes != piece.nbytes or after.nbytes != piece.nbytes:
+            raise ValueError(f"{piece} lies in {before.nbytes} bytes, and goes to {after.nbytes}")
     if not delta.pieces:
         return ()
-    found = kernels_for(base[0].device).patch(base, into, delta)
+    found = native_kernels.patch(base, into, delta)
     made = [at for at, record in enumerate(delta.records) if record is not None]
     right = {at for at, checksum in zip(made, found, strict=True) if checksum == checksums[at]}
     return tuple(at for at in range(len(delta.pieces)) if at not in right)

@@ -14,11 +14,6 @@ import xxhash
 
 from holdfast.store import WeightStore
 from holdfast.store.data.device_copy import cuda, digests, registrations
-from holdfast.store.delta import native_kernels
-from holdfast.store.delta.kernels import kernels_for
-from holdfast.store.delta.records import BLOCK, Delta, ElementPiece, PackedDelta
-from holdfast.store.publish.publication import diff
-from holdfast.store.read.delta import apply
 from support.waiting import next_line
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -228,53 +223,6 @@ def test_a_follower_swaps_staged_versions_into_tensors_of_a_device(tmp_path: Pat
             with store.follow(into) as follower:
                 assert follower.catch_up() == version
             assert into["w"].unique().tolist() == into["small"].unique().tolist() == [version]
-
-
-def pieces_of_all_sizes() -> list[ElementPiece]:
-    pieces, offset = [], 0
-    for itemsize in (1, 2, 4, 8):
-        for elements in (1, 1000, 1024, BLOCK + 1025, 5 * BLOCK + 3):
-            pieces.append(ElementPiece(offset, elements * itemsize, itemsize))
-            offset += -(-elements * itemsize // 64) * 64
-    return pieces
-
-
-@pytest.mark.parametrize("share", [0.0, 0.003, 0.05, 1.0])
-def test_deltas_of_a_device_have_the_bits_of_those_of_the_host(share: float) -> None:
-    """Made, patched and verified on the device, by Triton's kernels."""
-    pytest.importorskip("triton", reason="the kernels for deltas on a device")
-    pieces = pieces_of_all_sizes()
-    size = pieces[-1].offset + pieces[-1].nbytes
-    random = torch.Generator().manual_seed(3)
-    old = torch.randint(0, 256, (size,), generator=random).to(torch.uint8)
-    new = old.clone()
-    new[torch.randint(0, size, (int(size * share),), generator=random)] ^= 0x41
-    new[pieces[3].offset + BLOCK] ^= 1
-    there, changed = old.cuda(), new.cuda()
-
-    def encoded(packed: PackedDelta) -> torch.Tensor:
-        data = torch.zeros(packed.nbytes, dtype=torch.uint8)
-        packed.write(data, b"o" * 16, b"n" * 16)
-        return data
-
-    on_host = encoded(native_kernels.diff([p.of(old) for p in pieces], [p.of(new) for p in pieces], pieces))
-    assert torch.equal(encoded(diff(there, changed, pieces)), on_host)
-    delta = Delta.decode(on_host, b"o" * 16, b"n" * 16, pieces)
-    sums = [xxhash.xxh3_64_intdigest(piece.of(new).numpy().data) for piece in pieces]
-    whole = {at for at, record in enumerate(delta.records) if record is None}
-    for into in (torch.zeros_like(there), there):
-        assert set(apply(delta, [p.of(there) for p in pieces], [p.of(into) for p in pieces], sums)) == whole
-        for at, piece in enumerate(pieces):
-            assert at in whole or torch.equal(piece.of(into).cpu(), piece.of(new))
-
-
-def test_checksums_of_a_device_are_those_of_the_host() -> None:
-    pytest.importorskip("triton", reason="the kernels that compute checksums on a device")
-    kernels = kernels_for(torch.device("cuda", 0))
-    data = torch.randint(0, 256, (80_000,), generator=torch.Generator().manual_seed(5)).to(torch.uint8)
-    cuts = [data[:size] for size in (1, 240, 241, 1024, 1025, 1087, 1088, 2048, 2049, 70001)] + [data[3:4000]]
-    wanted = [xxhash.xxh3_64_intdigest(each.numpy().data) for each in cuts]
-    assert kernels.checksums([each.cuda() for each in cuts]) == wanted  # type: ignore[attr-defined]
 
 
 def test_pieces_are_copied_and_digested_by_one_kernel() -> None:
