@@ -30,6 +30,7 @@ from holdfast.store.catalog.fleet_targets import Digests, digests_of
 from holdfast.store.catalog.records import Catalog, Holder, Replica, Shard, Spread, Version
 from holdfast.store.data import device_memory
 from holdfast.store.data.device_copy import digests, registrations
+from holdfast.store.data.manifest import TensorEntry
 from holdfast.store.data.packing import PackedPart
 from holdfast.store.data.rebuild import rebuild
 from holdfast.store.data.targets import check_writable
@@ -51,7 +52,7 @@ from holdfast.store.read.cast_sources import CastSources
 from holdfast.store.read.delta import FilledTargets
 from holdfast.store.read.device_reads import DeviceReadCounts, DeviceReads
 from holdfast.store.read.read_plan import PlanCache
-from holdfast.store.read.slices import Slice, TensorForm, chosen, copied, mapped, mapped_state
+from holdfast.store.read.slices import Slice, chosen, copied, mapped, mapped_state
 from holdfast.store.read.targets import CACHED_ARRANGEMENTS, Targets
 from holdfast.store.read.version_reader import ReadTerms, VersionReader
 from holdfast.store.recent import Recent
@@ -319,18 +320,8 @@ class WeightStore:
         self._catalog_client.change(lambda now: transitions.note_slow(now, me, why))
 
     def _pack(self, version: int, part: PublishedPart, deadline: float) -> PackedPart:
-        pool, taken = self._replica_holder.pool, []
-
-        def allocate(nbytes: int) -> torch.Tensor:
-            taken.append(pool.allocate(nbytes, deadline, version))
-            return taken[-1]
-
-        try:
+        with self._replica_holder.pool.allocating(deadline, version) as allocate:
             return part.pack(allocate)
-        except BaseException:
-            for memory in taken:
-                pool.give_back(memory)
-            raise
 
     # -- reading
 
@@ -583,7 +574,10 @@ class WeightStore:
             )
         if flat.locals is not flat.tensors or any(not each.is_cpu for each in flat.tensors.values()):
             raise Unsupported("mapping a version into DTensors, or tensors on a device", "leave out map=True")
-        like = {name: TensorForm.of(tensor) for name, tensor in flat.tensors.items()}
+        like = {
+            name: TensorEntry(name, str(each.dtype).removeprefix("torch."), tuple(each.shape), 0)
+            for name, each in flat.tensors.items()
+        }
 
         def load(version: int) -> dict[str, Any]:
             return self._read_version(version, lambda reader: mapped_state(reader, like, strict), None, None)

@@ -4,29 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
 
 from holdfast.comms.errors import Mismatch
 from holdfast.store.data.faults import FaultList
+from holdfast.store.data.manifest import TensorEntry
 from holdfast.store.data.read_only import read_only
 from holdfast.store.data.rebuild import build_value
 from holdfast.store.data.skeleton import Skeleton, StateNode, SubclassNode, encode_node
 from holdfast.store.data.tree import FlatState
 
 Tensor = torch.Tensor
-
-
-class VersionTensor(Protocol):
-    """What a version says about a tensor: torch's name of its dtype, and its global shape."""
-
-    @property
-    def dtype(self) -> str: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +34,12 @@ class Assignment:
 
 def check_targets(
     skeleton: Skeleton,
-    there: Mapping[str, VersionTensor],
+    there: Mapping[str, TensorEntry],
     into: FlatState,
     *,
     strict: bool = True,
     equal: Callable[[str, str], bool] = lambda one, other: False,
-    fits: Callable[[VersionTensor, torch.dtype], bool] = lambda stored, dtype: False,
+    fits: Callable[[TensorEntry, torch.dtype], bool] = lambda stored, dtype: False,
     known: bool = False,
 ) -> Assignment:
     """Check that a version can be read into a state dict.
@@ -90,7 +81,7 @@ def _add_unwritable(into: FlatState, faults: FaultList) -> None:
 class _Check:
     """One comparison of a version with the state dict that it is to be read into."""
 
-    def __init__(self, skeleton: Skeleton, there: Mapping[str, VersionTensor], into: FlatState) -> None:
+    def __init__(self, skeleton: Skeleton, there: Mapping[str, TensorEntry], into: FlatState) -> None:
         self._skeleton, self._there, self._into = skeleton, there, into
         self._faults = FaultList()
         self._faults.found += into.faults
@@ -99,7 +90,7 @@ class _Check:
         self._explained = {fault.name for fault in into.faults}
         """Names that are not to be reported as missing or extra: another fault tells more."""
 
-    def tensors(self, fits: Callable[[VersionTensor, torch.dtype], bool], known: bool) -> None:
+    def tensors(self, fits: Callable[[TensorEntry, torch.dtype], bool], known: bool) -> None:
         """Compare the tensors; if they are `known` to fit, only what they are put together to."""
         self._compare_subclasses()
         if known:

@@ -19,8 +19,8 @@ from holdfast.store.catalog import part_casts
 from holdfast.store.catalog.client import CatalogClient
 from holdfast.store.catalog.records import CastForm, Catalog, Holder, Shard, Version
 from holdfast.store.data.manifest import Manifest
-from holdfast.store.data.packing import PackedPart
 from holdfast.store.errors import StoreFull
+from holdfast.store.holding.keep_trying import keep_trying
 from holdfast.store.holding.memory_pool import MemoryPool
 
 ROOM_SECONDS = 1.0
@@ -105,30 +105,22 @@ class CastMaker:
     # -- in the thread
 
     def _run(self) -> None:
-        while not self._closing.is_set():
-            self._wake.wait()
-            self._wake.clear()
-            try:
-                self._make_all()
-            except HoldfastError as error:
-                _log.warning("a store goes on trying to cast parts: %s", error)
-                self._try_again()
-            except Exception:
-                _log.exception("a store goes on trying to cast parts")
-                self._try_again()
-
-    def _try_again(self) -> None:
-        self._closing.wait(RETRY_SECONDS)
-        self._wake.set()
+        keep_trying(self._make_all, self._closing, "the maker of casts", RETRY_SECONDS, RETRY_SECONDS)
 
     def _make_all(self) -> None:
-        while not self._closing.is_set():
-            at, catalog = self._client.read()
-            self.follow(at, catalog)
-            found = next(part_casts.casts_to_make(catalog, self._holder.id), None)
-            if found is None:
-                return
-            self._make(*found)
+        self._wake.wait()
+        self._wake.clear()
+        try:
+            while not self._closing.is_set():
+                at, catalog = self._client.read()
+                self.follow(at, catalog)
+                found = next(part_casts.casts_to_make(catalog, self._holder.id), None)
+                if found is None:
+                    return
+                self._make(*found)
+        except BaseException:
+            self._wake.set()  # the next turn waits for no change
+            raise
 
     def _make(self, version: Version, shard: Shard, form: CastForm) -> None:
         key = (version.number, shard.part, shard.digest)
@@ -162,24 +154,11 @@ class CastMaker:
         manifest = Manifest.decode(region[shard.manifest_at :].numpy().data, shard.manifest_at)
         if manifest.digest != shard.digest:
             raise CorruptData("its replica has wrong bytes")
-        taken: list[torch.Tensor] = []
-
-        def allocate(nbytes: int) -> torch.Tensor:
-            taken.append(self._pool.allocate(nbytes, time.monotonic() + ROOM_SECONDS, key[0]))
-            return taken[-1]
-
-        try:
+        with self._pool.allocating(time.monotonic() + ROOM_SECONDS, key[0]) as allocate:
             packed = pack_form(manifest, region, WireCast(form.cast), allocate, self._check_open)
-            return self._expose(packed, form)
-        except BaseException:
-            for memory in taken:
-                self._pool.give_back(memory)
-            raise
-
-    def _expose(self, packed: PackedPart, form: CastForm) -> _KeptForm:
-        region = self._plane.expose(packed.memory[: packed.nbytes])
-        made = CastForm(form.cast, self._holder.id, packed.digest, packed.manifest_at, region.handle)
-        return _KeptForm(region, packed.memory, made)
+            exposed = self._plane.expose(packed.memory[: packed.nbytes])
+        made = CastForm(form.cast, self._holder.id, packed.digest, packed.manifest_at, exposed.handle)
+        return _KeptForm(exposed, packed.memory, made)
 
     def _check_open(self) -> None:
         if self._closing.is_set():

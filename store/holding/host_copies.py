@@ -171,13 +171,10 @@ class HostCopies:
         key = (version.number, shard.part, shard.digest)
         source = PartSource(self._plane, catalog, version, shard, deadline, self._report)
         source.prefer(found)
-        memory = self._pool.allocate(source.nbytes, time.monotonic(), version.number)
-        try:
+        with self._pool.allocating(time.monotonic(), version.number) as allocate:
+            memory = allocate(source.nbytes)
             copy_part(source, memory[: source.nbytes])
             kept = _KeptCopy(self._plane.expose(memory[: source.nbytes]), memory)
-        except BaseException:
-            self._pool.give_back(memory)
-            raise
         self._kept[key] = kept
         self._pool.touch_ahead()
         if source.replica != found:

@@ -6,12 +6,12 @@ import logging
 import os
 import threading
 
-from holdfast.comms.errors import HoldfastError
 from holdfast.comms.transport.liveness import is_gone, is_stopped
 from holdfast.store.catalog import transitions
 from holdfast.store.catalog.client import BeatsClient, CatalogClient
 from holdfast.store.catalog.host_beats import BeatCounter, with_beat
 from holdfast.store.catalog.records import Catalog, Holder
+from holdfast.store.holding.keep_trying import keep_trying
 
 BEAT_SECONDS = 1.0
 """Seconds between two beats of a host. One of its processes beats for all: one read and one write of a cell each."""
@@ -58,21 +58,16 @@ class HostWatcher:
             self._thread.join(5.0)
 
     def _run(self) -> None:
-        failing = False
-        while not self._closing.is_set():
-            self._several.wait()
-            try:
-                self._turn()
-                failing = False
-            except HoldfastError as error:
-                if not (failing or self._closing.is_set()):
-                    _log.warning("this host does not beat in the store's register, and goes on trying: %s", error)
-                failing = True
-            except Exception:
-                _log.exception("the beats of this host go on")
-            self._closing.wait(BEAT_SECONDS)
+        keep_trying(
+            self._turn, self._closing, "the beat of this host in the store's register", BEAT_SECONDS, BEAT_SECONDS
+        )
 
     def _turn(self) -> None:
+        self._several.wait()
+        self._beat()
+        self._closing.wait(BEAT_SECONDS)
+
+    def _beat(self) -> None:
         client = self._opened()
         with self._lock:
             catalog = self._catalog

@@ -12,8 +12,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -116,6 +116,19 @@ class MemoryPool:
                 self._used -= size
                 self._changed.notify_all()
             raise
+
+    @contextmanager
+    def allocating(self, deadline: float, version: int) -> Iterator[Callable[[int], torch.Tensor]]:
+        """Give a function that allocates; its memory is given back if the block raises an error."""
+        with ExitStack() as taken:
+
+            def allocate(nbytes: int) -> torch.Tensor:
+                memory = self.allocate(nbytes, deadline, version)
+                taken.callback(self.give_back, memory)
+                return memory
+
+            yield allocate
+            taken.pop_all()
 
     def touch_ahead(self, nbytes: int | None = None) -> None:
         """Touch memory for parts to come, of `nbytes` or of the last size, beside the program.

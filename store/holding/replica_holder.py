@@ -21,11 +21,12 @@ from holdfast.store.catalog import transitions
 from holdfast.store.catalog.client import CatalogClient
 from holdfast.store.catalog.records import Catalog, Holder, Replica, Shard, Version
 from holdfast.store.delta.records import PackedDelta
-from holdfast.store.errors import StoreTimeout
+from holdfast.store.errors import StoreFull, StoreTimeout
 from holdfast.store.holding.cast_maker import CastMaker
 from holdfast.store.holding.death_watcher import DeathWatcher
 from holdfast.store.holding.device_copies import DeviceCopies, DeviceCopy
 from holdfast.store.holding.host_watcher import HostWatcher
+from holdfast.store.holding.keep_trying import keep_trying
 from holdfast.store.holding.memory_pool import MemoryPool
 from holdfast.store.read.filling import copy_part
 from holdfast.store.read.part_source import PartSource
@@ -90,6 +91,7 @@ class ReplicaHolder:
         self._rounds: dict[Key, int] = {}
         """How often the copy of a part has failed because its holders did not answer."""
         self._closing = threading.Event()
+        self._seen = 0
         self._deaths = DeathWatcher(self._remove_dead)
         self._hosts = HostWatcher(client, holder)
         self._thread = threading.Thread(target=self._run, name="holdfast-store-holder", daemon=True)
@@ -245,27 +247,18 @@ class ReplicaHolder:
     # -- in the background
 
     def _run(self) -> None:
-        seen, failing = 0, False
-        while not self._closing.is_set():
-            try:
-                seen, catalog = self._catalog_client.wait(seen, self._patience()) or self._catalog_client.read()
-                if catalog.holder(self.holder.id) is None:  # its host was away
-                    seen, catalog = self._catalog_client.change(self.rejoined)
-                self._deaths.watch(catalog.peers())
-                self._hosts.follow(catalog)
-                self._let_go(seen, catalog)
-                self._casts.follow(seen, catalog)
-                self._retract_missing(catalog)
-                self._replicate(catalog)
-                failing = False
-            except HoldfastError as error:
-                if not (failing or self._closing.is_set()):
-                    _log.warning("the replica holder of the store goes on trying: %s", error)
-                failing = True
-                self._closing.wait(RETRY_SECONDS)
-            except Exception:
-                _log.exception("the replica holder of the store goes on trying")
-                self._closing.wait(IDLE_SECONDS)
+        keep_trying(self._turn, self._closing, "the replica holder of the store", RETRY_SECONDS, IDLE_SECONDS)
+
+    def _turn(self) -> None:
+        self._seen, catalog = self._catalog_client.wait(self._seen, self._patience()) or self._catalog_client.read()
+        if catalog.holder(self.holder.id) is None:  # its host was away
+            self._seen, catalog = self._catalog_client.change(self.rejoined)
+        self._deaths.watch(catalog.peers())
+        self._hosts.follow(catalog)
+        self._let_go(self._seen, catalog)
+        self._casts.follow(self._seen, catalog)
+        self._retract_missing(catalog)
+        self._replicate(catalog)
 
     def _retract_missing(self, catalog: Catalog) -> None:
         """Retract catalogue entries for replicas that this process does not hold.
@@ -306,22 +299,20 @@ class ReplicaHolder:
         deadline = began + PULL_SECONDS
         rounds = self._rounds.get(key, 0)
         source = PartSource(self._plane, catalog, version, shard, deadline, self.report_corrupt, rounds)
-        memory = self.pool.allocate(source.nbytes, time.monotonic(), version.number)
         try:
-            copy_part(source, memory[: source.nbytes], self._base_of(shard))
+            with self.pool.allocating(time.monotonic(), version.number) as allocate:
+                memory = allocate(source.nbytes)
+                copy_part(source, memory[: source.nbytes], self._base_of(shard))
         except RegionGone as error:
             _log.debug("cannot make a replica yet: %s", error)
-            self.pool.give_back(memory)
             self._catalog_client.remove_dead_holders()
             return
+        except StoreFull:
+            raise
         except StoreTimeout as error:
             _log.info("cannot make a replica yet: %s", error)
-            self.pool.give_back(memory)
             self._rounds[key] = min(rounds + 1, MOST_PATIENT_ROUND)
             return
-        except HoldfastError:
-            self.pool.give_back(memory)
-            raise
         replica = self.keep(key, memory, source.nbytes)
         try:
             at, after = self._catalog_client.change(

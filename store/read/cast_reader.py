@@ -14,8 +14,7 @@ from holdfast.ft.state.boxes import Box, count_of, shape_of, whole
 from holdfast.store.casts.part_form import carried_whole, exponents_name, form_layout, is_cast, values_name
 from holdfast.store.casts.wire_cast import EncodedTensor
 from holdfast.store.catalog.records import CastForm
-from holdfast.store.data.manifest import Manifest
-from holdfast.store.data.targets import VersionTensor
+from holdfast.store.data.manifest import Manifest, TensorEntry
 from holdfast.store.errors import CastUnavailable, StoreTimeout
 from holdfast.store.read.cast_sources import CastSources
 from holdfast.store.read.filling import fill
@@ -43,7 +42,7 @@ class CastVersionReader(VersionReader):
         self._cast, self._deadline, self._cast_sources = forms.cast, terms.deadline, forms
         self._forms: dict[int, tuple[CastForm, PartSource]] = {}
 
-    def fits(self, stored: VersionTensor, dtype: torch.dtype) -> bool:
+    def fits(self, stored: TensorEntry, dtype: torch.dtype) -> bool:
         """Besides tensors of its own dtype, float32 and float64 fill floating-point targets: they are always cast."""
         if super().fits(stored, dtype):
             return True

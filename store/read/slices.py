@@ -9,7 +9,7 @@ import torch
 
 from holdfast.comms.errors import Mismatch
 from holdfast.ft.state.boxes import Box, whole
-from holdfast.store.data.manifest import quoted
+from holdfast.store.data.manifest import TensorEntry, quoted
 from holdfast.store.data.rebuild import rebuild
 from holdfast.store.read.version_reader import VersionReader
 from holdfast.store.reshard.plan import BoxTarget
@@ -77,18 +77,7 @@ def mapped(reader: VersionReader, boxes: Mapping[str, Box]) -> dict[str, torch.T
     return {name: found[source(name)][tuple(slice(low, high) for low, high in box)] for name, box in boxes.items()}
 
 
-class TensorForm(NamedTuple):
-    """What a reader expects of a tensor: torch's name of its dtype, and its shape."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> TensorForm:
-        return TensorForm(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-
-
-def mapped_state(reader: VersionReader, like: Mapping[str, TensorForm], strict: bool) -> dict[str, Any]:
+def mapped_state(reader: VersionReader, like: Mapping[str, TensorEntry], strict: bool) -> dict[str, Any]:
     """The whole state dict, in mapped memory that was verified.
 
     If `like` has tensors, the version must have them, and with `strict` no others: `Mismatch`, listing all faults.
@@ -98,9 +87,9 @@ def mapped_state(reader: VersionReader, like: Mapping[str, TensorForm], strict: 
     if like and strict and (extra := sorted(there.keys() - like.keys())):
         faults.append(f"the version also has {quoted(extra)}; give strict=False to take them")
     faults += [
-        f"the version has {there[name]}, `into` has {form.dtype}{list(form.shape)}"
-        for name, form in like.items()
-        if name in there and (there[name].dtype, there[name].shape) != form
+        f"the version has {there[name]}, `into` has {mine}"
+        for name, mine in like.items()
+        if name in there and (there[name].dtype, there[name].shape) != (mine.dtype, mine.shape)
     ]
     if faults:
         raise Mismatch("; ".join(faults))

@@ -13,12 +13,11 @@ from holdfast.comms.memory_plane import MemoryPlane
 from holdfast.ft.state.boxes import whole
 from holdfast.store.catalog.records import Catalog, Replica, Shard, Version
 from holdfast.store.data.device_copy import on_device
-from holdfast.store.data.manifest import LARGE_BYTES, Manifest, some
+from holdfast.store.data.manifest import LARGE_BYTES, Manifest, TensorEntry, some
 from holdfast.store.data.merging import merge
 from holdfast.store.data.packing import digest_pieces
 from holdfast.store.data.shared_tensors import check_shared, tensors_of
 from holdfast.store.data.skeleton import decode
-from holdfast.store.data.targets import VersionTensor
 from holdfast.store.read.delta import FilledTargets
 from holdfast.store.read.device_reads import DeviceReads
 from holdfast.store.read.filling import fill
@@ -102,7 +101,7 @@ class VersionReader:
                 return tuple(int(manifest.sums[piece]) for piece in manifest.layout.pieces_of[number])
         return None
 
-    def fits(self, stored: VersionTensor, dtype: torch.dtype) -> bool:
+    def fits(self, stored: TensorEntry, dtype: torch.dtype) -> bool:
         """Whether a tensor of the version can be read into one of a dtype."""
         return stored.dtype == str(dtype).removeprefix("torch.")
 

@@ -13,11 +13,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Set
 from itertools import product
-from typing import Literal, Self
+from typing import ClassVar, Literal
 
 import msgspec
 
-from holdfast.comms.errors import CorruptData, Mismatch
+from holdfast.comms.errors import Mismatch
+from holdfast.store.catalog.records import CellRecord
 from holdfast.store.torchstore.errors import NoSuchKey
 
 _KINDS = {"tensor": "a whole tensor", "shard": "shards of a DTensor", "object": "an object"}
@@ -63,27 +64,13 @@ class Deleted(msgspec.Struct, frozen=True, array_like=True, tag="delete"):
     keys: tuple[str, ...]
 
 
-class Record(msgspec.Struct, frozen=True, array_like=True):
-    """A value of a register cell."""
-
-    def encode(self) -> bytes:
-        return msgspec.msgpack.encode(self)
-
-    @classmethod
-    def decode(cls, data: bytes) -> Self:
-        """The record in `data`. Raises `CorruptData`."""
-        try:
-            return msgspec.msgpack.decode(data, type=cls)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise CorruptData(f"no {cls.__name__} of a torchstore store: {error}") from error
-
-
-class Snapshot(Record, frozen=True, array_like=True):
+class Snapshot(CellRecord, frozen=True, array_like=True):
     """A directory after `number` changes: for each key the numbers of its parts."""
 
+    what: ClassVar[str] = "the directory of a torchstore store"
     number: int = 0
     parts: tuple[KeyPart, ...] = ()
-    keys: dict[str, tuple[int, ...]] = {}
+    keys: dict[str, tuple[int, ...]] = msgspec.field(default_factory=dict)
 
 
 class Directory:
@@ -101,7 +88,7 @@ class Directory:
         parts = {id(part): part for values in self._values.values() for part in values.values()}
         numbers = {each: number for number, each in enumerate(parts)}
         keys = {key: tuple(numbers[id(part)] for part in values.values()) for key, values in self._values.items()}
-        return Snapshot(self.number, tuple(parts.values()), keys)
+        return Snapshot(number=self.number, parts=tuple(parts.values()), keys=keys)
 
     @property
     def grants(self) -> Set[int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Set
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -18,7 +18,8 @@ from msgspec.structs import replace
 from holdfast.comms.memory_plane import Handle
 from holdfast.comms.transport.base import Peer
 from holdfast.store.catalog.cell_client import CellClient
-from holdfast.store.torchstore.directory import Deleted, Directory, KeyPart, Record, Snapshot
+from holdfast.store.catalog.records import CellRecord
+from holdfast.store.torchstore.directory import Deleted, Directory, KeyPart, Snapshot
 
 T = TypeVar("T")
 
@@ -61,16 +62,17 @@ class Claim(msgspec.Struct, frozen=True, array_like=True):
     ahead: bool = False
 
 
-class StoreRecord(Record, frozen=True, array_like=True):
+class StoreRecord(CellRecord, frozen=True, array_like=True):
     """The owner of a store, its memory, and the changes of its directory after the first `base` ones.
 
     `strategy` is the module and the name of a class; `volumes` is None if any name will do.
     """
 
-    owner: Peer
-    strategy: tuple[str, str]
-    transport: str
-    volumes: tuple[str, ...] | None
+    what: ClassVar[str] = "the record of a torchstore store"
+    owner: Peer = Peer("", 0, 0)
+    strategy: tuple[str, str] = "", ""
+    transport: str = ""
+    volumes: tuple[str, ...] | None = None
     slabs: tuple[Slab, ...] = ()
     claims: tuple[Claim, ...] = ()
     ended: bool = False
@@ -93,7 +95,7 @@ class StoreRecord(Record, frozen=True, array_like=True):
         return (each for each in slab.grants if each not in used and each not in claimed)
 
 
-EMPTY = StoreRecord(Peer("", 0, 0), ("", ""), "", None)
+EMPTY = StoreRecord()
 
 
 def claim(

@@ -13,7 +13,6 @@ from enum import Enum, auto
 from operator import attrgetter
 
 from holdfast.comms.errors import Mismatch
-from holdfast.comms.transport.base import Peer
 from holdfast.store.torchstore.record import StoreRecord
 
 
@@ -107,7 +106,9 @@ def describe(strategy: TorchStoreStrategy, num_storage_volumes: int) -> StoreRec
     kind = type(strategy)
     volumes = strategy.volume_ids(num_storage_volumes)
     about = StoreRecord(
-        Peer("", 0, 0), (kind.__module__, kind.__qualname__), strategy.default_transport_type.name, volumes
+        strategy=(kind.__module__, kind.__qualname__),
+        transport=strategy.default_transport_type.name,
+        volumes=volumes,
     )
     strategy_of(about)
     return about

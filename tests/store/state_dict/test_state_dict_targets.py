@@ -7,7 +7,7 @@ import mmap
 import warnings
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from torch import nn
 
 from holdfast.comms.errors import Mismatch, Unsupported
 from holdfast.store.data import read_only
+from holdfast.store.data.manifest import TensorEntry
 from holdfast.store.data.skeleton import decode
 from holdfast.store.data.targets import check_targets, check_writable
 from holdfast.store.data.tree import flatten, flatten_targets
@@ -23,16 +24,11 @@ from support.samples.scaled_tensor import Rounding, scaled
 from support.weights.state_dicts import named_leaves, same, state_dicts, values
 
 
-class Stored(NamedTuple):
-    dtype: str
-    shape: tuple[int, ...]
-
-
 def check(version: dict[str, Any], into: dict[str, Any], **options: Any) -> None:
     """Check that a version that `version` was published as can be read into `into`, and write its values."""
     flat = flatten(version)
     there = {
-        name: Stored(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        name: TensorEntry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), 0)
         for name, tensor in flat.published.items()
     }
     check_targets(decode(flat.skeleton), there, flatten_targets(into), **options).apply()
