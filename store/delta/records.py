@@ -13,6 +13,7 @@ piece is not in the delta, and is read from the part itself.
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ import numpy.typing as npt
 import torch
 
 from holdfast.comms.errors import CorruptData
+from holdfast.store.data.manifest import RegionLayout
 
 BLOCK = 65536
 """Elements of a block: a place in it takes 16 bits."""
@@ -52,6 +54,17 @@ class ElementPiece:
         if not 0 <= self.offset <= region.nbytes - self.nbytes:
             raise ValueError(f"{self} is outside of a region of {region.nbytes} bytes")
         return region[self.offset : self.offset + self.nbytes]
+
+
+@functools.lru_cache(maxsize=16)
+def element_pieces(layout: RegionLayout) -> tuple[ElementPiece, ...]:
+    """The pieces of a layout, with the size of their elements: 1 where tensors of different sizes share a piece."""
+    found = []
+    for piece in layout.pieces:
+        sizes = {min(layout.entries[entry].torch_dtype.itemsize, 8) for entry in piece.entries}
+        itemsize = sizes.pop() if len(sizes) == 1 else 1
+        found.append(ElementPiece(piece.offset, piece.nbytes, 1 if piece.nbytes % itemsize else itemsize))
+    return tuple(found)
 
 
 def to_eight(nbytes: int) -> int:

@@ -25,8 +25,7 @@ from holdfast.store.data.shared_tensors import check_shared, tensors_of
 from holdfast.store.data.tree import FlatState
 from holdfast.store.delta import native_kernels
 from holdfast.store.delta.far_reads import reading_hosts
-from holdfast.store.delta.layouts import element_pieces
-from holdfast.store.delta.records import ElementPiece, PackedDelta
+from holdfast.store.delta.records import ElementPiece, PackedDelta, element_pieces
 from holdfast.store.errors import StoreFull, StoreTimeout
 from holdfast.store.holding.device_copies import DeviceCopy
 from holdfast.store.holding.replica_holder import Key, ReplicaHolder

@@ -15,8 +15,7 @@ from holdfast.comms.errors import CorruptData
 from holdfast.store.data.digests import NBYTES, TARGET
 from holdfast.store.data.manifest import Manifest
 from holdfast.store.delta import native_kernels
-from holdfast.store.delta.layouts import element_pieces
-from holdfast.store.delta.records import Delta
+from holdfast.store.delta.records import Delta, element_pieces
 from holdfast.store.read.part_plan import Indexes, PartPlan
 from holdfast.store.read.part_source import PartSource
 

@@ -22,7 +22,7 @@ from holdfast.store.interop import dcp, safetensors
 from holdfast.store.interop.disk_record import Format, read_record
 from holdfast.store.interop.publish_copy import checksum
 from holdfast.store.interop.version_source import VersionSource
-from holdfast.store.retention.copies import copies, copy_path, remove_copy
+from holdfast.store.retention.restore import copies, copy_path, remove_copy
 from holdfast.store.weight_store import WeightStore
 
 TURN_SECONDS = 0.2

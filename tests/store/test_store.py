@@ -23,7 +23,7 @@ from holdfast.store.data.packing import PartBlock, pack
 from support.children import Child
 from support.samples.store_processes import Holders, a_holder
 from support.waiting import eventually
-from support.weights.state_dicts import bits, weights
+from support.weights.state_dicts import weights
 
 
 def blank(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -49,37 +49,6 @@ def test_an_empty_store_has_no_versions(store: WeightStore) -> None:
             attempt()
     with pytest.raises(StoreTimeout, match="none is visible"):
         store.wait(1, timeout=0.02)
-
-
-def every_kind_of_tensor() -> dict[str, torch.Tensor]:
-    base = torch.randn(40, 50)
-    large = torch.randn(700, 900)
-    return {
-        "scalar": torch.tensor(3.5),
-        "empty": torch.empty(0, 7),
-        "transposed": base.t(),
-        "strided": base[::3, 1::2],
-        "expanded": torch.tensor([1.0, 2.0]).expand(5, 2),
-        "shared": base,
-        "shared again": base.view(-1)[10:20],
-        "large": large,
-        "large, transposed": large.t(),
-        "conjugate": torch.randn(9, dtype=torch.complex64).conj(),
-        "bool": torch.rand(33) > 0.5,
-        "half": torch.randn(17).to(torch.bfloat16),
-        "float8": torch.randn(17).to(torch.float8_e4m3fn),
-        "odd bytes": torch.arange(13, dtype=torch.int8),
-        "gradient": nn.Parameter(torch.randn(4)),
-        "not a number": torch.tensor([float("nan"), float("inf"), -0.0]),
-    }
-
-
-def test_every_kind_of_tensor_arrives_bit_for_bit(store: WeightStore) -> None:
-    state = every_kind_of_tensor()
-    store.publish(1, state)
-    into = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in state.items()}
-    store.get(1, into)
-    assert [name for name in state if bits(state[name]) != bits(into[name])] == []
 
 
 def test_the_tensors_read_into_may_have_any_strides(store: WeightStore) -> None:

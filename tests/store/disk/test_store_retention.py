@@ -24,7 +24,7 @@ from holdfast.store.catalog.records import Catalog, Holder, Replica, Retainer, S
 from holdfast.store.interop.disk_record import read_record
 from holdfast.store.interop.safetensors import export_version
 from holdfast.store.retention import DiskRetention, restore
-from holdfast.store.retention.copies import copies, copy_path
+from holdfast.store.retention.restore import copies, copy_path
 from support.children import Child
 from support.waiting import eventually
 

@@ -28,6 +28,8 @@ def odd(seed: int) -> dict[str, Tensor]:
         "a scalar": torch.randn(()),
         "nothing": torch.empty(0, 3),
         "one element of a stride": torch.randn(4)[2::4],
+        "expanded": torch.randn(2).expand(5, 2),
+        "not a number": torch.tensor([float("nan"), float("inf"), -0.0]),
     }
     for size in SIZES:
         tied = torch.randn(size)
@@ -52,8 +54,8 @@ def odd(seed: int) -> dict[str, Tensor]:
 
 
 def targets() -> dict[str, Tensor]:
-    """Tensors of the same layout as those of `odd`, with other content."""
-    return odd(99)
+    """Tensors of the same layout as those of `odd`, with other content; what is expanded cannot be filled."""
+    return odd(99) | {"expanded": torch.zeros(5, 2)}
 
 
 def test_odd_tensors_outlive_their_publisher_bit_for_bit(
