@@ -6,7 +6,7 @@ from typing import Any, get_args, get_origin
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import UNSET
 
@@ -65,6 +65,7 @@ def _any_of(type_: Any) -> st.SearchStrategy[Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.__name__)
+@settings(max_examples=25)  # of each of sixty kinds, which share the types of their fields
 @given(data=st.data())
 def test_every_kind_is_read_as_it_was_written_and_says_so_in_a_sentence(kind: type[Event], data: st.DataObject) -> None:
     event = data.draw(an_event_of(kind))

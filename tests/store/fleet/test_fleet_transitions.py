@@ -352,6 +352,20 @@ def test_a_new_reader_joins_the_newest_committed_switch() -> None:
         transitions.delete(catalog, 1)
 
 
+def test_a_refusal_counts_for_the_switch_to_its_version_and_from_one_of_its_readers_alone() -> None:
+    catalog, one = follow(store_with(1, 2), "g0")
+    catalog, two = follow(catalog, "g1")
+
+    def refuse(process: Process, version: int) -> Catalog:
+        return fleet.refuse(catalog, process.reader.id, process.reader.token, version, "it does not fit")
+
+    assert refuse(one, 1) == catalog, "nothing is proposed"
+    catalog = fleet.propose(catalog, "t", 1, ["g0"], None, 5.0, TRAINER.peer)
+    assert refuse(one, 2) == refuse(two, 1) == catalog
+    switch = fleet_targets.find_switch(refuse(one, 1), "t")
+    assert switch is not None and switch.state == "aborted" and "it does not fit" in switch.reason
+
+
 def test_two_processes_cannot_be_one_reader() -> None:
     catalog, one = follow(store_with(1), "g0")
     other = Reader("g0", "another", "store", Peer("host", 5, 5), switched=True)
