@@ -100,10 +100,16 @@ class Connections:
     def settle(self, requests: Collection[int], seconds: float) -> bool:
         """Progress until all `requests` are done, for at most `seconds`."""
         check, limit = self.worker.lib.call.ucp_request_check_status, time.monotonic() + seconds
-        while any(check(request) == libucp.IN_PROGRESS for request in requests):
+
+        def done() -> bool:
+            return all(check(request) != libucp.IN_PROGRESS for request in requests)
+
+        while not done():
             self.sweep(now=True)
-            if not self.worker.progress() and time.monotonic() > limit:
-                return False
+            if time.monotonic() > limit:
+                self.worker.drain()
+                return done()
+            self.worker.progress()
         return True
 
     def close(self) -> None:

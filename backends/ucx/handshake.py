@@ -117,8 +117,7 @@ class _Handshake:
 
     def _pending(self) -> list[int]:
         """The ranks with which the handshake is not complete; handles notices, and sends hellos where possible."""
-        while self._worker.progress():
-            pass
+        self._worker.drain()
         self._connections.sweep()
         self._notices.poll()
         links, hellos = self._transport.links, self._notices.hellos

@@ -169,8 +169,7 @@ class UcxChannel(Channel):
     def take(self) -> None:
         with self._lock:
             self._sweep()
-            while self._worker.progress():
-                pass
+            self._worker.drain()
 
     def bell(self) -> None:
         return None

@@ -44,16 +44,14 @@ class ProgressThread:
                 self._pause.poll(_PAUSE_MILLISECONDS)
 
     def _work(self) -> bool:
-        """True if no work is left; False if the worker is in use."""
-        progress, lock = self._worker.progress, self._lock
+        """True if no work is left; False if the worker is in use, or this thread must end."""
+        lock = self._lock
         until = 0.0
-        while True:
+        while not self._stopping:
             if not lock.acquire(blocking=False):
                 return False
             try:
-                moved = progress()
-                while progress():
-                    pass
+                moved = self._worker.drain()
                 if moved and self._eager:
                     until = time.monotonic() + _EAGER_SECONDS
                 elif (not until or time.monotonic() > until) and self._worker.arm():
@@ -62,6 +60,7 @@ class ProgressThread:
                 lock.release()
             if until:
                 yield_cpu()
+        return False
 
     def close(self) -> None:
         self._stopping = True

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import select
-import sys
 import threading
 import time
 from collections.abc import Collection, Iterable, Sequence
@@ -24,6 +23,7 @@ from holdfast.backends.ucx.endpoints import Connections, PeerLink
 from holdfast.backends.ucx.farewells import ABORTED, CLOSED, Notices, Tags
 from holdfast.backends.ucx.onesided import RankChannel
 from holdfast.backends.ucx.progress import ProgressThread
+from holdfast.backends.ucx.worker import TURNS
 from holdfast.comms.algorithms.message_passing.exchange import Posted
 from holdfast.comms.algorithms.message_passing.messages import MessageTransport
 from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
@@ -282,10 +282,9 @@ class UcxTransport(MessageTransport):
         for rank, why in self._broken():
             raise PeerFailed((rank,), f"its connection broke: {why}")
 
-    def _take_in(self, turns: int = sys.maxsize) -> None:
+    def _take_in(self, turns: int = TURNS) -> None:
         """Take in what has arrived, in at most `turns` calls of UCX, and the farewells in it."""
-        while turns and self._worker.progress():
-            turns -= 1
+        self._worker.drain(turns)
         self.notices.poll()
 
     def _check_aborted(self, ranks: Iterable[int]) -> None:

@@ -54,6 +54,8 @@ _TCP_OPTIONS = {"TCP_TX_SEG_SIZE": "256k", "TCP_RX_SEG_SIZE": "256k"}
 _CONNECT_IN_BACKGROUND = {"TCP_CONN_NB": "y"}
 """Else making an endpoint to a host that is cut off blocks for minutes, without a deadline."""
 _CLOSE_SECONDS = 0.2
+TURNS = 1024
+"""Calls of UCX until a thread looks at its deadline again: a worker may have something to do as long as it lives."""
 _LOST = (
     "another part of this process closed descriptors that it had not opened (os.closerange?); close only your own, or "
     "do so in a process that executes a new program"
@@ -275,6 +277,14 @@ class UcxWorker:
         """Progress the worker; 0 if there was nothing to do."""
         return int(self._progress(self.handle))
 
+    def drain(self, turns: int = TURNS) -> bool:
+        """Progress until there is nothing to do, for at most so many calls; whether there was something."""
+        progress, handle = self._progress, self.handle
+        for turn in range(turns):
+            if not progress(handle):
+                return turn > 0
+        return True
+
     def arm(self) -> bool:
         """True if there is nothing to do; `event_fd` becomes readable when there is."""
         status = self._call.ucp_worker_arm(self.handle)
@@ -298,8 +308,10 @@ class UcxWorker:
             return True
         limit = time.monotonic() + seconds
         while self._call.ucp_request_check_status(request) == libucp.IN_PROGRESS:
-            if not self.progress() and time.monotonic() > limit:
+            if time.monotonic() > limit:
+                self.drain()
                 break
+            self.progress()
         done = bool(self._call.ucp_request_check_status(request) != libucp.IN_PROGRESS)
         self._call.ucp_request_free(request)
         return done

@@ -20,8 +20,11 @@ from holdfast import comms
 from holdfast.backends.common.region_table import WRITER_SECONDS
 from holdfast.backends.ucx import memory_plane as memory
 from holdfast.backends.ucx import plugin, prewarmed_worker
+from holdfast.backends.ucx.endpoints import Connections
 from holdfast.backends.ucx.memory_plane import UcxAddress
+from holdfast.backends.ucx.progress import ProgressThread
 from holdfast.backends.ucx.transport import UcxTransport
+from holdfast.backends.ucx.worker import Transports
 from holdfast.comms import Communicator, HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
 from holdfast.comms.connect import KnownMembers, connect_members
 from holdfast.comms.errors import BackendUnavailable, CorruptData, RegionGone
@@ -496,3 +499,27 @@ def test_over_tcp_ranks_of_one_host_listen_on_loopback_alone() -> None:
     with LocalCluster(2, "ucx", timeout=30.0, environ={"UCX_TLS": TCP}) as cluster:
         for addresses in cluster.run(body):
             assert addresses and set(addresses) == {"0100007F"}, addresses
+
+
+def test_a_worker_that_always_has_something_to_do_keeps_nobody_from_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """UCX may open a connection to a dead process again and again: each call then says that something moved."""
+    calls = 0
+
+    def something_moved(handle: object) -> int:
+        nonlocal calls
+        calls += 1
+        assert calls < 10_000_000, "nobody looks at the clock"
+        return 1
+
+    buffer, any_tag = torch.empty(8, dtype=torch.uint8), (1, (1 << 64) - 1)
+    connections = Connections(Transports.choose(one_host=True))
+    worker = connections.worker
+    try:
+        monkeypatch.setattr(worker, "_progress", something_moved)
+        request = int(worker.lib.call.ucp_tag_recv_nbx(worker.handle, buffer.data_ptr(), 8, *any_tag, worker.plain))
+        assert worker.drain()
+        assert not connections.settle([request], 0.01)
+        ProgressThread(worker, threading.RLock()).close()
+        assert not worker.finish(request, 0.01)
+    finally:
+        connections.close()
