@@ -14,7 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from openenv.cli.__main__ import app
 from openenv.core import GenericEnvClient
+from typer.testing import CliRunner
 
 from holdfast.rl.environments.environment import Action
 from holdfast.rl.environments.pool import EnvironmentPool
@@ -50,9 +52,7 @@ def their_server(name: str) -> Iterator[str]:
 
 def validated(url: str) -> str:
     """The criteria of `openenv validate` that the server meets."""
-    command = [sys.executable, "-m", "openenv.cli", "validate", "--url", url, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    report = json.loads(done.stdout)
+    report = json.loads(CliRunner().invoke(app, ["validate", "--url", url, "--json"]).stdout)
     failed = report["summary"]["failed_criteria"]
     return (
         f"{report['summary']['passed_count']} of {report['summary']['total_count']}{' ' * bool(failed)}{failed or ''}"

@@ -203,9 +203,9 @@ def test_the_gate_finds_the_workload_that_became_slower_and_no_other(tmp_path: P
     head = "    def issue("
     assert head in code
     body = code.index('"""', code.index('"""', code.index(head)) + 3) + 3
-    execution.write_text(f"{code[:body]}\n        sum(range(400))\n{code[body:]}")
+    execution.write_text(f"{code[:body]}\n        sum(range(2000))\n{code[body:]}")
     comment = tmp_path / "comment.md"
-    only = ["--only", "long-way", "--only", "membership", "--most", "12"]
+    only = ["--only", "long-way", "--only", "membership", "--most", "6"]
     result = CliRunner().invoke(app, ["gate", str(ROOT), str(slow), *only, "--json", "--markdown", str(comment)])
     assert result.exit_code == 1, result.output
     verdicts = {finding["workload"]: finding["verdict"] for finding in json.loads(result.stdout)["findings"]}

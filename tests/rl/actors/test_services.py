@@ -322,7 +322,7 @@ async def test_a_closed_service_says_so(make_engine: MakeEngine) -> None:
 @pytest.mark.thorough
 @pytest.mark.timeout(300)
 async def test_kills_in_a_row_under_six_clients_lose_no_call(make_engine: MakeEngine) -> None:
-    kills = 150 if make_engine is LocalEngine else 60  # Monarch starts a process in half a second
+    kills = 150 if make_engine is LocalEngine else 24  # Monarch starts a process in half a second
     async with make_engine(), await served(Counter, num_replicas=3).as_service() as counter:
         over = False
 

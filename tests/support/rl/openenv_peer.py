@@ -1,8 +1,8 @@
 """A program for the interpreter of `make extra-openenv`: OpenEnv's own server or client, with a guessing game.
 
 openenv_peer.py serve PORT
-openenv_peer.py play URL SEEDS      prints the hints and the reward of each episode as JSON
-openenv_peer.py steps URL SECONDS TASKS   prints the steps per second
+openenv_peer.py play SEED,SEED URL...       prints the hints and the reward of each episode at each server as JSON
+openenv_peer.py steps SECONDS TASKS URL...   prints the steps per second at each server, in turns
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ async def episode(env: GenericEnvClient, seed: int) -> tuple[list[str], float]:
     return texts, result.reward
 
 
-async def play(url: str, seeds: list[int]) -> None:
+async def play(url: str, seeds: list[int]) -> dict[str, Any]:
     async with GenericEnvClient(base_url=url) as env:
         episodes = [await episode(env, seed) for seed in seeds]
         state = await env.state()
@@ -76,10 +76,10 @@ async def play(url: str, seeds: list[int]) -> None:
             after = "no error"
         except RuntimeError as error:
             after = str(error)
-    print(json.dumps({"episodes": episodes, "state": state, "after": after}))
+    return {"episodes": episodes, "state": state, "after": after}
 
 
-async def steps(url: str, seconds: float, tasks: int) -> None:
+async def steps(url: str, seconds: float, tasks: int) -> float:
     done = 0
 
     async def one(task: int) -> None:
@@ -92,7 +92,7 @@ async def steps(url: str, seconds: float, tasks: int) -> None:
 
     begun = time.perf_counter()
     await asyncio.gather(*[one(task) for task in range(tasks)])
-    print(json.dumps(done / (time.perf_counter() - begun)))
+    return done / (time.perf_counter() - begun)
 
 
 if __name__ == "__main__":
@@ -101,7 +101,7 @@ if __name__ == "__main__":
             limits = ConcurrencyConfig(max_concurrent_envs=8)
             app = create_fastapi_app(GuessEnvironment, Guess, Hint, concurrency_config=limits)
             uvicorn.run(app, host="127.0.0.1", port=int(port), log_level="warning")
-        case ["play", url, *seeds]:
-            asyncio.run(play(url, [int(seed) for seed in seeds]))
-        case ["steps", url, seconds, tasks]:
-            asyncio.run(steps(url, float(seconds), int(tasks)))
+        case ["play", seeds, *urls]:
+            print(json.dumps([asyncio.run(play(url, [int(seed) for seed in seeds.split(",")])) for url in urls]))
+        case ["steps", seconds, tasks, *urls]:
+            print(json.dumps([asyncio.run(steps(url, float(seconds), int(tasks))) for url in urls]))
