@@ -13,6 +13,7 @@ import os
 import shutil
 import stat
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, Literal
 
@@ -23,17 +24,19 @@ SHARED_MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
 
 MARKER = ".made-by-holdfast"
 
+Removing = Callable[[Path], None]
+
 
 class HeldDirectory:
     """A new owner-only directory `path` in `where` (None: the directory for temporary files).
 
     Also removes directories of the same user with the same `prefix` that have the marker and are no longer held.
+    `removing` is called with each directory before it is removed: it removes what else goes with it.
     """
 
-    def __init__(self, prefix: str, where: Path | None = None) -> None:
-        where, self._closed = where or Path(tempfile.gettempdir()), False
-        for other in where.glob(f"{prefix}*"):
-            _remove_if_left(other)
+    def __init__(self, prefix: str, where: Path | None = None, removing: Removing | None = None) -> None:
+        where, self._closed, self._removing = where or Path(tempfile.gettempdir()), False, removing
+        remove_left(prefix, where, removing)
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=where))
             try:
@@ -53,7 +56,7 @@ class HeldDirectory:
         """Remove the directory and its content. Idempotent."""
         if not self._closed:
             self._closed = True
-            shutil.rmtree(self.path, ignore_errors=True)
+            _remove(self.path, self._removing)
             self._hold.close()
 
     def __enter__(self) -> HeldDirectory:
@@ -68,7 +71,19 @@ def private_file(path: Path, mode: Literal["wb", "ab"]) -> BinaryIO:
     return open(path, mode, opener=lambda name, flags: os.open(name, flags, 0o600))
 
 
-def _remove_if_left(folder: Path) -> None:
+def remove_left(prefix: str, where: Path | None = None, removing: Removing | None = None) -> None:
+    """Remove the directories that ended holders left; see `HeldDirectory`."""
+    for folder in (where or Path(tempfile.gettempdir())).glob(f"{prefix}*"):
+        _remove_if_left(folder, removing)
+
+
+def _remove(folder: Path, removing: Removing | None) -> None:
+    if removing is not None:
+        removing(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_if_left(folder: Path, removing: Removing | None) -> None:
     """Remove a directory that an ended holder of this user left.
 
     One that is held, foreign, or without the marker stays.
@@ -79,7 +94,7 @@ def _remove_if_left(folder: Path) -> None:
             marker = os.stat(MARKER, dir_fd=hold, follow_symlinks=False)
             owners = {marker.st_uid, os.fstat(hold).st_uid}
             if stat.S_ISREG(marker.st_mode) and owners == {os.geteuid()}:
-                shutil.rmtree(folder, ignore_errors=True)
+                _remove(folder, removing)
         finally:
             os.close(hold)
 

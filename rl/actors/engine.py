@@ -110,7 +110,10 @@ class ActorOrder:
 
 
 class ActorProcess(ABC):
-    """A process with an actor in it. `forget` is called when nothing of it is left."""
+    """A process with an actor in it. `forget` is called when nothing of it is left.
+
+    An actor's class may have a static method `remove_left`, which removes the files of processes of it that have ended.
+    """
 
     def __init__(self, order: ActorOrder, pid: int, forget: Callable[[ActorProcess], None]) -> None:
         self.name, self.pid = order.name, pid
@@ -231,6 +234,8 @@ class ActorProcess(ABC):
     async def _end(self) -> None:
         try:
             await self._release()
+            if not self.host and (remove_left := getattr(self._kind, "remove_left", None)) is not None:
+                await asyncio.to_thread(remove_left)
         finally:
             self._released.set()
             self._forget(self)

@@ -27,7 +27,7 @@ OF_CUDA = ("socket:", "pipe:", "anon_inode:[eventfd]")
 """Kinds of descriptors that the CUDA driver opens, also later than at its start, and keeps until the process ends."""
 
 SHARED_MEMORY = Path("/dev/shm")
-OURS = ("holdfast", "torch_", "ucx", "sm_segment", "vader_segment", "psm_", "sem.")
+OURS = ("holdfast", "torch_", "ucx", "sm_segment", "vader_segment", "psm_", "sem.", "vllm_dist_")
 """Prefixes of the names that holdfast and its libraries give to shared memory."""
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from holdfast.comms.errors import HoldfastError, Unsupported
+from holdfast.ft.launch.held_directory import HeldDirectory, remove_left
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.data.episode import Completion, Finish, SamplingRequest
 from holdfast.rl.data.prompts import seed_of
@@ -49,6 +50,9 @@ ON_CPU = {
     "VLLM_TARGET_DEVICE": "cpu",  # else vLLM's wheel for GPUs finds no platform
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else even one worker is a process below the engine's, which starts too
 }
+
+FILES = "holdfast-vllm-"
+"""The prefix of the folder for temporary files of a generator and vLLM's processes."""
 
 CUT_OFF = "abort"
 """What vLLM says of a sample that was cut off; the others are "stop" and "length"."""
@@ -130,12 +134,16 @@ class VllmGenerator:
         self._config, timeout = config.generator, config.generator.timeout
         self._store = WeightStore(store, hold=False)
         self._follower: Follower | None = None
+        self._files = HeldDirectory(FILES, removing=_remove_segments)
         try:
-            self._engine = _engine(source, config)
+            with _temporary_files_in(self._files.path):
+                self._engine = _engine(source, config, self._files.path)
+            _note_segments(self._files.path)
             if reader is not None:  # of no tensors: those of vLLM's workers can only be filled while it stands still
                 self._follower = self._store.follow({}, reader=reader, strict=False, timeout=timeout)
         except BaseException:
             self._store.close()
+            self._files.close()
             raise
         self._watching: asyncio.Task[None] | None = None
         self._catching_up = threading.Lock()
@@ -222,6 +230,12 @@ class VllmGenerator:
                 self._follower.changed.notify_all()
         self._engine.shutdown()
         self._store.close()
+        self._files.close()
+
+    @staticmethod
+    def remove_left() -> None:
+        """Remove the files of generators that were killed on this host. An engine does it after the end of one."""
+        remove_left(FILES, removing=_remove_segments)
 
     # -- requests
 
@@ -363,7 +377,36 @@ def _end_with(children: Sequence[Any], closed: threading.Event) -> None:
         os._exit(1)
 
 
-def _engine(source: ModelSource, config: RunConfig) -> Any:
+@contextlib.contextmanager
+def _temporary_files_in(folder: Path) -> Iterator[None]:
+    """Have this process, and those that it starts meanwhile, make their temporary files in a folder."""
+    before = tempfile.tempdir, os.environ.get("TMPDIR")
+    tempfile.tempdir = os.environ["TMPDIR"] = str(folder)
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before[0]
+        if before[1] is None:
+            del os.environ["TMPDIR"]
+        else:
+            os.environ["TMPDIR"] = before[1]
+
+
+def _note_segments(folder: Path) -> None:
+    """Keep the names of the files by which vLLM's ranks met: in good order, these files go before the ranks do."""
+    (folder / "met").mkdir()
+    for meeting in folder.glob("vllm_dist_*"):
+        (folder / "met" / meeting.name).touch()
+
+
+def _remove_segments(folder: Path) -> None:
+    """Remove the shared memory of vLLM's ranks on a CPU: they name it after the file by which they met."""
+    for meeting in folder.rglob("vllm_dist_*"):
+        for segment in Path("/dev/shm").glob(f"{meeting.name}-*"):
+            segment.unlink(missing_ok=True)
+
+
+def _engine(source: ModelSource, config: RunConfig, files: Path) -> Any:
     """vLLM with random weights: those of the store come by `update`."""
     on_cpu = source.device == "cpu"
     for name, value in (ENVIRONMENT | (ON_CPU if on_cpu else {})).items():
@@ -378,27 +421,28 @@ def _engine(source: ModelSource, config: RunConfig) -> Any:
         raise Unsupported(
             f"a vLLM generator here ({error})", "run make extra-vllm, and name its interpreter"
         ) from error
-    with tempfile.TemporaryDirectory(prefix="holdfast-vllm-") as folder:
-        source.save_config(Path(folder))
-        arguments = AsyncEngineArgs(
-            model=folder,
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            dtype=source.dtype,
-            enforce_eager=on_cpu,
-            max_num_seqs=config.sampling.slots,
-            tensor_parallel_size=config.generator.tensor_parallel,
-            distributed_executor_backend="uni" if config.generator.tensor_parallel == 1 else "mp",
-            kv_cache_memory_bytes=int(config.generator.cache * 2**30),
-            enable_prefix_caching=False,  # the cache of a prompt would outlive the weights that it was made with
-            logprobs_mode="processed_logprobs",
-            weight_transfer_config=WeightTransferConfig(backend="holdfast"),
-            disable_log_stats=True,
-        )
-        try:
-            engine = AsyncLLM.from_engine_args(arguments)
-        except (OSError, RuntimeError, ValueError) as error:
-            raise ModelMisfit(source.name, f"{type(error).__name__}: {error}", "see vLLM's list of models") from error
+    folder = files / "model"
+    folder.mkdir()
+    source.save_config(folder)
+    arguments = AsyncEngineArgs(
+        model=str(folder),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype=source.dtype,
+        enforce_eager=on_cpu,
+        max_num_seqs=config.sampling.slots,
+        tensor_parallel_size=config.generator.tensor_parallel,
+        distributed_executor_backend="uni" if config.generator.tensor_parallel == 1 else "mp",
+        kv_cache_memory_bytes=int(config.generator.cache * 2**30),
+        enable_prefix_caching=False,  # the cache of a prompt would outlive the weights that it was made with
+        logprobs_mode="processed_logprobs",
+        weight_transfer_config=WeightTransferConfig(backend="holdfast"),
+        disable_log_stats=True,
+    )
+    try:
+        engine = AsyncLLM.from_engine_args(arguments)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ModelMisfit(source.name, f"{type(error).__name__}: {error}", "see vLLM's list of models") from error
     try:
         Layout.vllm(engine.model_config.hf_text_config, 0, config.generator.tensor_parallel)
     except BaseException:

@@ -24,7 +24,7 @@ from holdfast.rl.actors.errors import (
     NoSuchEndpoint,
 )
 from support.rl.started_monarch import start_monarch_once
-from support.samples.actors import Counter, Stillborn
+from support.samples.actors import Counter, Hoarder, Stillborn
 from support.source_tree import TESTS
 
 MakeEngine = Callable[..., Engine]
@@ -46,6 +46,15 @@ async def test_methods_are_called_in_a_process_of_their_own(make_engine: MakeEng
     assert (tmp_path / "counter.log").exists()
     with pytest.raises(NoEngine, match="async with"):
         current_engine()
+
+
+async def test_files_of_an_actor_are_removed_after_it_was_killed(make_engine: MakeEngine, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    async with make_engine() as engine:
+        hoarder = await engine.start("hoarder", Hoarder, str(outside))
+        assert outside.exists()
+        hoarder.kill()
+    assert not outside.exists()
 
 
 async def test_sync_methods_run_one_at_a_time_and_async_ones_beside_them(make_engine: MakeEngine) -> None:

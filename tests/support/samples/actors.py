@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from holdfast.comms.errors import HoldfastError
+from holdfast.ft.launch.held_directory import HeldDirectory, remove_left
 from holdfast.rl.actors.engine import endpoint
 
 
@@ -88,3 +89,24 @@ class StoreBusy(HoldfastError):
     """It may be tried again."""
 
     retryable = True
+
+
+class Hoarder:
+    """An actor with a folder, in which it names a file outside of it."""
+
+    def __init__(self, outside: str) -> None:
+        Path(outside).touch()
+        self._folder = HeldDirectory(HOARD, removing=_remove_named)
+        (self._folder.path / "named").write_text(outside)
+
+    @staticmethod
+    def remove_left() -> None:
+        """Remove the files of those that were killed."""
+        remove_left(HOARD, removing=_remove_named)
+
+
+HOARD = "holdfast-hoard-"
+
+
+def _remove_named(folder: Path) -> None:
+    Path((folder / "named").read_text()).unlink(missing_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -238,7 +239,21 @@ async def test_a_reader_with_a_name_serves_what_switches_commit(python: str, sto
         await check_like_transformers(process, trainer)
 
 
-async def test_two_ranks_draw_as_one(python: str, store: WeightStore) -> None:
-    trainer = Trainer(store, tie_word_embeddings=False)
+def temporary_files() -> set[Path]:
+    """What vLLM's ranks share on a CPU, and the folders of replicas."""
+    folders = (Path("/dev/shm"), Path(tempfile.gettempdir()))
+    return {path for folder in folders for kind in ("vllm_dist_*", "holdfast-vllm-*") for path in folder.glob(kind)}
+
+
+@pytest.mark.parametrize("killed", [False, True])
+async def test_two_ranks_draw_as_one_and_leave_no_file(python: str, store: WeightStore, killed: bool) -> None:
+    trainer, before = Trainer(store, tie_word_embeddings=False), temporary_files()
     async with replica(python, store, trainer, tensor_parallel=2) as process:
-        await check_versions(process, trainer)
+        await process.call("update", trainer.publish(), timeout=CALL)
+        mine = temporary_files() - before
+        assert {path.name.split("-")[-1] for path in mine} >= {"cpushm_0", "cpushm_1"}
+        if killed:
+            process.kill()
+        else:
+            await check_versions(process, trainer)
+    assert not mine & temporary_files()
