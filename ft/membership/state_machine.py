@@ -178,10 +178,6 @@ class Membership(Struct, frozen=True):
             members = (*host_mates(view, self.me), *observers(view, self.me, self.shape))
         return tuple({m.id: m for m in (*members, *self.spares) if m.id != self.me.id}.values())
 
-    def lost(self) -> dict[str, str]:
-        """The dead, and those that most of their observers suspect: id -> evidence."""
-        return dict(self.evidence.lost)
-
     # Apply an event ----------------------------------------------------------------------------------
 
     def _absorb(self, event: Event, now: float) -> Step:

@@ -35,8 +35,8 @@ STATIC = struct.Struct("@8sIIIIIIQdd128s64s128s")
 monotonic time, wall time, host, identity, job."""
 CRC = struct.Struct("@I")
 
-LIVE = struct.Struct("@qdIIdII")
-"""The live part: step, when it began, text bytes that are valid, state, when it was closed, length of the note, 0."""
+LIVE = struct.Struct("@q8xIIdII")
+"""The live part: step, text bytes that are valid, state, when it was closed, length of the note, 0."""
 LIVE_AT = 512
 NOTE_AT, NOTE_BYTES = 2048, 1024
 HEADER_BYTES = 4096
@@ -191,7 +191,7 @@ class Recording(msgspec.Struct, frozen=True):
     """The recording of one process: its last ops, oldest first, and its state.
 
     `opened` is when the recording began on the clock of the ops, `wall` the same in seconds since 1970. `torn` counts
-    the entries that were being written. `step` began at `step_began` (0: no step has begun).
+    the entries that were being written.
     """
 
     identity: str
@@ -203,7 +203,6 @@ class Recording(msgspec.Struct, frozen=True):
     ended: float
     note: str
     step: int
-    step_began: float
     ops: tuple[OpRecord, ...]
     torn: int
     capacity: int

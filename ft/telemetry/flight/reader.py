@@ -127,7 +127,7 @@ class _Decoder:
             and len(data) == layout.file_bytes(capacity, text_bytes),
             "its parts do not add up to its size",
         )
-        step, step_began, used, state, ended, note_bytes, _ = layout.LIVE.unpack_from(data, layout.LIVE_AT)
+        step, used, state, ended, note_bytes, _ = layout.LIVE.unpack_from(data, layout.LIVE_AT)
         self._require(state in tuple(RecordingState), f"has no state {state}")
         self._require(used <= text_bytes and note_bytes <= layout.NOTE_BYTES, "its texts are longer than their room")
         note = data[layout.NOTE_AT : layout.NOTE_AT + note_bytes].decode(errors="replace")
@@ -142,7 +142,6 @@ class _Decoder:
             ended=self._time(ended, "its end"),
             note=note,
             step=step,
-            step_began=self._time(step_began, "its step"),
             ops=ops,
             torn=torn,
             capacity=capacity,

@@ -91,7 +91,6 @@ class FlightRecorder:
         self._text_count = self._text_used = 0
         self._communicators = itertools.count(1)
         self._state = RecordingState.OPEN
-        self._step_began = 0.0
         self._write_static(identity, job, process)
 
     def _write_static(self, identity: str, job: str, process: tuple[str, int, int] | None) -> None:
@@ -123,7 +122,6 @@ class FlightRecorder:
             self._memory,
             layout.LIVE_AT,
             self.step,
-            self._step_began,
             self._text_used,
             self._state,
             ended,
@@ -134,7 +132,7 @@ class FlightRecorder:
     def at_step(self, event: StepBegun) -> None:
         """Record ops as ops of the step that has begun from now on."""
         if event.step != self.step:
-            self.step, self._step_began = event.step, self._now()
+            self.step = event.step
             self._say()
 
     def journal(self, name: str, epoch: int, rank: int, size: int, backend: str) -> FlightJournal:
