@@ -21,7 +21,7 @@ import torch.distributed as dist
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Revoked, again
 from holdfast.comms.rendezvous import fetch
 from holdfast.comms.system.descriptors import OwnedDescriptor
-from holdfast.comms.system.interruptible import run_interruptible
+from holdfast.comms.system.interruptible import run_within
 from holdfast.comms.transport.base import Context, Transport
 from holdfast.comms.transport.liveness import Liveness
 
@@ -160,14 +160,8 @@ class TorchGroup(Transport):
 
 def within(seconds: float, call: Callable[[], Result]) -> Result | None:
     """What `call()`, of a store, returns within `seconds`; None if it takes longer, or the store is gone."""
-    until = time.monotonic() + seconds
-
-    def look() -> None:
-        if time.monotonic() > until:
-            raise TimeoutError
-
     try:
-        return run_interruptible(call, look, delays_exit=False)
+        return run_within(seconds, call, delays_exit=False)
     except (RuntimeError, TimeoutError, OSError, ValueError):
         return None
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 from holdfast.comms.errors import HoldfastError
-from holdfast.comms.system.interruptible import run_interruptible
+from holdfast.comms.system.interruptible import run_within
 
 MOST = 4
 """The number of groups that end at once, and of groups that may be left behind."""
@@ -74,14 +73,8 @@ def failure_of_end(seconds: float, what: str, call: Callable[[], object]) -> Exc
 
     That is a TimeoutError if it has not ended; it is abandoned then.
     """
-    until = time.monotonic() + seconds
-
-    def look() -> None:
-        if time.monotonic() > until:
-            raise TimeoutError
-
     try:
-        run_interruptible(call, look)
+        run_within(seconds, call)
     except TimeoutError as error:
         _log.warning("%s of a NCCL group takes longer than %g s: left behind", what, seconds)
         return error

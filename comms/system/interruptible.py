@@ -1,8 +1,9 @@
-"""`run_interruptible`: waits for an uninterruptible call, and abandons it when a check raises."""
+"""`run_interruptible` waits for an uninterruptible call, until a check raises; `run_within` for some seconds."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import TypeVar
@@ -36,3 +37,14 @@ def run_interruptible(
     while not wait([future], every).done:
         check_abort()
     return future.result()
+
+
+def run_within(seconds: float, call: Callable[[], Result], *, delays_exit: bool = True) -> Result:
+    """As `run_interruptible`; raises TimeoutError, and abandons the call, after so many seconds."""
+    until = time.monotonic() + seconds
+
+    def look() -> None:
+        if time.monotonic() > until:
+            raise TimeoutError
+
+    return run_interruptible(call, look, delays_exit=delays_exit)
