@@ -164,7 +164,10 @@ def test_calls_of_torchstores_interface_are_timed() -> None:
         ("rl_modes --steps 4 --seeds 1", r"asynchronous over synchronous: [\d.]+"),
         ("rl_updates --steps 6 --hidden-size 32", r"median [\d.]+ ms, .*, of 2"),
         ("weight_pauses_gpu --device cpu --size 1M --versions 3 --ways host follow", r"host .*pause.*\nfollow .*pause"),
-        ("weight_pauses --size 8388608 --versions 4", r"holdfast .* pause +[\d.]+ ms.*\nsafetensors .* pause"),
+        (
+            "weight_pauses --size 8388608 --versions 4",
+            r"holdfast .* pause +[\d.]+ ms.*\nholdfast-mapped .* pause .*\nsafetensors .* pause",
+        ),
     ],
     ids=lambda text: text.split()[0],
 )
