@@ -39,13 +39,22 @@ def prepare(outer: str) -> None:
         prepare_outer()
 
 
-def layered(inner: str, outer: str, device: str) -> BackendInfo:
-    """The backend `hier-OUTER`: `inner` within a host, `outer` between hosts, for tensors of a device."""
+def layered(inner: str, outer: str, device: str, *, windows: bool = False) -> BackendInfo:
+    """The backend `hier-OUTER`: `inner` within a host, `outer` between hosts, for tensors of a device.
+
+    Its windows are those of `outer` over all ranks, if that has them.
+    """
     return BackendInfo(
         name=f"hier-{outer}",
         api=API_VERSION,
         description=f"{inner} within a host, {outer} between hosts: hierarchical collectives",
-        capabilities=Capabilities(reduces={device: names(REDUCIBLE)}, moves={device: names(DTYPES)}),
+        capabilities=Capabilities(
+            reduces={device: names(REDUCIBLE)},
+            moves={device: names(DTYPES)},
+            windows=windows,
+            atomics=windows,
+            passive_target="thread" if windows else "",
+        ),
         probe=partial(probe, inner, outer),
         connect=partial(connect, inner, outer),
         prepare=partial(prepare, outer),
@@ -55,4 +64,4 @@ def layered(inner: str, outer: str, device: str) -> BackendInfo:
 
 @hookimpl
 def holdfast_backends() -> list[BackendInfo]:
-    return [layered(inner, outer, device) for outer, (inner, device) in LAYERS.items()]
+    return [layered(inner, outer, device, windows=device == "cpu") for outer, (inner, device) in LAYERS.items()]

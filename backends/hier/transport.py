@@ -29,6 +29,7 @@ from holdfast.comms.plan import OpTensors
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.transport.base import Context, Transport
 from holdfast.comms.transport.liveness import is_gone
+from holdfast.comms.transport.window_memory import WindowMemory
 from holdfast.comms.work import Work
 
 Tensor = torch.Tensor
@@ -253,6 +254,9 @@ class HierarchicalTransport(Transport):
 
     def register(self, tensor: Tensor) -> str:
         return self._flat.register(tensor) if self._inner is None else self._inner.transport.register(tensor)
+
+    def window(self, tensor: Tensor, deadline: float) -> WindowMemory:
+        return self._flat.window(tensor, deadline)
 
     # -- the end
 

@@ -120,6 +120,14 @@ def sums_and_moves(comm: Communicator, hosts: list[int], backend: str, meeting: 
         numbers = torch.tensor([whole.rank - 7])
         whole.all_reduce(numbers, ReduceOp.AVG)
         assert numbers.item() == -5, "-22 / 4, towards zero"
+        if backend in ("hier-gloo", "hier-ucx"):
+            exposed, right = torch.full((whole.size,), -1), (whole.rank + 1) % whole.size
+            with whole.window(exposed) as window:
+                window.put(torch.tensor([whole.rank]), right, whole.rank)
+                window.signal(right)
+                window.wait_signal((whole.rank - 1) % whole.size)
+                assert exposed[whole.rank - 1].item() == (whole.rank - 1) % whole.size
+                whole.barrier()
     return bits
 
 
