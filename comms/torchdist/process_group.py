@@ -74,6 +74,7 @@ class HoldfastProcessGroup(dist.ProcessGroup):
         self.options = options
         self._store = store
         self._timeout = timeout
+        self._usual = communicator.info.options["timeout"]
         self._turn = threading.RLock()
         self._together: list[TorchWork] | None = None
         self._p2p = P2PChannels(communicator, timeout)
@@ -537,7 +538,8 @@ class HoldfastProcessGroup(dist.ProcessGroup):
             later = is_async(opts) or self._together is not None
             self._issued += len(issues)
             began = time.perf_counter() if self._timed and not later else None
-            return self._joined(self._issued_work([issue(later, limit) for issue in issues], tensors, limit, began))
+            own = None if limit == self._usual else limit  # an op with a timeout of its own has no short path
+            return self._joined(self._issued_work([issue(later, own) for issue in issues], tensors, limit, began))
 
     # -- reconfiguration: other members, in the same object
 

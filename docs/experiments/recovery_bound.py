@@ -26,6 +26,7 @@ import time
 from pathlib import Path
 
 from holdfast.ft.processes.zygote_start import die_with_parent
+from holdfast.harness.bench.recovery_plan import RecoveryPlan
 
 LIMIT = 10.0
 """Seconds after which a job that has not recovered never will."""
@@ -171,7 +172,7 @@ def main() -> None:
 
     ours, least, choose = list[float](), list[float](), random.Random(0)
     for seed in range(asked.kills):
-        ours.append(recovery.run(recovery.RecoveryPlan(asked.backend, asked.ranks, kills=1, seed=seed)).total.median)
+        ours.append(recovery.run(RecoveryPlan(asked.backend, asked.ranks, kills=1, seed=seed)).total.median)
         least.append(kill_one(asked.ranks, choose.randrange(asked.ranks), 0.2 * (1 + choose.random())))
     whole, bound = statistics.median(ours), statistics.median(least)
     print(

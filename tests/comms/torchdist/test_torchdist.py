@@ -8,13 +8,15 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from holdfast.comms import Communicator, Mismatch, OpTimeout, Unsupported
+from holdfast.comms import Communicator, Mismatch, OpTimeout, Unsupported, Work
+from holdfast.comms.execution.executor import Executor
 from holdfast.harness import LocalCluster
 from support.torch_groups import ENVIRON, in_group, losses_of, tiny_model, train_ddp, train_fsdp2
 
@@ -423,3 +425,26 @@ def test_groups_with_equal_numbers_and_different_members_are_a_mismatch(four: Lo
         assert tensor == 4
 
     in_group(four, tmp_path, body)
+
+
+def test_an_op_takes_the_short_path_unless_it_has_a_timeout_of_its_own(tmp_path: Path) -> None:
+    def body(rank: int, size: int) -> list[int]:
+        group: Any = dist.group.WORLD
+        executor, checked, found = group.communicator._executor, [], []
+
+        def issue(*arguments: Any) -> Work:
+            checked.append(arguments)
+            return Executor.issue(executor, *arguments)
+
+        executor.issue = issue
+        for limit in (60.0, 30.0, 60.0):
+            group.set_timeout(timedelta(seconds=limit))
+            tensor = torch.full((2,), float(rank))
+            dist.all_reduce(tensor)
+            assert tensor.tolist() == [1.0, 1.0]
+            found.append(len(checked))
+        return found
+
+    environ = {**ENVIRON, "HOLDFAST_BACKEND": "shm", "HOLDFAST_CHECK": "0"}
+    with LocalCluster(2, "shm", timeout=90.0, environ=environ) as cluster:
+        assert in_group(cluster, tmp_path, body) == [[0, 1, 1]] * 2

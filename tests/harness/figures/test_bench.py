@@ -36,6 +36,7 @@ from holdfast.harness.bench.command import app
 from holdfast.harness.bench.drivers.driver import BoundOp, LibraryDriver
 from holdfast.harness.bench.output import page, show
 from holdfast.harness.bench.output.results import Bench, BenchRow
+from holdfast.harness.bench.recovery_plan import RecoveryPlan
 from holdfast.harness.measure.barrier import WorkerBarrier
 from holdfast.harness.measure.noise import Noise
 from holdfast.harness.measure.stats import Timing
@@ -390,14 +391,14 @@ def test_repeated_sums_in_place_stay_finite(tmp_path: Path, ranks: int) -> None:
 @pytest.mark.parametrize(
     "plan",
     [
-        recovery.RecoveryPlan(ranks=3, kills=2, spares=2),
-        recovery.RecoveryPlan(ranks=4, kills=1, together=2),
-        recovery.RecoveryPlan(ranks=4, kills=1, proposer=True),
-        recovery.RecoveryPlan(ranks=3, kills=1, stopped=True),
+        RecoveryPlan(ranks=3, kills=2, spares=2),
+        RecoveryPlan(ranks=4, kills=1, together=2),
+        RecoveryPlan(ranks=4, kills=1, proposer=True),
+        RecoveryPlan(ranks=3, kills=1, stopped=True),
     ],
     ids=["spares", "two at once", "the proposer", "stopped"],
 )
-def test_recovery_is_measured_on_real_faults(plan: recovery.RecoveryPlan) -> None:
+def test_recovery_is_measured_on_real_faults(plan: RecoveryPlan) -> None:
     bench = recovery.run(plan)
     assert len(bench.kills) == plan.kills
     silent = Timeouts().suspect - Timeouts().heartbeat  # the last heartbeat was before the stop
