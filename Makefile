@@ -103,7 +103,7 @@ torch-2.%: $(TORCH_ENV)/2.%/.set-up
 	$(TORCH_ENV)/2.$*/bin/python -m pytest -q -p no:cacheprovider -m "not thorough" $(TORCH_ARGS) tests/comms/torchdist
 
 demo: $(STAMP)  ## reinforcement learning: train, break it four times, see it recover, write report/report.html
-	$(BIN)/holdfast demo $(DEMO_ARGS)
+	$(BIN)/holdfast demo $(if $(DEMO_ARGS),$(DEMO_ARGS))
 
 demo-hosts: $(STAMP)  ## the same on three hosts (network namespaces: as root), one of which is lost (BACKEND=ucx|gloo)
 	$(BIN)/holdfast demo --hosts 3 $(if $(BACKEND),--backend $(BACKEND))
