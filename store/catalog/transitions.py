@@ -210,7 +210,7 @@ def host_back(catalog: Catalog, host: str) -> Catalog:
 
 
 def drop_replica(catalog: Catalog, number: int, part: int, holder_id: str) -> Catalog:
-    """Remove a copy, or a replica that is not the only one.
+    """Remove a copy, or a replica that is not the only one. Readers that were to copy from it are assigned another.
 
     Its bytes are wrong, or its holder does not want it.
     """
@@ -221,7 +221,7 @@ def drop_replica(catalog: Catalog, number: int, part: int, holder_id: str) -> Ca
     good = tuple(replica for replica in shard.replicas if replica.holder != holder_id)
     if not good or len(good) == len(shard.replicas):
         return catalog
-    return with_version(catalog, with_shard(version, replace(shard, replicas=good)))
+    return settle(with_version(catalog, with_shard(version, replace(shard, replicas=good))))
 
 
 def retract(catalog: Catalog, holder_id: str, kept: Collection[Handle]) -> Catalog:

@@ -92,6 +92,13 @@ def test_a_reader_whose_source_is_gone_is_assigned_another() -> None:
     assert sources(gone) == {one.id: "north"} and two.id not in {each.id for each in gone.holders}
 
 
+def test_a_reader_whose_source_drops_its_replica_is_assigned_another() -> None:
+    waiting = requested(published("a", "b"), reader(1))
+    (source,) = sources(waiting).values()
+    left = transitions.drop_replica(waiting, 1, 0, source)
+    assert sources(left) == {"reader1": "b" if source == "a" else "a"}
+
+
 def test_a_reader_that_dies_frees_its_source() -> None:
     one, two = reader(1), reader(2)
     catalog = requested(published("north"), one, two)
