@@ -56,7 +56,7 @@ class ArgumentChecks:
 
     def output(self, tensor: Any, what: str = "tensor") -> Tensor:
         """As `operand`. Raises ValueError if elements of the tensor share memory with each other."""
-        given = self.operand(tensor, what)
+        given = plain_tensor(tensor, what, self._device)
         if not given.is_contiguous():
             check_outputs([given], [what])
         return given
@@ -71,22 +71,19 @@ class ArgumentChecks:
         """Whether `packed(tensor)` would return `tensor` itself."""
         return self._place is not None and plain(tensor, *self._place)
 
-    def movable(self, tensor: Tensor) -> bool:
-        """As `needs_no_copy`. Raises `Unsupported` unless the backend moves the tensor's dtype."""
-        itself = self.needs_no_copy(tensor)
+    def movable(self, tensor: Tensor) -> None:
+        """Raise `Unsupported` unless the backend moves the tensor's dtype."""
         if tensor.dtype not in self._movable:
             name = str(tensor.dtype).removeprefix("torch.")
             if name not in self._moves:
                 raise Unsupported(f"moving {name} over {self._backend!r}", "view it as uint8")
             self._movable.add(tensor.dtype)
-        return itself
 
-    def reducible(self, tensor: Tensor, op: Any) -> bool:
-        """Whether `carrier(packed(tensor))` would return `tensor` itself.
+    def reducible(self, tensor: Tensor, op: Any) -> torch.dtype:
+        """The dtype in which the backend reduces the tensor by `op`: its own, or a wider one.
 
-        Raises `Unsupported` unless the backend reduces the tensor's dtype by `op`, natively or as float32.
+        Raises TypeError for what is no `ReduceOp`, and `Unsupported` unless there is one.
         """
-        itself = self.needs_no_copy(tensor) and not isinstance(getattr(op, "factor", None), Tensor)
         if not isinstance(op, ReduceOp):
             raise TypeError(f"op must be a holdfast.comms.ReduceOp, not {op!r}")
         carrier = self._carriers.get((tensor.dtype, op.name))
@@ -96,7 +93,7 @@ class ArgumentChecks:
                 raise Unsupported(f"reducing {name} over {self._backend!r}", "convert it to a wider dtype first")
             check_reducible(tensor.dtype, op)
             carrier = self._carriers[tensor.dtype, op.name] = self._carrier_of(tensor.dtype, op)
-        return itself and carrier == tensor.dtype
+        return carrier
 
     def _carrier_of(self, dtype: torch.dtype, op: ReduceOp) -> torch.dtype:
         if dtype in self._carried:

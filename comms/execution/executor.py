@@ -560,10 +560,13 @@ def _plan_usual(
     dtype, nbytes = (None, 0) if tensor is None else (tensor.dtype, tensor.nbytes)
     if tensor is not None:
         try:
-            needs_no_copy = check.movable(tensor) if reduction is None else check.reducible(tensor, reduction)
+            if reduction is None:
+                check.movable(tensor)
+            elif check.reducible(tensor, reduction) != dtype or isinstance(reduction.factor, torch.Tensor):
+                return None
         except (TypeError, ValueError, Unsupported):
             return None
-        if not needs_no_copy:
+        if not check.needs_no_copy(tensor):
             return None
     plan = OpPlan.make(op.removesuffix("_single"), dtype, nbytes, root, reduction, timeout)
     if async_op:

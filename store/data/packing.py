@@ -227,9 +227,9 @@ def _fill(plan: _PackPlan, sources: LocatedSources, base: int) -> Words:
     jobs[:, SOURCE] = arrays.piece_offsets + np.uint64(base)
     jobs[:, NBYTES] = arrays.piece_nbytes
     direct = large & ~in_place
-    within = arrays.piece_offsets - arrays.entry_offsets[arrays.first_entry]
+    within = arrays.piece_offsets[direct] - arrays.entry_offsets[arrays.first_entry[direct]]
     jobs[direct, TARGET] = jobs[direct, SOURCE]
-    jobs[direct, SOURCE] = sources.addresses[arrays.first_entry[direct]] + within[direct]
+    jobs[direct, SOURCE] = sources.addresses[arrays.first_entry[direct]] + within
     if len(rows):
         shares = np.zeros((-(-len(rows) // ROWS_OF_JOB), 5), np.uint64)
         shares[:, FIRST] = np.arange(len(shares)) * ROWS_OF_JOB
@@ -237,18 +237,19 @@ def _fill(plan: _PackPlan, sources: LocatedSources, base: int) -> Words:
         copy_and_digest(shares, rows)
     sums = np.zeros(len(jobs), np.uint64)
     ends, done = arrays.piece_offsets + arrays.piece_nbytes, 0
-    here, under_way = np.ones(len(jobs), bool), []
+    under_way = []
     for device, tensors in sources.there.items():
-        places = tensors[arrays.first_entry]
-        mine = large & (places > 0) & can_digest(places, arrays.piece_nbytes)
-        if mine.any() and (result := digest_beside(device, (places + within)[mine], arrays.piece_nbytes[mine])):
+        starts = tensors[arrays.first_entry]
+        mine = large & (starts > 0) & can_digest(starts, arrays.piece_nbytes)
+        places = starts + arrays.piece_offsets - arrays.entry_offsets[arrays.first_entry]
+        if mine.any() and (result := digest_beside(device, places[mine], arrays.piece_nbytes[mine])):
             under_way.append((mine, result))
-            here &= ~mine
+    here = ~np.logical_or.reduce([mine for mine, _ in under_way]) if under_way else None
 
     def digest_before(end: int) -> None:
         nonlocal done
         upto = int(np.searchsorted(ends, end, "right"))
-        mine = done + np.flatnonzero(here[done:upto])
+        mine = slice(done, upto) if here is None else done + np.flatnonzero(here[done:upto])
         sums[mine] = copy_and_digest(jobs[mine])
         done = upto
 

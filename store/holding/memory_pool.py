@@ -120,15 +120,18 @@ class MemoryPool:
     @contextmanager
     def allocating(self, deadline: float, version: int) -> Iterator[Callable[[int], torch.Tensor]]:
         """Give a function that allocates; its memory is given back if the block raises an error."""
-        with ExitStack() as taken:
+        taken = []
 
-            def allocate(nbytes: int) -> torch.Tensor:
-                memory = self.allocate(nbytes, deadline, version)
-                taken.callback(self.give_back, memory)
-                return memory
+        def allocate(nbytes: int) -> torch.Tensor:
+            taken.append(self.allocate(nbytes, deadline, version))
+            return taken[-1]
 
+        try:
             yield allocate
-            taken.pop_all()
+        except BaseException:
+            for memory in taken:
+                self.give_back(memory)
+            raise
 
     def touch_ahead(self, nbytes: int | None = None) -> None:
         """Touch memory for parts to come, of `nbytes` or of the last size, beside the program.

@@ -297,15 +297,17 @@ int run_call(fast_path *self, fast_call *call, PyObject *const *args, int unchan
 
 /* Run or launch an op. Returns its work: `done` once it is complete, None if it is for the slow path. */
 static PyObject *run_collective(fast_path *self, collective op, PyObject *const *args, Py_ssize_t count) {
+    int asynchronous = 0;
     if (count != usual[op].arguments + 1) {
         PyErr_Format(PyExc_TypeError, "expected %d arguments, got %zd", usual[op].arguments + 1, count);
         return NULL;
     }
-    int asynchronous = PyObject_IsTrue(args[count - 1]);
-    if (asynchronous < 0)
-        return NULL;
-    if (asynchronous && self->board)
-        Py_RETURN_NONE;
+    if (args[count - 1] != Py_False) {
+        if ((asynchronous = PyObject_IsTrue(args[count - 1])) < 0)
+            return NULL;
+        if (asynchronous && self->board)
+            Py_RETURN_NONE;
+    }
     fast_call call = {.op = op, .asynchronous = asynchronous};
     int end = run_call(self, &call, args, 0);
     if (end == COMPLETED && asynchronous)
