@@ -37,7 +37,8 @@ def test_a_tensor_is_used_itself_if_its_memory_is_what_would_be_sent() -> None:
     [one, other] = checks.outputs([plain, strided], "tensors")
     assert one is plain and other is strided
     assert checks.needs_no_copy(plain) and not checks.needs_no_copy(strided)
-    assert checks.movable(plain) and not checks.movable(strided)
+    for tensor in (plain, strided):
+        checks.movable(tensor)  # a copy of it can be sent
 
 
 def test_outputs_share_no_memory() -> None:
@@ -52,15 +53,16 @@ def test_outputs_share_no_memory() -> None:
 def test_a_tensor_is_reduced_itself_unless_its_sums_need_a_wider_dtype(op: ReduceOp) -> None:
     single, half = torch.ones(4), torch.ones(4, dtype=torch.float16)
     for tensor in (single, half):
-        itself = checks.reducible(tensor, op)
+        dtype = checks.reducible(tensor, op)
         carrier = checks.carrier(tensor, op)
-        assert itself == (carrier is tensor), "what it says of the copy is so"
-        assert checks.reducible(tensor, op) == itself, "and again, when the dtype is known"
+        assert dtype == carrier.dtype and (dtype == tensor.dtype) == (carrier is tensor)
+        assert checks.reducible(tensor, op) == dtype, "and again, when the dtype is known"
     assert checks.carrier(single, op) is single
-    assert not checks.reducible(torch.ones(4, 2)[:, 0], op)
+    assert checks.reducible(torch.ones(4, 2)[:, 0], op) == torch.float32
     assert (checks.carrier(half, op).dtype == torch.float32) == (op.name == "avg")
     narrow = checks_of(reduces={"cpu": frozenset({"float16"})})
-    assert narrow.reducible(half, op) and narrow.carrier(half, op) is half, "the backend has no wider dtype"
+    assert narrow.reducible(half, op) == half.dtype, "the backend has no wider dtype"
+    assert narrow.carrier(half, op) is half
 
 
 def test_the_average_of_what_is_widened_is_taken_before_the_sum() -> None:
@@ -76,19 +78,18 @@ def test_the_average_of_what_is_widened_is_taken_before_the_sum() -> None:
 
 def test_a_factor_that_is_a_tensor_is_applied_before_the_sum() -> None:
     op, tensor = ReduceOp.premul_sum(torch.tensor([3.0])), torch.full((2,), 2.0)
-    assert not checks.reducible(tensor, op)
+    assert checks.reducible(tensor, op) == tensor.dtype
     assert torch.equal(checks.carrier(tensor, op), torch.full((2,), 6.0)) and tensor[0] == 2.0
     assert checks.carrier_op(op, tensor.dtype) is ReduceOp.SUM
     number = ReduceOp.premul_sum(3.0)
-    assert checks.reducible(tensor, number) and checks.carrier(tensor, number) is tensor
+    assert checks.reducible(tensor, number) == tensor.dtype and checks.carrier(tensor, number) is tensor
     assert checks.carrier_op(number, tensor.dtype) is number
 
 
 @pytest.mark.parametrize("dtype", EIGHT_BIT_FLOATS, ids=str)
 def test_floats_of_eight_bits_are_reduced_as_float32(dtype: torch.dtype) -> None:
     tensor = torch.ones(4).to(dtype)
-    assert not checks.reducible(tensor, ReduceOp.MAX)
-    assert checks.carrier(tensor, ReduceOp.MAX).dtype == torch.float32
+    assert checks.reducible(tensor, ReduceOp.MAX) == checks.carrier(tensor, ReduceOp.MAX).dtype == torch.float32
     with pytest.raises(Unsupported, match=r"reducing float8.*over 'stub'"):
         checks_of(reduces={"cpu": frozenset({"float16"})}).reducible(tensor, ReduceOp.MAX)
 
