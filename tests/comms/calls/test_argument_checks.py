@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from holdfast.comms.arithmetic import EIGHT_BIT_FLOATS
 from holdfast.comms.errors import Unsupported
 from holdfast.comms.execution.argument_checks import TAGS, ArgumentChecks
+from holdfast.comms.execution.executor import _plan_usual
 from holdfast.comms.ops import ReduceOp
 from holdfast.comms.plugins.hints import Hint
 from holdfast.comms.plugins.spec import API_VERSION, Available, BackendInfo, Capabilities
@@ -63,6 +65,26 @@ def test_a_tensor_is_reduced_itself_unless_its_sums_need_a_wider_dtype(op: Reduc
     narrow = checks_of(reduces={"cpu": frozenset({"float16"})})
     assert narrow.reducible(half, op) == half.dtype, "the backend has no wider dtype"
     assert narrow.carrier(half, op) is half
+
+
+@pytest.mark.parametrize(
+    ("tensor", "op", "planned"),
+    [
+        (torch.ones(4), ReduceOp.SUM, True),
+        (torch.ones(4), None, True),
+        (torch.ones(4), ReduceOp.premul_sum(3.0), True),
+        (torch.ones(4), ReduceOp.premul_sum(torch.tensor([3.0])), False),
+        (torch.ones(4, 2)[:, 0], ReduceOp.SUM, False),
+        (torch.ones(4, 2)[:, 0], None, False),
+        (torch.ones(4, dtype=torch.float16), ReduceOp.AVG, False),
+        (torch.ones(4).to(torch.float8_e5m2), ReduceOp.MAX, False),
+        (torch.ones(4), "sum", False),
+    ],
+)
+def test_only_what_needs_no_copy_has_a_plan_for_the_short_path(tensor: torch.Tensor, op: Any, planned: bool) -> None:
+    transport: Any = SimpleNamespace(board=None, function=lambda plan: plan)
+    name = "broadcast" if op is None else "all_reduce"
+    assert (_plan_usual(transport, checks, 30.0, name, tensor, 0, op, False) is not None) == planned
 
 
 def test_the_average_of_what_is_widened_is_taken_before_the_sum() -> None:
