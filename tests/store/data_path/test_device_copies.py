@@ -171,6 +171,15 @@ def no_kernel(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_store, "digests", digests)
 
 
+def publish_and_get(store: WeightStore, cuda: FakeCuda, state: dict[str, Any]) -> None:
+    """Three versions of a state on the device, each read into other tensors there."""
+    for version in (1, 2, 3):
+        store.publish(version, state)
+        into = on_the_device(cuda, blank(state))
+        store.get(version, into)
+        check(into, state)
+
+
 @pytest.mark.parametrize("atomic", [False, True])
 def test_tensors_of_a_device_are_published_and_got(tmp_path: Path, cuda: FakeCuda, atomic: bool) -> None:
     state = on_the_device(cuda, a_state())
@@ -201,11 +210,7 @@ def test_the_host_computes_checksums_where_the_device_cannot_and_says_so_once(
         cuda.digest = wrong  # type: ignore[method-assign]
     state = on_the_device(cuda, a_state())
     with caplog.at_level(logging.WARNING), WeightStore(f"memory://{tmp_path}") as store:
-        for version in (1, 2, 3):
-            store.publish(version, state)
-            into = on_the_device(cuda, blank(state))
-            store.get(version, into)
-            check(into, state)
+        publish_and_get(store, cuda, state)
         eventually(lambda: device_copy.digests.refused != "")
         store.publish(4, state | {"odd": state["odd"] + 1})
         report = store.inspect().report()
@@ -284,11 +289,7 @@ def test_a_refusal_is_said_once_and_the_bytes_are_right(
 ) -> None:
     state = on_the_device(cuda, a_state())
     with caplog.at_level(logging.WARNING), WeightStore(f"memory://{tmp_path}") as store:
-        for version in (1, 2, 3):
-            store.publish(version, state)
-            into = on_the_device(cuda, blank(state))
-            store.get(version, into)
-            check(into, state)
+        publish_and_get(store, cuda, state)
         report = store.inspect().report()
     said = [each.getMessage() for each in caplog.records if "cudaHostRegister" in each.getMessage()]
     assert len(said) == 1
