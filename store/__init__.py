@@ -1,8 +1,7 @@
 """Versioned weights, kept in the memory of several processes, so that they outlive any one of them."""
 
 from holdfast.store.async_weight_store import AsyncFollower, AsyncLease, AsyncWeightStore
-from holdfast.store.catalog.fleet_records import Reader
-from holdfast.store.catalog.records import Holder
+from holdfast.store.catalog.records import Holder, Reader
 from holdfast.store.errors import (
     CallCancelled,
     CastUnavailable,
@@ -17,8 +16,7 @@ from holdfast.store.follow.follower import Follower
 from holdfast.store.follow.switch import SwitchResult
 from holdfast.store.lease import Lease
 from holdfast.store.read.slices import Slice
-from holdfast.store.reshard.name_map import Layout
-from holdfast.store.reshard.name_rules import Component, NameRule
+from holdfast.store.reshard.name_map import Component, Layout, NameRule
 from holdfast.store.weight_store import WeightStore
 
 __all__ = [

@@ -23,11 +23,9 @@ from holdfast.comms.transport.liveness import this_process
 from holdfast.ft.registers import RegisterAway
 from holdfast.store.casts.wire_cast import CastName, WireCast, wire_cast
 from holdfast.store.catalog import transitions
-from holdfast.store.catalog.cell_client import until
-from holdfast.store.catalog.client import DEFAULT, CatalogClient
-from holdfast.store.catalog.fleet_records import Reader, reader_name
+from holdfast.store.catalog.client import DEFAULT, CatalogClient, until
 from holdfast.store.catalog.fleet_targets import Digests, digests_of
-from holdfast.store.catalog.records import Catalog, Holder, Replica, Shard, Spread, Version
+from holdfast.store.catalog.records import Catalog, Holder, Reader, Replica, Shard, Spread, Version, reader_name
 from holdfast.store.data import device_memory
 from holdfast.store.data.device_copy import digests, registrations
 from holdfast.store.data.manifest import TensorEntry
@@ -43,9 +41,9 @@ from holdfast.store.follow.switch import SwitchProposer, SwitchResult
 from holdfast.store.holding.host_copies import HostCopies
 from holdfast.store.holding.memory_pool import MemoryPool
 from holdfast.store.holding.replica_holder import Observe, ReplicaHolder
-from holdfast.store.inspection.inspector import StoreInspector
+from holdfast.store.inspection import StoreInspector
 from holdfast.store.lease import Lease
-from holdfast.store.publish.publication import Publication, PublishedPart, PublishTerms
+from holdfast.store.publication import Publication, PublishedPart, PublishTerms
 from holdfast.store.read.arrangement import Arrangement
 from holdfast.store.read.cast_reader import CastVersionReader
 from holdfast.store.read.cast_sources import CastSources

@@ -1,7 +1,7 @@
 """How does a new version reach thousands of readers? Simulated: `python docs/experiments/fan_out.py`.
 
 It gives the source and the time of each read, and how much each source sends. The rules are those of the store
-(`fan_out`, `reader_group`), with the records that it keeps in registers. Simulated are the links of the hosts, which
+(`fan_out`), with the records that it keeps in registers. Simulated are the links of the hosts, which
 share their bandwidth among transfers, and the registers, in which concurrent changes fail and are tried again. Readers
 of a host map its one copy, so only the first reader of each host takes part.
 """
@@ -22,8 +22,16 @@ from holdfast.comms.memory_plane import Handle
 from holdfast.comms.transport.base import Peer
 from holdfast.ft.console.console import print_json
 from holdfast.store.catalog import transitions
-from holdfast.store.catalog.fan_out import announce_copy, request_copy
-from holdfast.store.catalog.reader_group import ABOVE, ReaderGroup, announce, group_of, request, source_of
+from holdfast.store.catalog.fan_out import (
+    ABOVE,
+    ReaderGroup,
+    announce_copy,
+    announce_in_group,
+    group_of,
+    request_copy,
+    request_in_group,
+    source_of,
+)
 from holdfast.store.catalog.records import Catalog, Holder, Replica, Shard
 
 Value = TypeVar("Value", Catalog, ReaderGroup)
@@ -166,9 +174,9 @@ class _SimulatedReader:
 
         def transition(now: ReaderGroup) -> ReaderGroup:
             if complete is not None:
-                now = announce(now, 1, complete, digest(complete), self.holder.id, handle(self.holder.id))
+                now = announce_in_group(now, 1, complete, digest(complete), self.holder.id, handle(self.holder.id))
             if self._parts:
-                now = request(now, 1, self._parts[-1], digest(self._parts[-1]), self.holder)
+                now = request_in_group(now, 1, self._parts[-1], digest(self._parts[-1]), self.holder)
             return now
 
         self._group.change(transition, self._look)

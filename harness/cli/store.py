@@ -100,7 +100,7 @@ def ls(
 
     Exit status: 0; 2 if there is no store, or its register cannot be reached.
     """
-    from holdfast.store.inspection.inspector import inspector
+    from holdfast.store.inspection import inspector
 
     url = _url(register, job)
     with _typed("ls"), inspector(url, name, timeout=timeout) as store:
@@ -137,7 +137,7 @@ def inspect(
     can be read.
     """
     from holdfast.harness.cli.store_tables import shortened
-    from holdfast.store.inspection.inspector import inspector
+    from holdfast.store.inspection import inspector
 
     wanted, url = _version(version), _url(register, job)
     with _typed("inspect"), inspector(url, name, timeout=timeout) as store:
@@ -184,7 +184,7 @@ def verify(
     """
     from holdfast.ft.console.console import console, working
     from holdfast.ft.console.units import counted
-    from holdfast.store.inspection.inspector import inspector
+    from holdfast.store.inspection import inspector
 
     wanted, url = version if version == "all" else _version(version), _url(register, job)
     checks = []

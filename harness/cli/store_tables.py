@@ -10,7 +10,7 @@ from rich.text import Text
 
 from holdfast.ft.console.console import FoldingTable, styled
 from holdfast.ft.console.units import counted, format_bytes
-from holdfast.store.inspection.reports import HolderReport, ReplicaCheck, StoreReport, VersionContent, VersionReport
+from holdfast.store.inspection import HolderReport, ReplicaCheck, StoreReport, VersionContent, VersionReport
 
 LONGEST_VALUE = 200
 

@@ -1,6 +1,6 @@
 """Which process copies which version to disk, as pure transitions of the catalogue.
 
-`holdfast.store.catalog.due_copies` says which versions are to be copied, in the change that makes them visible.
+`holdfast.store.catalog.settling` says which versions are to be copied, in the change that makes them visible.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from collections.abc import Callable, Collection
 from msgspec.structs import replace
 
 from holdfast.comms.transport.base import Peer
-from holdfast.store.catalog.due_copies import with_due_copy
 from holdfast.store.catalog.records import Catalog, DiskCopy, Retainer
-from holdfast.store.catalog.settling import settle
+from holdfast.store.catalog.settling import settle, with_due_copy
 
 
 def join(catalog: Catalog, retainer: Retainer) -> Catalog:

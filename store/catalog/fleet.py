@@ -12,7 +12,6 @@ from msgspec.structs import replace
 
 from holdfast.comms.errors import Mismatch
 from holdfast.comms.transport.base import Peer
-from holdfast.store.catalog.fleet_records import Reader, SwitchRecord
 from holdfast.store.catalog.fleet_targets import (
     Digests,
     digests_of,
@@ -24,7 +23,7 @@ from holdfast.store.catalog.fleet_targets import (
     preparing,
     target,
 )
-from holdfast.store.catalog.records import Catalog
+from holdfast.store.catalog.records import Catalog, Reader, SwitchRecord
 from holdfast.store.catalog.settling import settle
 from holdfast.store.errors import ReaderReplaced
 

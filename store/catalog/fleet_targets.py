@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from holdfast.store.catalog.fleet_records import Reader, SwitchRecord
-from holdfast.store.catalog.records import Catalog
+from holdfast.store.catalog.records import Catalog, Reader, SwitchRecord
 
 Digests = tuple[bytes, ...]
 """The digests of all parts of a version: they tell it from another one of the same number."""

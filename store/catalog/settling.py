@@ -11,11 +11,33 @@ from collections.abc import Callable, Collection
 from msgspec.structs import replace
 
 from holdfast.comms.memory_plane import Handle
-from holdfast.store.catalog.due_copies import kept_for_disk, with_due_copy
 from holdfast.store.catalog.fan_out import settled_copies
 from holdfast.store.catalog.fleet_targets import kept as kept_for_readers
 from holdfast.store.catalog.part_casts import settled_casts
-from holdfast.store.catalog.records import KEPT, Catalog, Past, Pin, Shard, Version
+from holdfast.store.catalog.records import KEPT, Catalog, DiskCopy, Past, Pin, Shard, Version
+
+MOST_UNFINISHED = 2
+"""The most versions that wait for the disk, for each retainer: all of them stay in memory until they are written."""
+
+
+def with_due_copy(catalog: Catalog, number: int) -> Catalog:
+    """Note that a visible version must go to disk, if it is due and the retainers keep up.
+
+    If they do not, the version is left out, and the next one is due.
+    """
+    unfinished = sum(not copy.done for copy in catalog.disk)
+    if not catalog.retainers or unfinished >= MOST_UNFINISHED * len(catalog.retainers):
+        return catalog
+    newest = max((copy.version for copy in catalog.disk), default=None)
+    if newest is not None and number < newest + min(retainer.every for retainer in catalog.retainers):
+        return catalog
+    return replace(catalog, disk=(*catalog.disk, DiskCopy(number)))
+
+
+def kept_for_disk(catalog: Catalog) -> frozenset[int]:
+    """The versions that stay until they are on disk. Without a retainer, none does."""
+    return frozenset(copy.version for copy in catalog.disk if not copy.done) if catalog.retainers else frozenset()
+
 
 REMEMBERED = 16
 """The number of past versions that the catalogue keeps the numbers of."""

@@ -38,7 +38,7 @@ from holdfast.store.data.skeleton import (
     encode,
 )
 from holdfast.store.data.subclasses import encode_context, import_name, inner_tensors
-from holdfast.store.reshard.placed_tensor import is_dtensor, local_of
+from holdfast.store.reshard.placements import is_dtensor, local_of
 
 Tensor = torch.Tensor
 _WORD = 1 << 63

@@ -10,9 +10,8 @@ from holdfast.comms.errors import HoldfastError, Mismatch, Unsupported
 from holdfast.store.cancellation import Cancellation
 from holdfast.store.catalog import fleet
 from holdfast.store.catalog.client import CatalogClient
-from holdfast.store.catalog.fleet_records import Reader
 from holdfast.store.catalog.fleet_targets import Digests, digests_of, needed, preparing, wanted
-from holdfast.store.catalog.records import Catalog
+from holdfast.store.catalog.records import Catalog, Reader
 from holdfast.store.errors import FollowFailed, NoSuchVersion, ReaderReplaced
 from holdfast.store.follow.staged_versions import StagedVersions
 from holdfast.store.follow.staging import Staging, StagingState

@@ -19,7 +19,7 @@ from holdfast.store.data.dense import copy_elements, lies_in_order
 from holdfast.store.data.digests import NBYTES, SOURCE, TARGET
 from holdfast.store.data.rebuild import build_value, rebuild
 from holdfast.store.data.tree import FlatState, flatten_targets
-from holdfast.store.reshard.placed_tensor import is_dtensor, local_of
+from holdfast.store.reshard.placements import is_dtensor, local_of
 
 Tensors = Mapping[str, torch.Tensor]
 ALIGNMENT = 64

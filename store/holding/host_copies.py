@@ -14,9 +14,9 @@ import torch
 
 from holdfast.comms.errors import HoldfastError
 from holdfast.comms.memory_plane import MemoryPlane, Region
-from holdfast.store.catalog import fan_out, reader_group
+from holdfast.store.catalog import fan_out
 from holdfast.store.catalog.client import CatalogClient, GroupClient
-from holdfast.store.catalog.reader_group import ABOVE
+from holdfast.store.catalog.fan_out import ABOVE
 from holdfast.store.catalog.records import Catalog, Holder, Replica, ServingCopy, Shard, Version
 from holdfast.store.holding.memory_pool import MemoryPool
 from holdfast.store.read.filling import copy_part
@@ -73,7 +73,7 @@ class HostCopies:
             if self._group is None:
                 return
             try:
-                self._group.change(lambda now: reader_group.remove(now, {self._reader.id}))
+                self._group.change(lambda now: fan_out.remove_readers(now, {self._reader.id}))
             except HoldfastError as error:
                 _log.warning("left a group of readers without telling the others: %s", error)
             self._group.close()
@@ -113,7 +113,7 @@ class HostCopies:
             self._withdraw(groups, key)
             return None
         handle = self._read(groups, catalog, version, shard, found, deadline).region.handle
-        groups.change(lambda now: reader_group.announce(now, *key, self._reader.id, handle))
+        groups.change(lambda now: fan_out.announce_in_group(now, *key, self._reader.id, handle))
         if leads:
             self._catalog_client.change(lambda now: fan_out.announce_copy(now, *key, self._reader.id, handle))
         return Replica(self._reader.id, handle)
@@ -124,14 +124,14 @@ class HostCopies:
         """The host's copy, or the source that the group assigns. Neither if there is none before the deadline."""
         waits = _Waits(shard)
         while True:
-            at, group = groups.change(lambda now: reader_group.request(now, *key, self._reader))
+            at, group = groups.change(lambda now: fan_out.request_in_group(now, *key, self._reader))
             there = group.part(*key)
-            if (copy := reader_group.copy_on(group, there, self._reader.peer.host)) is not None:
+            if (copy := fan_out.copy_on(group, there, self._reader.peer.host)) is not None:
                 return copy, None
-            if source := reader_group.source_of(there, self._reader.id):
+            if source := fan_out.source_of(there, self._reader.id):
                 return None, source
             left = deadline - time.monotonic()
-            if left <= 0 or self._closing.is_set() or not reader_group.asks(group, there, self._reader.peer.host):
+            if left <= 0 or self._closing.is_set() or not fan_out.asks(group, there, self._reader.peer.host):
                 self._withdraw(groups, key)
                 return None, None
             if groups.wait(at, min(left, LOOK_SECONDS)) is None:
@@ -184,7 +184,7 @@ class HostCopies:
     def _pass_over(self, groups: GroupClient | None, key: Key, reader: str) -> None:
         """Withdraw the copy, or the request, of another reader, which is slow or cannot be read."""
         if groups is not None:
-            groups.change(lambda now: reader_group.withdraw(now, *key, reader))
+            groups.change(lambda now: fan_out.withdraw_in_group(now, *key, reader))
         self._catalog_client.change(lambda now: fan_out.withdraw_copy(now, *key[:2], reader))
 
     def _drop_others(self, groups: GroupClient, number: int) -> None:
@@ -198,7 +198,7 @@ class HostCopies:
     def _withdraw(self, groups: GroupClient, key: Key) -> None:
         """Withdraw a copy or a request. Without effect while the register is away: others pass over it then."""
         try:
-            groups.change(lambda now: reader_group.withdraw(now, *key, self._reader.id))
+            groups.change(lambda now: fan_out.withdraw_in_group(now, *key, self._reader.id))
             self._catalog_client.change(lambda now: fan_out.withdraw_copy(now, *key[:2], self._reader.id))
         except HoldfastError as error:
             _log.info("version %d part %d: a copy could not be withdrawn: %s", *key[:2], error)

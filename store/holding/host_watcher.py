@@ -9,7 +9,7 @@ import threading
 from holdfast.comms.transport.liveness import is_gone, is_stopped
 from holdfast.store.catalog import transitions
 from holdfast.store.catalog.client import BeatsClient, CatalogClient
-from holdfast.store.catalog.host_beats import BeatCounter, with_beat
+from holdfast.store.catalog.failure_domains import BeatCounter, with_beat
 from holdfast.store.catalog.records import Catalog, Holder
 from holdfast.store.holding.keep_trying import keep_trying
 

@@ -24,7 +24,7 @@ from holdfast.comms.errors import CorruptData, HoldfastError
 from holdfast.store.data.rebuild import build_value, rebuild
 from holdfast.store.data.skeleton import DictNode, ListNode, StateNode, TensorNode, TiedNode, TupleNode, decode, encode
 from holdfast.store.errors import CopyFailed
-from holdfast.store.inspection.reports import TensorReport
+from holdfast.store.inspection import TensorReport
 from holdfast.store.interop.dcp_files import DcpFiles
 from holdfast.store.interop.dcp_metadata import read_metadata
 from holdfast.store.interop.disk_record import DiskRecord, read_record

@@ -18,7 +18,7 @@ from holdfast.comms.errors import CorruptData, Unsupported
 from holdfast.store.data.dense import as_bytes
 from holdfast.store.data.skeleton import encode
 from holdfast.store.errors import CopyFailed
-from holdfast.store.inspection.reports import TensorReport
+from holdfast.store.inspection import TensorReport
 from holdfast.store.interop.disk_record import DiskRecord, read_record
 from holdfast.store.interop.new_directory import disk_errors, need_room, new_directory
 from holdfast.store.interop.publish_copy import checksum, publish_copy

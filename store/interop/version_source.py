@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from holdfast.store.inspection.reports import TensorReport
+from holdfast.store.inspection import TensorReport
 from holdfast.store.weight_store import WeightStore
 
 BATCH_BYTES = 64 << 20

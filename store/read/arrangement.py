@@ -17,7 +17,7 @@ from holdfast.store.data.device_copy import on_device
 from holdfast.store.data.skeleton import Skeleton
 from holdfast.store.data.tree import FlatState
 from holdfast.store.read.read_plan import has_rows
-from holdfast.store.reshard.placed_tensor import PlacedTensor, place
+from holdfast.store.reshard.placements import PlacedTensor, place
 from holdfast.store.reshard.plan import BoxTarget
 
 

@@ -25,7 +25,7 @@ from holdfast.store.read.arrangement import (
 from holdfast.store.read.version_reader import VersionReader
 from holdfast.store.recent import Recent
 from holdfast.store.reshard.name_map import Layout
-from holdfast.store.reshard.placed_tensor import PlacedTensor
+from holdfast.store.reshard.placements import PlacedTensor
 from holdfast.store.reshard.plan import BoxTarget
 
 CACHED_ARRANGEMENTS = 8

@@ -13,9 +13,7 @@ import numpy.typing as npt
 
 from holdfast.comms.errors import Mismatch
 from holdfast.ft.state.boxes import count_of, whole
-from holdfast.store.reshard.placed_tensor import PlacedTensor
-from holdfast.store.reshard.placements import Blocks, Cuts, local_shape
-from holdfast.store.reshard.submesh import MeshStep, Submesh
+from holdfast.store.reshard.placements import Blocks, Cuts, MeshStep, PlacedTensor, Submesh, local_shape
 
 Axes = tuple[MeshStep, ...]
 """Dimensions of the root mesh of which all dimensions of all meshes consist, largest strides first."""

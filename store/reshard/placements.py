@@ -1,18 +1,28 @@
 """Computes the blocks of a tensor that a rank of a mesh has, exactly as torch cuts them.
 
 It is arithmetic on index ranges. A `Shard` takes one range along its dimension. A `_StridedShard` takes one from each
-of several chunks, so a rank may have several boxes of a tensor, one after the other in its local tensor.
+of several chunks, so a rank may have several boxes of a tensor, one after the other in its local tensor. Submeshes that
+were sliced, flattened, concatenated or unflattened from one root are all described in steps over the root's ranks, so
+that those of one state dict can be compared.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import sys
+import threading
+import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from holdfast.comms.errors import Unsupported
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from holdfast.comms.errors import Mismatch, Unsupported
 from holdfast.ft.state.boxes import Box, whole
 
 
@@ -174,3 +184,184 @@ def _placed(ranges: list[tuple[int, int]]) -> list[tuple[tuple[int, int], tuple[
         found.append(((low, high), (at, at + high - low)))
         at += high - low
     return found
+
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class MeshStep:
+    """One level of a mesh dimension: `size` ranks, each `stride` positions after the other."""
+
+    stride: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Submesh:
+    """A mesh in its root mesh. `coordinate` and `position` (in the root) are this rank's; None if it is not in it.
+
+    `steps` has, for each dimension, the steps that it makes over the root's ranks, largest first.
+    """
+
+    sizes: tuple[int, ...]
+    steps: tuple[tuple[MeshStep, ...], ...]
+    coordinate: tuple[int, ...] | None
+    position: int | None
+    root: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"mesh of {'x'.join(map(str, self.sizes))} ranks out of {len(self.root)}"
+
+
+_known: weakref.WeakKeyDictionary[Any, Submesh] = weakref.WeakKeyDictionary()
+_guard = threading.Lock()
+
+
+def submesh_of(mesh: Any) -> Submesh:
+    """The description of a DeviceMesh. Raises `Unsupported` for one that is not cut regularly from its root."""
+    place = mesh.get_coordinate()
+    coordinate = None if place is None else tuple(map(int, place))
+    with _guard:
+        found = _known.get(mesh)
+        if found is None or found.coordinate != coordinate:  # meshes are equal whatever this process's rank was
+            found = _known[mesh] = _describe(mesh, coordinate)
+    return found
+
+
+def _describe(mesh: Any, coordinate: tuple[int, ...] | None) -> Submesh:
+    root = _ranks(_root_of(mesh)).reshape(-1)
+    ranks = _ranks(mesh)
+    positions = {rank: position for position, rank in enumerate(root.tolist())}
+    places = np.vectorize(positions.__getitem__, otypes=[np.int64])(ranks)
+    steps = _steps(places)
+    base = int(places.min(initial=len(root)))
+    if steps is None or any(base // step.stride % step.size for along in steps for step in along):
+        raise Unsupported(f"a mesh of ranks {ranks.tolist()} in one of {root.tolist()}", "slice or flatten the root")
+    position = None if coordinate is None else int(places[coordinate])
+    return Submesh(tuple(ranks.shape), steps, coordinate, position, _interned(tuple(root.tolist())))
+
+
+@lru_cache(maxsize=16)
+def _interned(ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """One tuple for equal ones, so that comparing them is cheap."""
+    return ranks
+
+
+def _ranks(mesh: Any) -> Ints:
+    return mesh.mesh.cpu().numpy().astype(np.int64)  # type: ignore[no-any-return]
+
+
+def _root_of(mesh: Any) -> Any:
+    try:
+        return mesh._get_root_mesh()
+    except AttributeError:  # before torch 2.9
+        from torch.distributed.device_mesh import _mesh_resources
+
+        return _mesh_resources.get_root_mesh(mesh)
+
+
+def _steps(places: Ints) -> tuple[tuple[MeshStep, ...], ...] | None:
+    """The steps along each dimension; None unless every place is the sum of the steps to it."""
+    found = []
+    total = places[(0,) * places.ndim]
+    for dim in range(places.ndim):
+        line = places[(0,) * dim + (slice(None),) + (0,) * (places.ndim - dim - 1)]
+        steps = _levels(line)
+        if steps is None:
+            return None
+        found.append(steps)
+        total = total + (line - line[0]).reshape((-1,) + (1,) * (places.ndim - dim - 1))
+    return tuple(found) if np.array_equal(total, places) else None
+
+
+def _levels(line: Ints) -> tuple[MeshStep, ...] | None:
+    """The steps that make up a line of places, largest first."""
+    found: list[MeshStep] = []
+    while len(line) > 1:
+        stride = int(line[1] - line[0])
+        size = 1
+        while size < len(line) and line[size] == line[0] + size * stride:
+            size += 1
+        rows = line.reshape(-1, size) if len(line) % size == 0 else None
+        if stride <= 0 or rows is None or not np.array_equal(rows, rows[:, :1] + np.arange(size) * stride):
+            return None
+        found.insert(0, MeshStep(stride, size))
+        line = rows[:, 0]
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedTensor:
+    """A tensor of global `shape`: `blocks` of it lie in `local`, on this rank.
+
+    `mesh` and `cuts` say how its mesh divides it; a plain tensor has no mesh, and one block, the whole.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    local: torch.Tensor
+    blocks: Blocks
+    mesh: Submesh | None = None
+    cuts: Cuts = ()
+
+
+def place(name: str, tensor: torch.Tensor) -> PlacedTensor:
+    """Find the blocks of a tensor that lie on this rank.
+
+    Raises `Unsupported` for placements that do not say which elements a rank has, such as `Partial`, `Mismatch` if the
+    local tensor does not have the shape that they say.
+    """
+    shape = tuple(tensor.shape)
+    if not is_dtensor(tensor):
+        box = whole(shape)
+        return PlacedTensor(shape, tensor.dtype, tensor, (LocalBlock(box, box),))
+    spec: Any = tensor._spec  # type: ignore[attr-defined]
+    mesh = submesh_of(spec.mesh)
+    cuts = cuts_of(name, spec.placements, len(shape), getattr(spec, "shard_order", None))
+    local = local_of(tensor)
+    if mesh.coordinate is None:
+        return PlacedTensor(shape, tensor.dtype, local, (), mesh, cuts)
+    return PlacedTensor(shape, tensor.dtype, local, _local_blocks(name, shape, local, mesh, cuts), mesh, cuts)
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Whether a tensor is a DTensor; without importing the module of DTensors, which is slow."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_of(tensor: Any) -> torch.Tensor:
+    """The tensor itself, or the shard of a DTensor that is here, outside of autograd; waits for a collective."""
+    if not is_dtensor(tensor):
+        return tensor  # type: ignore[no-any-return]
+    local = tensor._local_tensor
+    wait = getattr(local, "wait", None)  # of an AsyncCollectiveTensor
+    return local if wait is None else wait()  # type: ignore[no-any-return]
+
+
+def _local_blocks(name: str, shape: tuple[int, ...], local: torch.Tensor, mesh: Submesh, cuts: Cuts) -> Blocks:
+    """The blocks of a local tensor.
+
+    `fully_shard` cuts a tensor of a tensor-parallel model the other way round than its placements say, which makes a
+    difference if the mesh does not divide it evenly: the shape of the local tensor then tells which of the two it was.
+    """
+    assert mesh.coordinate is not None
+    orders = {blocks_of(shape, cuts, mesh.sizes, mesh.coordinate): cuts}
+    if any(cut.chunks > 1 for cut in cuts) and (other := in_cutting_order(cuts, mesh.sizes)):
+        orders.setdefault(blocks_of(shape, other, mesh.sizes, mesh.coordinate), other)
+    shapes = {blocks: local_shape(shape, order, mesh.sizes, mesh.coordinate) for blocks, order in orders.items()}
+    fit = [blocks for blocks, expected in shapes.items() if expected == tuple(local.shape)]
+    if len(fit) == 1:
+        return fit[0]
+    if fit:
+        raise Unsupported(
+            f"{name!r}, of shape {shape}, which {mesh} does not divide evenly: `fully_shard` and `distribute_tensor` "
+            "would give this rank other elements",
+            "pad it to a multiple of the mesh's size, or redistribute() it to Shard",
+        )
+    expected = " or ".join(str(each) for each in dict.fromkeys(shapes.values()))
+    raise Mismatch(
+        f"{name!r}: its placements on a {mesh} give this rank {expected} of {shape}, its local tensor has "
+        f"{tuple(local.shape)}; give the global shape to DTensor.from_local()"
+    )

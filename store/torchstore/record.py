@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from holdfast.comms.memory_plane import Handle
 from holdfast.comms.transport.base import Peer
-from holdfast.store.catalog.cell_client import CellClient
+from holdfast.store.catalog.client import CellClient
 from holdfast.store.catalog.records import CellRecord
 from holdfast.store.torchstore.directory import Deleted, Directory, KeyPart, Snapshot
 

@@ -10,7 +10,7 @@ import torch
 
 from holdfast.comms.errors import Mismatch, Unsupported
 from holdfast.ft.state.boxes import Box, shape_of
-from holdfast.store.reshard.placed_tensor import PlacedTensor, is_dtensor, place
+from holdfast.store.reshard.placements import PlacedTensor, is_dtensor, place
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ LAYERS = {
         delta casts
         read
         holding
-        publish
+        publication
         inspection
         follow
         weight_store

@@ -11,8 +11,7 @@ from holdfast.comms.memory_plane import Handle
 from holdfast.comms.transport.base import Peer
 from holdfast.store.catalog import fleet, transitions
 from holdfast.store.catalog.fan_out import request_copy
-from holdfast.store.catalog.fleet_records import Reader
-from holdfast.store.catalog.records import Catalog, Holder, Replica, Shard
+from holdfast.store.catalog.records import Catalog, Holder, Reader, Replica, Shard
 from support.mutations import mutated
 
 HOLDERS = [Holder(f"holder{number}", Peer("north", 100 + number, 7)) for number in range(3)]

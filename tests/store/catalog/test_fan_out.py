@@ -11,18 +11,23 @@ from hypothesis import strategies as st
 from holdfast.comms.errors import CorruptData
 from holdfast.comms.memory_plane import Handle
 from holdfast.comms.transport.base import Peer
-from holdfast.store.catalog import reader_group, transitions
+from holdfast.store.catalog import fan_out, transitions
 from holdfast.store.catalog.fan_out import (
+    ABOVE,
     AT_ONCE,
     COPIES,
+    GROUPS,
     SEEDS,
+    ReaderGroup,
     announce_copy,
     assigned,
+    copy_on,
+    group_of,
     request_copy,
+    source_of,
     sources_for,
     withdraw_copy,
 )
-from holdfast.store.catalog.reader_group import ABOVE, GROUPS, ReaderGroup, copy_on, group_of, source_of
 from holdfast.store.catalog.records import Catalog, Holder, Replica, ServingCopy, Shard, Version
 from support.mutations import mutated
 
@@ -196,7 +201,7 @@ def test_no_source_serves_more_than_its_share_and_no_free_source_is_left_idle(
 
 def asked(group: ReaderGroup, *readers: Holder) -> ReaderGroup:
     for each in readers:
-        group = reader_group.request(group, 1, 0, DIGEST, each)
+        group = fan_out.request_in_group(group, 1, 0, DIGEST, each)
     return group
 
 
@@ -208,7 +213,7 @@ def test_one_reader_of_a_group_asks_above_and_serves_the_others() -> None:
     leader, other, third = reader(1), reader(2), reader(3)
     group = asked(ReaderGroup(), leader, other, third)
     assert (source(group, leader), source(group, other), source(group, reader(9))) == (ABOVE, "", None)
-    group = reader_group.announce(group, 1, 0, DIGEST, leader.id, handle("copy"))
+    group = fan_out.announce_in_group(group, 1, 0, DIGEST, leader.id, handle("copy"))
     assert source(group, other) == Replica(leader.id, handle("copy"))
     assert source(group, third) == "", "one at a time"
     assert copy_on(group, group.part(1, 0, DIGEST), "host1") == Replica(leader.id, handle("copy"))
@@ -220,19 +225,19 @@ def test_if_the_leader_gives_up_the_next_reader_leads(how: str) -> None:
     leader, other = reader(1), reader(2)
     group = asked(ReaderGroup(), leader, other)
     if how == "dies":
-        group = reader_group.remove(group, {leader.id})
+        group = fan_out.remove_readers(group, {leader.id})
     else:
-        group = reader_group.withdraw(group, 1, 0, DIGEST, leader.id)
+        group = fan_out.withdraw_in_group(group, 1, 0, DIGEST, leader.id)
     assert source(group, other) == ABOVE
 
 
 def test_a_group_forgets_the_version_before() -> None:
     one, two = reader(1), reader(2)
-    group = reader_group.announce(asked(ReaderGroup(), one, two), 1, 0, DIGEST, one.id, handle("1"))
-    later = reader_group.request(group, 2, 0, b"y" * 16, one)
+    group = fan_out.announce_in_group(asked(ReaderGroup(), one, two), 1, 0, DIGEST, one.id, handle("1"))
+    later = fan_out.request_in_group(group, 2, 0, b"y" * 16, one)
     assert {each.number for each in later.parts} == {1, 2}, "a reader still reads version 1"
-    group = reader_group.announce(group, 1, 0, DIGEST, two.id, handle("2"))
-    later = reader_group.request(group, 2, 0, b"y" * 16, one)
+    group = fan_out.announce_in_group(group, 1, 0, DIGEST, two.id, handle("2"))
+    later = fan_out.request_in_group(group, 2, 0, b"y" * 16, one)
     assert {each.number for each in later.parts} == {2}
 
 
@@ -246,7 +251,7 @@ def test_hosts_are_spread_over_groups() -> None:
 )
 def test_a_damaged_group_is_read_as_a_group_or_refused(where: int, what: int, kind: str) -> None:
     group = asked(ReaderGroup(), reader(1), reader(2))
-    group = reader_group.announce(group, 1, 0, DIGEST, "reader1", handle("1"))
+    group = fan_out.announce_in_group(group, 1, 0, DIGEST, "reader1", handle("1"))
     assert ReaderGroup.decode(group.encode()) == group
     (damaged,) = mutated([group.encode()], kind, where, what)
     try:

@@ -10,9 +10,8 @@ from holdfast.comms.errors import CorruptData
 from holdfast.comms.memory_plane import Handle
 from holdfast.comms.transport.base import Peer
 from holdfast.store.catalog import fleet, transitions
-from holdfast.store.catalog.fleet_records import Reader
-from holdfast.store.catalog.host_beats import AWAY_TURNS, BeatCounter, HostBeat, HostBeats, with_beat
-from holdfast.store.catalog.records import Catalog, Holder, Replica, Shard
+from holdfast.store.catalog.failure_domains import AWAY_TURNS, BeatCounter, HostBeat, HostBeats, with_beat
+from holdfast.store.catalog.records import Catalog, Holder, Reader, Replica, Shard
 
 HOSTS = ("north", "south", "west")
 NORTH, SOUTH, MATE = (Holder(name, Peer(name[:5], pid, 1)) for pid, name in enumerate(("north", "south", "north mate")))

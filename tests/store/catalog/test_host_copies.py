@@ -13,12 +13,10 @@ import torch
 from holdfast.comms.transport import liveness
 from holdfast.comms.transport.base import Peer
 from holdfast.store import WeightStore
-from holdfast.store.catalog import fleet, reader_group
+from holdfast.store.catalog import fan_out, fleet
 from holdfast.store.catalog.client import GroupClient
-from holdfast.store.catalog.fan_out import FEW_HOSTS
-from holdfast.store.catalog.fleet_records import Reader
-from holdfast.store.catalog.reader_group import group_of
-from holdfast.store.catalog.records import Holder, ServingCopy
+from holdfast.store.catalog.fan_out import FEW_HOSTS, group_of
+from holdfast.store.catalog.records import Holder, Reader, ServingCopy
 from holdfast.store.data.manifest import Manifest
 from holdfast.store.read.part_source import PartSource
 from support.children import Child
@@ -159,7 +157,9 @@ def test_a_group_removes_readers_of_this_host_whose_process_has_ended(url: str) 
     readers = [Holder(name, peer) for name, peer in (("living", here), ("dead", dead), ("elsewhere", elsewhere))]
     with contextlib.closing(GroupClient(url, "weights", here.host)) as groups:
         for part, reader in enumerate(readers):
-            groups.change(lambda now, part=part, reader=reader: reader_group.request(now, 1, part, b"d" * 16, reader))
+            groups.change(
+                lambda now, part=part, reader=reader: fan_out.request_in_group(now, 1, part, b"d" * 16, reader)
+            )
         _, group = groups.remove_dead_readers()
         assert [reader.id for reader in group.readers] == ["living", "elsewhere"]
         assert [copy.reader for part in group.parts for copy in part.copies] == ["living", "elsewhere"]

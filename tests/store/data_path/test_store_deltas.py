@@ -28,7 +28,7 @@ from holdfast.store.delta.records import (
     record_bytes,
     to_eight,
 )
-from holdfast.store.publish.publication import diff, pays
+from holdfast.store.publication import diff, pays
 from holdfast.store.read.delta import apply
 from support.mutations import mutated
 from support.weights.peers import site_of

@@ -23,8 +23,7 @@ from holdfast.store.catalog import disk_copies, transitions
 from holdfast.store.catalog.records import Catalog, Holder, Replica, Retainer, Shard
 from holdfast.store.interop.disk_record import read_record
 from holdfast.store.interop.safetensors import export_version
-from holdfast.store.retention import DiskRetention, restore
-from holdfast.store.retention.restore import copies, copy_path
+from holdfast.store.retention import DiskRetention, copies, copy_path, restore
 from support.children import Child
 from support.waiting import eventually
 
@@ -172,7 +171,7 @@ def retains(pipe: Connection, url: str, directory: Path, slow: bool) -> None:
         pipe.send((kind, fields["version"]))
 
     if slow:
-        from holdfast.store.retention.disk_retention import DiskExporter
+        from holdfast.store.retention import DiskExporter
 
         def wait_for_ever(self: DiskExporter) -> None:
             pipe.send(("writing", None))
@@ -231,7 +230,7 @@ def test_a_writer_is_killed_in_the_middle_and_another_one_writes_the_copy(
 def test_a_process_that_closes_leaves_its_unfinished_copy_to_another(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from holdfast.store.retention.disk_retention import DiskExporter
+    from holdfast.store.retention import DiskExporter
 
     held, check = threading.Event(), DiskExporter._check_abort
 

@@ -14,8 +14,7 @@ from holdfast.comms.errors import HoldfastError, Mismatch
 from holdfast.comms.memory_plane import Handle
 from holdfast.comms.transport.base import Peer
 from holdfast.store.catalog import fleet, fleet_targets, transitions
-from holdfast.store.catalog.fleet_records import Reader, SwitchRecord
-from holdfast.store.catalog.records import Catalog, Holder, Replica, Shard
+from holdfast.store.catalog.records import Catalog, Holder, Reader, Replica, Shard, SwitchRecord
 from holdfast.store.errors import NoSuchVersion, ReaderReplaced
 
 TRAINER = Holder("trainer", Peer("host", 1, 1))

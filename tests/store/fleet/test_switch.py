@@ -15,7 +15,7 @@ import pytest
 from holdfast.comms.errors import HoldfastError
 from holdfast.comms.transport import liveness
 from holdfast.store import WeightStore
-from holdfast.store.catalog.fleet_records import SwitchRecord
+from holdfast.store.catalog.records import SwitchRecord
 from holdfast.store.follow.staged_versions import StagedVersions
 from holdfast.store.follow.staging import StagingState
 from support.children import Child

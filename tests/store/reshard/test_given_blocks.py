@@ -17,8 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from holdfast.comms.errors import Mismatch, Unsupported
 from holdfast.ft.state.boxes import count_of, whole
 from holdfast.store.reshard.giving import Given, given
-from holdfast.store.reshard.placed_tensor import PlacedTensor, place
-from holdfast.store.reshard.placements import LocalBlock
+from holdfast.store.reshard.placements import LocalBlock, PlacedTensor, place
 from support.weights.layouts import Shape, Sizes, as_rank, meshes, part, placements, shapes
 
 State = dict[str, torch.Tensor]

@@ -15,9 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 
 from holdfast.comms.errors import Mismatch, Unsupported
 from holdfast.ft.state.boxes import whole
-from holdfast.store.reshard.name_map import Layout
-from holdfast.store.reshard.name_patterns import fill, match
-from holdfast.store.reshard.name_rules import Component, NameRule
+from holdfast.store.reshard.name_map import Component, Layout, NameRule, fill, match
 from holdfast.store.reshard.placements import Blocks, LocalBlock, blocks_of, cuts_of, local_shape
 from holdfast.store.reshard.plan import PartBox, plan
 from support.weights.layouts import at, coordinates, meshes, placements

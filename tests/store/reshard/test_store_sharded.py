@@ -18,7 +18,7 @@ from holdfast.harness import LocalCluster
 from holdfast.store import WeightStore
 from holdfast.store.interop.dcp import import_version
 from holdfast.store.reshard.giving import given
-from holdfast.store.reshard.placed_tensor import local_of, place
+from holdfast.store.reshard.placements import local_of, place
 from support.source_tree import ROOT
 from support.torch_groups import in_group
 

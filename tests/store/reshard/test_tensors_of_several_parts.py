@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from holdfast.comms.errors import Mismatch
 from holdfast.store import WeightStore
 from holdfast.store.data.manifest import LARGE_BYTES
-from holdfast.store.publish.publication import PartComparison
+from holdfast.store.publication import PartComparison
 from support.weights.layouts import as_rank
 
 SMALL, LARGE = 3, LARGE_BYTES // 4 + 7

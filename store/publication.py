@@ -31,8 +31,7 @@ from holdfast.store.holding.device_copies import DeviceCopy
 from holdfast.store.holding.replica_holder import Key, ReplicaHolder
 from holdfast.store.read.part_source import PartSource
 from holdfast.store.reshard.giving import given
-from holdfast.store.reshard.placed_tensor import PlacedTensor, place
-from holdfast.store.reshard.placements import Blocks
+from holdfast.store.reshard.placements import Blocks, PlacedTensor, place
 
 COMPARE_SECONDS = 1.0
 """Seconds in which the manifests of other parts must be read; readers compare those that were not."""

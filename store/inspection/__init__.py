@@ -1,1 +1,0 @@
-"""Looks into a store from outside: what it has, and whether all replicas are right."""

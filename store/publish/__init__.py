@@ -1,1 +1,0 @@
-"""Publishing one part of a version."""
