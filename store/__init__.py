@@ -15,7 +15,7 @@ from holdfast.store.errors import (
 from holdfast.store.follow.follower import Follower
 from holdfast.store.follow.switch import SwitchResult
 from holdfast.store.lease import Lease
-from holdfast.store.read.slices import Slice
+from holdfast.store.read.version_reader import Slice
 from holdfast.store.reshard.name_map import Component, Layout, NameRule
 from holdfast.store.weight_store import WeightStore
 

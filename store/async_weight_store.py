@@ -23,7 +23,7 @@ from holdfast.store.cancellation import Cancellation
 from holdfast.store.errors import CallCancelled
 from holdfast.store.follow.follower import Follower
 from holdfast.store.lease import Lease
-from holdfast.store.read.device_reads import DeviceReadCounts
+from holdfast.store.read.device_copies import DeviceReadCounts
 from holdfast.store.weight_store import WeightStore
 
 P = ParamSpec("P")

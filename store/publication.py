@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,16 +19,15 @@ from holdfast.store.catalog import transitions
 from holdfast.store.catalog.client import CatalogClient
 from holdfast.store.catalog.failure_domains import why_unsafe
 from holdfast.store.catalog.records import Catalog, DeltaOffer, Shard, Spread, Version
+from holdfast.store.data.delta import diff, element_pieces
 from holdfast.store.data.manifest import Manifest, difference
+from holdfast.store.data.merging import check_shared, tensors_of
 from holdfast.store.data.packing import PackedPart, PartBlock, pack, pack_plain
-from holdfast.store.data.shared_tensors import check_shared, tensors_of
 from holdfast.store.data.tree import FlatState
-from holdfast.store.delta import native_kernels
-from holdfast.store.delta.far_reads import reading_hosts
-from holdfast.store.delta.records import ElementPiece, PackedDelta, element_pieces
 from holdfast.store.errors import StoreFull, StoreTimeout
-from holdfast.store.holding.device_copies import DeviceCopy
 from holdfast.store.holding.replica_holder import Key, ReplicaHolder
+from holdfast.store.read.delta import reading_hosts
+from holdfast.store.read.device_copies import DeviceCopy
 from holdfast.store.read.part_source import PartSource
 from holdfast.store.reshard.giving import given
 from holdfast.store.reshard.placements import Blocks, PlacedTensor, place
@@ -48,15 +47,6 @@ PATCH_SECONDS_PER_BYTE = 1 / 6e9
 """For each byte of a part, to make the new version beside its base and verify it."""
 ROUND_TRIP_SECONDS = 0.5e-3
 """For one more read: a delta lies in a region of its own."""
-
-
-def diff(base: torch.Tensor, new: torch.Tensor, pieces: Sequence[ElementPiece]) -> PackedDelta:
-    """The elements of `new` that differ from those of `base` by their bits.
-
-    Both are flat uint8 tensors of the host; bytes outside of `pieces` are not looked at. Pieces that changed too much
-    are left to be read whole.
-    """
-    return native_kernels.diff([piece.of(base) for piece in pieces], [piece.of(new) for piece in pieces], pieces)
 
 
 def pays(delta_bytes: int, whole_bytes: int, bytes_per_second: float) -> bool:

@@ -21,19 +21,17 @@ from holdfast.comms.quantities import integer_in, seconds, seconds_or
 from holdfast.comms.system import forks
 from holdfast.comms.transport.liveness import this_process
 from holdfast.ft.registers import RegisterAway
+from holdfast.store.casts.cast_reader import CastSources, CastVersionReader
 from holdfast.store.casts.wire_cast import CastName, WireCast, wire_cast
 from holdfast.store.catalog import transitions
 from holdfast.store.catalog.client import DEFAULT, CatalogClient, until
 from holdfast.store.catalog.fleet_targets import Digests, digests_of
 from holdfast.store.catalog.records import Catalog, Holder, Reader, Replica, Shard, Spread, Version, reader_name
-from holdfast.store.data import device_memory
-from holdfast.store.data.device_copy import digests, registrations
+from holdfast.store.data.cuda_copies import digests, registrations
 from holdfast.store.data.manifest import TensorEntry
 from holdfast.store.data.packing import PackedPart
-from holdfast.store.data.rebuild import rebuild
-from holdfast.store.data.targets import check_writable
+from holdfast.store.data.skeleton import rebuild
 from holdfast.store.data.tree import FlatState, flatten, flatten_targets
-from holdfast.store.delta.far_reads import note_read
 from holdfast.store.errors import CallCancelled, NoSuchVersion, StoreTimeout, with_mixture
 from holdfast.store.follow.follower import Follower
 from holdfast.store.follow.staging import CopiedStaging, MappedStaging, Staging
@@ -44,15 +42,13 @@ from holdfast.store.holding.replica_holder import Observe, ReplicaHolder
 from holdfast.store.inspection import StoreInspector
 from holdfast.store.lease import Lease
 from holdfast.store.publication import Publication, PublishedPart, PublishTerms
-from holdfast.store.read.arrangement import Arrangement
-from holdfast.store.read.cast_reader import CastVersionReader
-from holdfast.store.read.cast_sources import CastSources
-from holdfast.store.read.delta import FilledTargets
-from holdfast.store.read.device_reads import DeviceReadCounts, DeviceReads
+from holdfast.store.read import device_copies
+from holdfast.store.read.check_targets import check_writable
+from holdfast.store.read.delta import FilledTargets, note_read
+from holdfast.store.read.device_copies import DeviceReadCounts, DeviceReads
 from holdfast.store.read.read_plan import PlanCache
-from holdfast.store.read.slices import Slice, chosen, copied, mapped, mapped_state
-from holdfast.store.read.targets import CACHED_ARRANGEMENTS, Targets
-from holdfast.store.read.version_reader import ReadTerms, VersionReader
+from holdfast.store.read.targets import CACHED_ARRANGEMENTS, Arrangement, Targets
+from holdfast.store.read.version_reader import ReadTerms, Slice, VersionReader, chosen, copied, mapped, mapped_state
 from holdfast.store.recent import Recent
 from holdfast.store.reshard.name_map import Layout
 
@@ -295,7 +291,7 @@ class WeightStore:
 
     def _open_device_reads(self) -> DeviceReads:
         """Raises `Unsupported` if this process cannot share memory of devices."""
-        device_memory.ipc.check()
+        device_copies.ipc.check()
         if importlib.util.find_spec("triton") is None:
             raise Unsupported("copies of weights on a device without triton", "pip install triton")
         try:

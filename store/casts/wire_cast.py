@@ -1,4 +1,4 @@
-"""The casts that a reader can ask for, and what they do to each dtype.
+"""The casts that a reader can ask for, what they do to each dtype, and the form of a part in a cast.
 
 `bf16` halves float32 and quarters float64: rounded to nearest even, |y - x| <= |x| / 256, for denormals of bf16
 |y - x| <= 2**-134. Zeros keep their sign, infinities and NaNs stay what they are (a NaN with other bits). `fp8` takes a
@@ -6,12 +6,17 @@ byte for each element of any wider floating-point dtype, and two for each block 
 `holdfast.comms.codecs.float8_blocks` states its bound. All other dtypes travel as they are, and so does each tensor
 with an element that a cast would turn into something else: an infinity, for `fp8`; a number from 3.3961e38 on, for
 `bf16`.
+
+A form is a region like that of a part, with a manifest of its own. Its tensors are named by the positions that those of
+the part have in the part's layout. What the cast does not shrink or carry is not in it: readers read that from the
+part.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
@@ -19,6 +24,9 @@ from typing import Literal
 import torch
 
 from holdfast.comms.codecs import float8_blocks as fp8
+from holdfast.comms.errors import CorruptData
+from holdfast.store.data.manifest import LARGE_BYTES, Manifest, RegionLayout, TensorEntry, aligned
+from holdfast.store.data.packing import PackedPart, digest_pieces, region_bytes, seal
 
 CastName = Literal["bf16", "fp8"]
 
@@ -115,3 +123,79 @@ def wire_cast(name: str | None) -> WireCast | None:
     except ValueError:
         known = ", ".join(repr(cast.value) for cast in WireCast)
         raise ValueError(f"a cast on the wire is one of {known}, not {name!r}") from None
+
+
+def values_name(number: int) -> str:
+    """The name, in a form, of the elements of the part's entry at a position."""
+    return str(number)
+
+
+def exponents_name(number: int) -> str:
+    """The name, in a form, of the exponents of the part's entry at a position."""
+    return f"{number}/exponents"
+
+
+@functools.lru_cache(maxsize=64)
+def form_layout(layout: RegionLayout, cast: WireCast, whole: frozenset[int] = frozenset()) -> RegionLayout:
+    """The layout of the form of a part: the same for all that compute it.
+
+    `whole` are the positions of entries that the cast would shrink, and cannot carry.
+    """
+    found: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
+    for number, entry in enumerate(layout.entries):
+        if number not in whole and cast.shrinks(entry.torch_dtype, entry.extent):
+            found.append((values_name(number), cast.dtype, entry.extent))
+            if (shape := cast.exponents(entry.extent)) is not None:
+                found.append((exponents_name(number), torch.int16, shape))
+    drafts = [TensorEntry(name, str(dtype).removeprefix("torch."), shape, 0) for name, dtype, shape in found]
+    drafts.sort(key=lambda each: each.nbytes >= LARGE_BYTES)  # small ones share pieces
+    entries, offset = [], 0
+    for draft in drafts:
+        entries.append(TensorEntry(draft.name, draft.dtype, draft.shape, offset))
+        offset += aligned(draft.nbytes)
+    return RegionLayout(tuple(entries))
+
+
+def is_cast(layout: RegionLayout, number: int, cast: WireCast) -> bool:
+    """Whether the entry at a position is in the form of its part, unless the cast cannot carry its elements."""
+    return values_name(number) in form_layout(layout, cast).by_name
+
+
+def carried_whole(layout: RegionLayout, form: RegionLayout, cast: WireCast) -> frozenset[int]:
+    """The positions of a part's entries that the cast would shrink, and that its form does not have."""
+    names = form_layout(layout, cast).by_name
+    found = (number for number in range(len(layout.entries)) if values_name(number) in names)
+    return frozenset(number for number in found if values_name(number) not in form.by_name)
+
+
+def pack_form(
+    manifest: Manifest,
+    region: torch.Tensor,
+    cast: WireCast,
+    allocate: Callable[[int], torch.Tensor],
+    check: Callable[[], object] = lambda: None,
+) -> PackedPart:
+    """Pack the form of the part in `region` into memory from `allocate`; `check` is called between tensors.
+
+    Raises `CorruptData` if the part's bytes were not right all the time.
+    """
+    whole = set[int]()
+    for number, entry in enumerate(manifest.layout.entries):
+        if is_cast(manifest.layout, number, cast):
+            check()
+            if not cast.carries(entry.of(region)):
+                whole.add(number)
+    layout = form_layout(manifest.layout, cast, frozenset(whole))
+    memory = allocate(region_bytes(layout))
+    for entry in layout.entries:
+        memory[entry.offset + entry.nbytes : aligned(entry.offset + entry.nbytes)].fill_(0)
+    for number, entry in enumerate(manifest.layout.entries):
+        if (values := layout.by_name.get(values_name(number))) is None:
+            continue
+        check()
+        exponents = layout.by_name.get(exponents_name(number))
+        into = EncodedTensor(values[0].of(memory), None if exponents is None else exponents[0].of(memory))
+        cast.encode(entry.of(region), into)
+    if (digest_pieces(manifest.layout, region) != manifest.sums).any():
+        raise CorruptData("a part with wrong bytes cannot be cast")
+    return seal(layout, memory, b"", digest_pieces(layout, memory))

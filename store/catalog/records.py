@@ -242,7 +242,7 @@ class Past(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FarRead(msgspec.Struct, frozen=True, array_like=True):
-    """A version that a process of a host has read without mapping it. See `holdfast.store.delta.far_reads`."""
+    """A version that a process of a host has read without mapping it. See `holdfast.store.read.delta`."""
 
     host: str
     version: int

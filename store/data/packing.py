@@ -13,8 +13,7 @@ import torch
 from holdfast.comms.errors import Unsupported
 from holdfast.comms.tensors.plain_tensors import PlainTensors
 from holdfast.ft.state.boxes import Box
-from holdfast.store.data.dense import copy_elements, flat_bytes, is_dense, lies_in_order
-from holdfast.store.data.device_copy import (
+from holdfast.store.data.cuda_copies import (
     CHUNK_BYTES,
     HostCopy,
     can_digest,
@@ -35,6 +34,10 @@ from holdfast.store.data.digests import (
     TARGET,
     Words,
     copy_and_digest,
+    copy_elements,
+    flat_bytes,
+    is_dense,
+    lies_in_order,
 )
 from holdfast.store.data.manifest import ALIGNMENT, LARGE_BYTES, Manifest, RegionLayout, TensorEntry, aligned
 from holdfast.store.recent import Recent

@@ -1,21 +1,33 @@
 """The skeleton of a state dict: its structure and all its values but the tensors, which it names.
 
-It travels as msgpack and is decoded strictly: decoding imports nothing and runs no code of the sender.
+It travels as msgpack and is decoded strictly: decoding imports nothing and runs no code of the sender. `rebuild` puts a
+new state dict together from a skeleton and tensors.
+
+Tensor subclasses that are made of inner tensors, such as torchao's quantized ones, say themselves what they are made of
+(`__tensor_flatten__`, `__tensor_unflatten__`). A class travels as its import name, which is only ever looked up among
+the modules that this process has imported already.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import lru_cache
 from operator import itemgetter
-from typing import Annotated, TypeVar
+from types import ModuleType
+from typing import Annotated, Any, TypeVar
 
 import msgspec
+import torch
 import xxhash
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from holdfast.comms.codecs.value_codec import EncodedNode, ValueNode, decode_value
-from holdfast.comms.errors import CorruptData
+from holdfast.comms.codecs.value_codec import EncodedNode, ValueNode, decode_value, encode_value
+from holdfast.comms.errors import CorruptData, Mismatch, Unsupported
 
 DEEPEST = 200
 """The most levels of dicts, lists and tuples of a state dict."""
@@ -261,3 +273,187 @@ def _sorted(node: StateNode) -> StateNode:
         case TupleNode(items):
             return TupleNode(tuple(map(_sorted, items)))
     return node
+
+
+Tensor = torch.Tensor
+KEYS = (str, int, float, bool, type(None))
+
+
+def inner_tensors(tensor: Any) -> tuple[dict[str, Tensor], object] | None:
+    """The inner tensors of a subclass by attribute, and its context.
+
+    None for a tensor that is not made of others.
+    """
+    if not is_traceable_wrapper_subclass(tensor):
+        return None
+    attributes, context = tensor.__tensor_flatten__()
+    return {name: getattr(tensor, name) for name in attributes}, context
+
+
+def import_name(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def encode_context(context: object, kind: type, depth: int = 0) -> StateNode:
+    """The node of what `__tensor_flatten__` of class `kind` gave beside the tensors.
+
+    Beside the values of state dicts, it may have enumerations, and dataclasses of the package of `kind`. Raises
+    TypeError for anything else.
+    """
+    if depth > DEEPEST:
+        raise TypeError(f"it is nested more than {DEEPEST} levels deep")
+    if (value := encode_value(context)) is not None:
+        return value
+    if type(context) in (list, tuple):
+        items = tuple(encode_context(each, kind, depth + 1) for each in context)  # type: ignore[attr-defined]
+        return ListNode(items) if type(context) is list else TupleNode(items)
+    if type(context) is dict and all(type(key) in KEYS for key in context):
+        return DictNode(tuple(context), tuple(encode_context(each, kind, depth + 1) for each in context.values()))
+    if isinstance(context, Enum) and _find(import_name(type(context))) is type(context):
+        return EnumNode(import_name(type(context)), context.name)
+    if _is_record_of(type(context), kind):
+        fields = _fields(type(context))
+        items = tuple(encode_context(getattr(context, name), kind, depth + 1) for name in fields)
+        return RecordNode(import_name(type(context)), fields, items)
+    raise TypeError(f"it has a {type(context).__name__}")
+
+
+def build_subclass(node: SubclassNode, inner: Mapping[str, Tensor], name: str) -> Tensor:
+    """A tensor of the subclass that `node` names, around `inner`.
+
+    Raises `Unsupported` if this process has not imported it, `Mismatch` if its class here cannot be made of these.
+    """
+    kind = _find(node.import_name)
+    if not (isinstance(kind, type) and issubclass(kind, Tensor) and hasattr(kind, "__tensor_unflatten__")):
+        raise Unsupported(
+            f"{name!r} is a {node.import_name}, which this process has not imported as a tensor subclass",
+            f"import {node.import_name.partition(':')[0]} before reading it",
+        )
+    context = _decode_context(node.context, kind, name)
+    try:
+        built = kind.__tensor_unflatten__(dict(inner), context, torch.Size(node.size), node.stride)
+    except Exception as error:
+        raise Mismatch(f"{node.import_name} here cannot be made of the inner tensors of {name!r}: {error}") from error
+    if not isinstance(built, kind):
+        raise Mismatch(f"{node.import_name}.__tensor_unflatten__ made a {type(built).__name__} of {name!r}")
+    return built
+
+
+def _decode_context(node: StateNode, kind: type, name: str) -> Any:
+    match node:
+        case DictNode(keys, items):
+            return {key: _decode_context(item, kind, name) for key, item in zip(keys, items, strict=True)}
+        case ListNode(items):
+            return [_decode_context(item, kind, name) for item in items]
+        case TupleNode(items):
+            return tuple(_decode_context(item, kind, name) for item in items)
+        case EnumNode(type_name, member):
+            found = _find(type_name)
+            if not (isinstance(found, type) and issubclass(found, Enum) and member in found.__members__):
+                raise Unsupported(f"{name!r} needs {type_name}.{member}, which this process has not imported")
+            return found[member]
+        case RecordNode(type_name, fields, items):
+            found = _find(type_name)
+            if not (isinstance(found, type) and _is_record_of(found, kind) and fields == _fields(found)):
+                raise Unsupported(f"{name!r} needs a dataclass {type_name}{list(fields)}, which this process lacks")
+            record: Any = object.__new__(found)
+            for attribute, item in zip(fields, items, strict=True):
+                object.__setattr__(record, attribute, _decode_context(item, kind, name))
+            return record
+    return decode_value(node)  # type: ignore[arg-type]
+
+
+def _is_record_of(found: type, kind: type) -> bool:
+    """Whether this is a dataclass of the package of the subclass: no other class is made from received names."""
+    package = kind.__module__.partition(".")[0]
+    return (
+        dataclasses.is_dataclass(found)
+        and found.__module__.partition(".")[0] == package
+        and _find(import_name(found)) is found
+    )
+
+
+def _fields(found: Any) -> tuple[str, ...]:
+    return tuple(each.name for each in dataclasses.fields(found))
+
+
+def _find(name: str) -> object:
+    """What an import name stands for in the modules that are imported already; None if nothing.
+
+    It reads dictionaries only: getattr on a module may import another one.
+    """
+    module, _, path = name.partition(":")
+    found: object = sys.modules.get(module)
+    for part in path.split("."):
+        if not isinstance(found, ModuleType | type):
+            return None
+        found = vars(found).get(part)
+    return found
+
+
+def rebuild(skeleton: Skeleton | bytes, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """A new state dict around `tensors`, which has each tensor of the skeleton by name.
+
+    Dicts keep their order. Parameters come back as Parameters, leaves with their requires_grad. Tied tensors are one
+    object again, or one memory where only one of them is a Parameter.
+
+    Raises `CorruptData` if the tensors are not those of the skeleton, `Unsupported` if a tensor subclass in it is not
+    imported here, `Mismatch` if it is another one here.
+    """
+    known = decode(skeleton) if isinstance(skeleton, bytes) else skeleton
+    if missing := known.tensors.keys() - tensors.keys():
+        raise CorruptData(f"the skeleton of a state dict with tensor {min(missing)!r}, which is not there")
+    built: dict[str, Any] = _Builder(known, tensors).build(known.root, "")
+    return built
+
+
+def build_value(node: StateNode) -> Any:
+    """A value of a skeleton, anew; it has no tensors."""
+    return _Builder(Skeleton(DictNode((), ())), {}).build(node, "")
+
+
+class _Builder:
+    def __init__(self, skeleton: Skeleton, tensors: Mapping[str, Tensor]) -> None:
+        self._skeleton, self._tensors = skeleton, tensors
+        self._shared: dict[tuple[str, int], Tensor] = {}
+        self._tied = {*skeleton.ties.values()}
+
+    def build(self, node: StateNode, name: str) -> Any:
+        prefix = f"{name}." if name else ""
+        match node:
+            case TensorNode(flags):
+                return self._tensor(name, flags)
+            case TiedNode(source, flags):
+                return self._tensor(source, flags)
+            case DictNode(keys):
+                return dict(zip(keys, self._items(node, prefix), strict=True))
+            case ListNode():
+                return self._items(node, prefix)
+            case TupleNode():
+                return tuple(self._items(node, prefix))
+            case SubclassNode(attributes=attributes, flags=flags):
+                inner = dict(zip(attributes, self._items(node, prefix), strict=True))
+                return _flagged(build_subclass(node, inner, name), flags, name)
+        return decode_value(node)  # type: ignore[arg-type]
+
+    def _items(self, node: DictNode | ListNode | TupleNode | SubclassNode, prefix: str) -> list[Any]:
+        return [
+            self._tensor(name, item.flags) if type(item) is TensorNode else self.build(item, name)
+            for name, item in children(node, prefix)
+        ]
+
+    def _tensor(self, source: str, flags: int) -> Tensor:
+        if not flags and source not in self._tied:
+            return self._tensors[source]
+        if (source, flags) not in self._shared:
+            self._shared[source, flags] = _flagged(self._tensors[source], flags, source)
+        return self._shared[source, flags]
+
+
+def _flagged(tensor: Tensor, flags: int, name: str) -> Tensor:
+    requires_grad = bool(flags & REQUIRES_GRAD)
+    if requires_grad and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise CorruptData(f"the skeleton of a state dict in which {name!r} of {tensor.dtype} requires grad")
+    if flags & PARAMETER:
+        return nn.Parameter(tensor, requires_grad)
+    return tensor.detach().requires_grad_() if requires_grad else tensor

@@ -16,12 +16,11 @@ from torch import nn
 
 from holdfast.comms._native import plain
 from holdfast.comms.codecs.value_codec import Plain, encode_value
-from holdfast.comms.errors import Unsupported
+from holdfast.comms.errors import Mismatch, Unsupported
 from holdfast.comms.tensors.memory import plain_tensor
 from holdfast.comms.tensors.packing import dlpack_device
 from holdfast.comms.tensors.plain_tensors import PlainTensors
 from holdfast.comms.tensors.shared import alias_key
-from holdfast.store.data.faults import Fault, FaultList
 from holdfast.store.data.skeleton import (
     DEEPEST,
     PARAMETER,
@@ -36,9 +35,53 @@ from holdfast.store.data.skeleton import (
     TupleNode,
     children,
     encode,
+    encode_context,
+    import_name,
+    inner_tensors,
 )
-from holdfast.store.data.subclasses import encode_context, import_name, inner_tensors
 from holdfast.store.reshard.placements import is_dtensor, local_of
+
+SHOWN = 8
+"""The most faults that a message spells out."""
+
+_KINDS: tuple[type[Exception], ...] = (TypeError, ValueError, Unsupported, Mismatch)
+
+
+class Fault(NamedTuple):
+    """One thing that is wrong: the error it would be alone, the name it concerns, and a sentence."""
+
+    kind: type[Exception]
+    name: str
+    text: str
+
+
+class FaultList:
+    """The faults of one argument, in the order found.
+
+    The error of several faults has the first kind of: TypeError, ValueError, `Unsupported`, `Mismatch`.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[Fault] = []
+
+    def add(self, kind: type[Exception], name: str, text: str) -> None:
+        self.found.append(Fault(kind, name, text))
+
+    def check(self) -> None:
+        """Raise the faults, if any, as one error."""
+        if self.found:
+            raise_all(self.found)
+
+
+def raise_all(faults: list[Fault]) -> None:
+    """Raise all faults as one error that spells out the first ones and counts the rest."""
+    kinds = {fault.kind for fault in faults}
+    kind = next(each for each in _KINDS if each in kinds)
+    words = "; ".join(fault.text for fault in faults[:SHOWN])
+    if len(faults) > SHOWN:
+        words += f"; and {len(faults) - SHOWN} more"
+    raise kind(f"{len(faults)} faults: {words}" if len(faults) > 1 else words)
+
 
 Tensor = torch.Tensor
 _WORD = 1 << 63

@@ -15,9 +15,8 @@ from holdfast.comms import _native
 from holdfast.comms.tensors.overlap import span
 from holdfast.comms.tensors.shared import alias_key, groups_sharing_memory
 from holdfast.store.catalog.fleet_targets import Digests
-from holdfast.store.data.dense import copy_elements, lies_in_order
-from holdfast.store.data.digests import NBYTES, SOURCE, TARGET
-from holdfast.store.data.rebuild import build_value, rebuild
+from holdfast.store.data.digests import NBYTES, SOURCE, TARGET, copy_elements, lies_in_order
+from holdfast.store.data.skeleton import build_value, rebuild
 from holdfast.store.data.tree import FlatState, flatten_targets
 from holdfast.store.reshard.placements import is_dtensor, local_of
 

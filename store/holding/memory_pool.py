@@ -21,7 +21,7 @@ import torch
 from holdfast.comms.errors import Mismatch
 from holdfast.comms.memory_plane import MemoryPlane
 from holdfast.store import cancellation
-from holdfast.store.data.device_copy import register_ahead
+from holdfast.store.data.cuda_copies import register_ahead
 from holdfast.store.errors import StoreFull
 
 ROUNDING = 64 << 10

@@ -17,17 +17,15 @@ import torch
 from holdfast.comms.errors import HoldfastError, RegionGone
 from holdfast.comms.memory_plane import Handle, MemoryPlane, Region
 from holdfast.comms.transport.base import Peer
+from holdfast.store.casts.cast_maker import CastMaker
 from holdfast.store.catalog import transitions
 from holdfast.store.catalog.client import CatalogClient
 from holdfast.store.catalog.records import Catalog, Holder, Replica, Shard, Version
-from holdfast.store.delta.records import PackedDelta
+from holdfast.store.data.delta import PackedDelta
 from holdfast.store.errors import StoreFull, StoreTimeout
-from holdfast.store.holding.cast_maker import CastMaker
-from holdfast.store.holding.death_watcher import DeathWatcher
-from holdfast.store.holding.device_copies import DeviceCopies, DeviceCopy
-from holdfast.store.holding.host_watcher import HostWatcher
-from holdfast.store.holding.keep_trying import keep_trying
 from holdfast.store.holding.memory_pool import MemoryPool
+from holdfast.store.holding.watchers import DeathWatcher, HostWatcher, keep_trying
+from holdfast.store.read.device_copies import DeviceCopies, DeviceCopy
 from holdfast.store.read.filling import copy_part
 from holdfast.store.read.part_source import PartSource
 

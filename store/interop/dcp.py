@@ -21,8 +21,18 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from holdfast.comms.errors import CorruptData, HoldfastError
-from holdfast.store.data.rebuild import build_value, rebuild
-from holdfast.store.data.skeleton import DictNode, ListNode, StateNode, TensorNode, TiedNode, TupleNode, decode, encode
+from holdfast.store.data.skeleton import (
+    DictNode,
+    ListNode,
+    StateNode,
+    TensorNode,
+    TiedNode,
+    TupleNode,
+    build_value,
+    decode,
+    encode,
+    rebuild,
+)
 from holdfast.store.errors import CopyFailed
 from holdfast.store.inspection import TensorReport
 from holdfast.store.interop.dcp_files import DcpFiles

@@ -10,9 +10,8 @@ import torch
 import xxhash
 
 from holdfast.comms.errors import CorruptData
-from holdfast.store.data.dense import as_bytes
-from holdfast.store.data.rebuild import build_value, rebuild
-from holdfast.store.data.skeleton import Skeleton, decode
+from holdfast.store.data.digests import as_bytes
+from holdfast.store.data.skeleton import Skeleton, build_value, decode, rebuild
 from holdfast.store.interop.disk_record import DiskRecord
 from holdfast.store.interop.version_source import Progress
 from holdfast.store.weight_store import WeightStore

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from holdfast.comms.errors import CorruptData, Unsupported
-from holdfast.store.data.dense import as_bytes
+from holdfast.store.data.digests import as_bytes
 from holdfast.store.data.skeleton import encode
 from holdfast.store.errors import CopyFailed
 from holdfast.store.inspection import TensorReport

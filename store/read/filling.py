@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from holdfast.store.data.device_copy import registrations
+from holdfast.store.data.cuda_copies import registrations
 from holdfast.store.data.digests import (
     NBYTES,
     NO_COPIES,
@@ -20,10 +20,9 @@ from holdfast.store.data.digests import (
 )
 from holdfast.store.data.manifest import Manifest
 from holdfast.store.read.delta import TensorMemory, read_delta
-from holdfast.store.read.device_reads import DeviceReads
-from holdfast.store.read.part_plan import Indexes, PartPlan
+from holdfast.store.read.device_copies import DeviceReads
+from holdfast.store.read.part_plan import Indexes, PartPlan, PartTargets, runs_of
 from holdfast.store.read.part_source import PartSource
-from holdfast.store.read.part_targets import PartTargets, runs_of
 
 RUN_BYTES = 8 << 20
 """About so many bytes of adjacent pieces are read from another host at once."""

@@ -1,26 +1,186 @@
 """The plan of a read: the pieces to verify, and the bytes that go from each to the reader's tensors.
 
-A plan depends only on the layouts of the parts and of the targets, so that readers of one model make it once.
+A plan depends only on the layouts of the parts and of the targets, so that readers of one model make it once. The usual
+read, of whole tensors from one part, is planned without a loop over boxes.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from holdfast.comms.tensors.overlap import overlaps_itself
 from holdfast.ft.state.boxes import Box, shape_of, whole
-from holdfast.store.data.digests import COUNT, FIRST, NBYTES, SOURCE, TARGET
-from holdfast.store.data.manifest import RegionLayout
-from holdfast.store.read.part_plan import LocalTensor, PartPlan
-from holdfast.store.read.strides import Rows, dense_strides, rows_of
-from holdfast.store.read.whole_tensors import plan_named, plan_whole_tensors
+from holdfast.store.data.digests import (
+    COUNT,
+    FIRST,
+    NBYTES,
+    ROW_BYTES,
+    ROW_SOURCE,
+    ROWS,
+    SOURCE,
+    TARGET,
+)
+from holdfast.store.data.manifest import LARGE_BYTES, RegionLayout
+from holdfast.store.read.part_plan import Indexes, LocalTensor, PartPlan
 from holdfast.store.recent import Recent
 from holdfast.store.reshard.plan import BoxCopy, BoxTarget, PartBox, plan
+
+
+class Rows(NamedTuple):
+    """`rows` rows of `row_bytes` bytes: where the first begins in source and target, and how far apart they are."""
+
+    source: int
+    target: int
+    rows: int
+    row_bytes: int
+    source_stride: int
+    target_stride: int
+
+    def between(self, first: int, last: int) -> Iterator[Rows]:
+        """What is copied of the source's bytes `first` to `last` (exclusive): at most three copies."""
+        if self.rows == 1 or self.row_bytes == self.source_stride == self.target_stride:
+            begin, end = max(first, self.source), min(last, self.source + self.rows * self.row_bytes)
+            if begin < end:
+                yield Rows(begin, self.target + begin - self.source, 1, end - begin, 0, 0)
+            return
+        whole_from = max(0, -(-(first - self.source) // self.source_stride))
+        whole_to = min(self.rows, (last - self.row_bytes - self.source) // self.source_stride + 1)
+        touched_from = max(0, (first - self.row_bytes - self.source) // self.source_stride + 1)
+        touched_to = min(self.rows, -(-(last - self.source) // self.source_stride))
+        if whole_from >= whole_to:
+            whole_from = whole_to = touched_from
+        for number in (*range(touched_from, whole_from), *range(whole_to, touched_to)):
+            start = self.source + number * self.source_stride
+            begin, end = max(first, start), min(last, start + self.row_bytes)
+            if begin < end:
+                target = self.target + number * self.target_stride + begin - start
+                yield Rows(begin, target, 1, end - begin, 0, 0)
+        if whole_from < whole_to:
+            yield Rows(
+                self.source + whole_from * self.source_stride,
+                self.target + whole_from * self.target_stride,
+                whole_to - whole_from,
+                self.row_bytes,
+                self.source_stride,
+                self.target_stride,
+            )
+
+
+def rows_of(
+    sizes: Sequence[int],
+    source_strides: Sequence[int],
+    target_strides: Sequence[int],
+    itemsize: int,
+    source: int = 0,
+    target: int = 0,
+) -> Iterator[Rows]:
+    """The rows of a copy of `sizes` elements, given strides in bytes, and the first byte in source and target.
+
+    The last dimension of both must be dense. Nothing is copied if a size is 0.
+    """
+    if 0 in sizes:
+        return
+    run = itemsize
+    dims: list[tuple[int, int, int]] = []
+    for size, there, here in zip(reversed(sizes), reversed(source_strides), reversed(target_strides), strict=True):
+        if size == 1:
+            continue
+        if not dims and there == here == run:
+            run *= size
+        else:
+            dims.append((size, there, here))
+    if not dims:
+        yield Rows(source, target, 1, run, 0, 0)
+        return
+    (rows, source_stride, target_stride), *outer = dims
+    for place in itertools.product(*(range(size) for size, _, _ in outer)):
+        there = sum(at * stride for at, (_, stride, _) in zip(place, outer, strict=True))
+        here = sum(at * stride for at, (_, _, stride) in zip(place, outer, strict=True))
+        yield Rows(source + there, target + here, rows, run, source_stride, target_stride)
+
+
+def dense_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """The strides, in bytes, of a row-major array."""
+    strides, step = [], itemsize
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+def plan_whole_tensors(
+    layout: RegionLayout, wanted: Sequence[BoxTarget], into: Mapping[str, LocalTensor]
+) -> PartPlan | None:
+    """Plan to fill dense tensors with whole tensors of the only part. None if anything else is wanted."""
+    numbers, places = layout.whole_numbers, {name: place for place, name in enumerate(into)}
+    fits: dict[tuple[object, ...], bool] = {}
+    taken: list[int] = []
+    for target in wanted:
+        number = numbers.get(target.name)
+        if number is None:
+            return None
+        shape, memory = layout.entries[number].shape, into[target.into]
+        key = shape, memory, target.box, target.local
+        if key not in fits:
+            dense = memory.strides == dense_strides(shape, memory.itemsize)
+            fits[key] = dense and target.box == target.local == whole(shape)
+        if not fits[key]:
+            return None
+        taken.append(number)
+    if len(set(taken)) < len(taken):
+        return None
+    receivers = np.full(len(layout.entries), -1, np.intp)
+    receivers[taken] = [places[target.into] for target in wanted]
+    return _plan(layout, receivers)
+
+
+def plan_named(layout: RegionLayout, names: Sequence[str]) -> PartPlan | None:
+    """Plan to fill dense tensors with the whole tensors of these names, in this order, from the only part.
+
+    None if the part does not have all of them, or one is named twice.
+    """
+    numbers = layout.whole_numbers
+    taken = [numbers.get(name, -1) for name in names]
+    if -1 in taken or len(set(taken)) < len(taken):
+        return None
+    receivers = np.full(len(layout.entries), -1, np.intp)
+    receivers[taken] = np.arange(len(taken))
+    return _plan(layout, receivers)
+
+
+def _plan(layout: RegionLayout, receivers: Indexes) -> PartPlan:
+    """The plan that copies each entry to the target that is its receiver (-1: none)."""
+    at = layout.arrays
+    small = np.flatnonzero((receivers >= 0) & (at.entry_nbytes > 0) & (at.entry_nbytes < LARGE_BYTES))
+    piece_of_small = np.searchsorted(at.piece_offsets, at.entry_offsets[small], "right") - 1
+    is_large = at.entry_nbytes[at.first_entry] >= LARGE_BYTES
+    has_small = np.zeros(len(at.piece_offsets), bool)
+    has_small[piece_of_small] = True
+    pieces = np.flatnonzero(np.where(is_large, receivers[at.first_entry] >= 0, has_small))
+    alone = is_large | (at.piece_nbytes == at.entry_nbytes[at.first_entry])
+    direct = alone[pieces]
+    jobs = np.zeros((len(pieces), 5), np.uint64)
+    jobs[:, SOURCE], jobs[:, NBYTES] = at.piece_offsets[pieces], at.piece_nbytes[pieces]
+    job_targets = np.where(direct, receivers[at.first_entry[pieces]], -1)
+    jobs[direct, TARGET] = (at.piece_offsets - at.entry_offsets[at.first_entry])[pieces][direct]
+    within = ~alone[piece_of_small]
+    rows, piece_of_row = small[within], piece_of_small[within]
+    jobs[~direct, FIRST] = np.searchsorted(piece_of_row, pieces[~direct], "left")
+    jobs[~direct, COUNT] = np.searchsorted(piece_of_row, pieces[~direct], "right") - jobs[~direct, FIRST].astype(
+        np.intp
+    )
+    copies = np.zeros((len(rows), 6), np.uint64)
+    copies[:, ROW_SOURCE], copies[:, ROW_BYTES] = at.entry_offsets[rows], at.entry_nbytes[rows]
+    copies[:, ROWS] = 1
+    return PartPlan(pieces, jobs, job_targets, copies, receivers[rows])
+
 
 CACHED_PLANS = 16
 

@@ -65,10 +65,8 @@ LAYERS = {
         cancellation
         catalog
         reshard
-        data digest_kernel
-        delta casts
-        read
-        holding
+        data
+        read casts holding
         publication
         inspection
         follow

@@ -15,9 +15,9 @@ from holdfast.comms.memory_plane import Handle
 from holdfast.comms.transport import liveness
 from holdfast.comms.work import Work
 from holdfast.store import WeightStore
+from holdfast.store.casts import cast_reader
 from holdfast.store.casts.wire_cast import CastName, EncodedTensor, WireCast
 from holdfast.store.errors import CastUnavailable
-from holdfast.store.read import cast_sources
 from support.children import Child
 from support.waiting import eventually
 
@@ -167,7 +167,7 @@ def test_readers_of_one_host_get_the_same_bytes_over_shared_memory(holders: Hold
 def test_another_holder_packs_what_one_that_dies_or_stops_has_begun(
     holders: Holders, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cast_sources, "STALLED_SECONDS", 1.0)
+    monkeypatch.setattr(cast_reader, "STALLED_SECONDS", 1.0)
     getting = Getting(holders.store, 2, "fp8")
     first = holders.packing()
     getattr(holders.children[first], fault)()

@@ -16,9 +16,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from holdfast.comms.errors import Mismatch
 from holdfast.store import AsyncWeightStore, Slice, WeightStore
+from holdfast.store.casts import cast_reader
 from holdfast.store.casts.wire_cast import CastName
 from holdfast.store.errors import CastUnavailable
-from holdfast.store.read import cast_reader
 from support.waiting import eventually
 from support.weights.layouts import as_rank
 

@@ -25,13 +25,13 @@ from holdfast.comms.tensors.plain_tensors import PlainTensors
 from holdfast.harness.cli.store_tables import holders_table
 from holdfast.store import WeightStore, weight_store
 from holdfast.store.catalog.records import DeviceAddress
-from holdfast.store.data import device_copy, device_memory, tree
-from holdfast.store.data.device_copy import Cuda, DeviceDigests, HostCopy, Registrations, to_host
-from holdfast.store.data.device_memory import CudaIpc
+from holdfast.store.data import cuda_copies, tree
+from holdfast.store.data.cuda_copies import Cuda, DeviceDigests, HostCopy, Registrations, to_host
 from holdfast.store.data.digests import copy_and_digest
 from holdfast.store.data.packing import PartBlock, pack
-from holdfast.store.read import device_reads, filling
-from holdfast.store.read.part_targets import PartTargets
+from holdfast.store.read import device_copies, filling
+from holdfast.store.read.device_copies import CudaIpc
+from holdfast.store.read.part_plan import PartTargets
 from holdfast.store.read.read_plan import local_tensor, plan_read
 from holdfast.store.reshard.plan import BoxTarget
 from support.waiting import eventually
@@ -110,11 +110,11 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     def described(tensors: dict[str, Tensor]) -> object:
         return None if any(map(fake.has, tensors.values())) else PlainTensors.of(tensors)
 
-    monkeypatch.setattr(device_copy, "cuda", fake)
-    monkeypatch.setattr(device_copy, "registrations", registrations := Registrations(fake))
+    monkeypatch.setattr(cuda_copies, "cuda", fake)
+    monkeypatch.setattr(cuda_copies, "registrations", registrations := Registrations(fake))
     for module in ("data.packing", "read.filling", "weight_store"):
         monkeypatch.setattr(f"holdfast.store.{module}.registrations", registrations)
-    monkeypatch.setattr(device_copy, "digests", digests := DeviceDigests(fake))
+    monkeypatch.setattr(cuda_copies, "digests", digests := DeviceDigests(fake))
     monkeypatch.setattr(weight_store, "digests", digests)
     digests.compile(torch.device("cpu"))
     fake.digested = 0
@@ -167,7 +167,7 @@ def missing() -> None:
 def no_kernel(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host computes the checksums."""
     cuda.before_digest = missing
-    monkeypatch.setattr(device_copy, "digests", digests := DeviceDigests(cuda))
+    monkeypatch.setattr(cuda_copies, "digests", digests := DeviceDigests(cuda))
     monkeypatch.setattr(weight_store, "digests", digests)
 
 
@@ -211,7 +211,7 @@ def test_the_host_computes_checksums_where_the_device_cannot_and_says_so_once(
     state = on_the_device(cuda, a_state())
     with caplog.at_level(logging.WARNING), WeightStore(f"memory://{tmp_path}") as store:
         publish_and_get(store, cuda, state)
-        eventually(lambda: device_copy.digests.refused != "")
+        eventually(lambda: cuda_copies.digests.refused != "")
         store.publish(4, state | {"odd": state["odd"] + 1})
         report = store.inspect().report()
     said = [each.getMessage() for each in caplog.records if "checksums" in each.getMessage()]
@@ -231,7 +231,7 @@ def test_a_kernel_that_fails_leaves_its_checksums_to_the_host(tmp_path: Path, cu
         into = on_the_device(cuda, blank(state))
         store.get(1, into)
         check(into, state)
-    assert device_copy.digests.refused == "RuntimeError: CUDA error: out of memory"
+    assert cuda_copies.digests.refused == "RuntimeError: CUDA error: out of memory"
 
 
 def test_bytes_that_change_on_the_way_to_a_device_are_not_taken(tmp_path: Path, cuda: FakeCuda) -> None:
@@ -302,7 +302,7 @@ def test_a_refusal_is_said_once_and_the_bytes_are_right(
 
 def test_bytes_are_digested_while_the_next_ones_are_copied(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """All copies are queued before the first is waited for; the program's stream is waited for before the first."""
-    monkeypatch.setattr(device_copy, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(cuda_copies, "CHUNK_BYTES", 100)
     copies = [HostCopy(torch.ones(60), torch.zeros(60), 240 * (number + 1)) for number in range(3)]
     to_host(copies, lambda end: cuda.log.append(f"digest {end}"))
     arrivals = [line for end in (240, 480, 720) for line in ("arrived", f"digest {end}")]
@@ -396,9 +396,9 @@ class NothingOwn(dict[bytes, Tensor]):
 @pytest.fixture
 def ipc(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> FakeIpc:
     fake = FakeIpc(cuda)
-    monkeypatch.setattr(device_memory, "ipc", fake)
-    monkeypatch.setattr(device_memory, "_own", NothingOwn())
-    monkeypatch.setattr(device_copy.digests, "compile", lambda device: None)  # it was, for what passes for a device
+    monkeypatch.setattr(device_copies, "ipc", fake)
+    monkeypatch.setattr(device_copies, "_own", NothingOwn())
+    monkeypatch.setattr(cuda_copies.digests, "compile", lambda device: None)  # it was, for what passes for a device
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     return fake
@@ -462,7 +462,7 @@ def test_what_the_device_does_not_have_is_read_from_the_host(
         for memory in ipc.made.values():
             memory[3_000_000] ^= 1
     elif fault == "dead":
-        monkeypatch.setattr(device_reads, "is_gone", lambda peer: True)
+        monkeypatch.setattr(device_copies, "is_gone", lambda peer: True)
     else:
         expected, version = {name: each.clone() for name, each in state.items()}, 3
         on_the_device(cuda, expected)["half"] += 1

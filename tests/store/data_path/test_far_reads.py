@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from holdfast.comms.transport.base import Peer
 from holdfast.store.catalog.records import Catalog, Holder, Version
-from holdfast.store.delta.far_reads import COUNTS_FOR, MOST_HOSTS, RENEWED_AFTER, noted, reading_hosts
+from holdfast.store.read.delta import COUNTS_FOR, MOST_HOSTS, RENEWED_AFTER, noted, reading_hosts
 
 
 def at(catalog: Catalog, number: int) -> Catalog:

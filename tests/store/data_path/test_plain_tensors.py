@@ -20,8 +20,7 @@ from holdfast.store import WeightStore
 from holdfast.store.data.manifest import LARGE_BYTES, PIECE_BYTES
 from holdfast.store.data.packing import PackedPart, PartBlock, pack, pack_plain
 from holdfast.store.read.part_plan import PartPlan
-from holdfast.store.read.read_plan import local_tensor, plan_read
-from holdfast.store.read.whole_tensors import plan_named, plan_whole_tensors
+from holdfast.store.read.read_plan import local_tensor, plan_named, plan_read, plan_whole_tensors
 from holdfast.store.reshard.plan import BoxTarget
 
 State = dict[str, torch.Tensor]

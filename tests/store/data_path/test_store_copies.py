@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from holdfast.store.data.digests import CALL_BYTES, calls, copy_and_digest
 from holdfast.store.read import targets
-from holdfast.store.read.strides import Rows, dense_strides, rows_of
+from holdfast.store.read.read_plan import Rows, dense_strides, rows_of
 
 
 @given(

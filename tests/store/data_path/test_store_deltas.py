@@ -16,19 +16,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.comms.errors import CorruptData
-from holdfast.store.delta import native_kernels
-from holdfast.store.delta.records import (
+from holdfast.store.data.delta import (
     BLOCK,
     WHOLE,
     Delta,
     ElementPiece,
     PackedDelta,
-    blocks_of,
+    diff,
     most_of,
-    record_bytes,
+    patch,
     to_eight,
 )
-from holdfast.store.publication import diff, pays
+from holdfast.store.publication import pays
 from holdfast.store.read.delta import apply
 from support.mutations import mutated
 from support.weights.peers import site_of
@@ -37,6 +36,16 @@ Tensors = Sequence[torch.Tensor]
 
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def blocks_of(elements: int) -> int:
+    return -(-elements // BLOCK)
+
+
+def record_bytes(piece: ElementPiece, changes: int) -> int:
+    """The size of a record of so many changes."""
+    blocks = blocks_of(piece.nbytes // piece.itemsize)
+    return to_eight(4 * blocks) + to_eight(2 * changes) + to_eight(piece.itemsize * changes)
 
 
 def torch_diff(base: Tensors, changed: Tensors, pieces: Sequence[ElementPiece]) -> PackedDelta:
@@ -176,10 +185,9 @@ def test_the_new_version_is_made_bit_by_bit(case: tuple[torch.Tensor, torch.Tens
 @given(versions())
 def test_all_kernels_write_the_same_delta(case: tuple[torch.Tensor, torch.Tensor, tuple[ElementPiece, ...]]) -> None:
     old, new, pieces = case
-    args = cut(old, pieces), cut(new, pieces), pieces
-    compiled = encoded(native_kernels.diff(*args))
-    assert torch.equal(encoded(native_kernels.diff(*args, portable=True)), compiled)
-    assert torch.equal(encoded(torch_diff(*args)), compiled)
+    compiled = encoded(diff(old, new, pieces))
+    assert torch.equal(encoded(diff(old, new, pieces, portable=True)), compiled)
+    assert torch.equal(encoded(torch_diff(cut(old, pieces), cut(new, pieces), pieces)), compiled)
     by_torch = torch.zeros_like(old)
     torch_patch(cut(old, pieces), cut(by_torch, pieces), decoded(compiled, pieces))
     for at, piece in enumerate(pieces):
@@ -264,7 +272,7 @@ def test_a_damaged_delta_writes_nowhere_else_and_is_never_taken_for_good(
     assert list(left) == [0] or torch.equal(piece.of(into), piece.of(new))
 
 
-@pytest.mark.parametrize("patch", [native_kernels.patch, torch_patch], ids=["compiled", "torch"])
+@pytest.mark.parametrize("by", [patch, torch_patch], ids=["compiled", "torch"])
 @pytest.mark.parametrize(
     "counts, places, values",
     [
@@ -289,7 +297,7 @@ def test_a_damaged_delta_writes_nowhere_else_and_is_never_taken_for_good(
     ],
 )
 def test_a_record_of_another_piece_is_refused_before_a_byte_is_written(
-    patch: Any, counts: list[int], places: list[int], values: int
+    by: Any, counts: list[int], places: list[int], values: int
 ) -> None:
     """The piece has 65536 + 37 elements of 2 bytes."""
     piece = ElementPiece(0, 2 * (BLOCK + 37), 2)
@@ -298,7 +306,7 @@ def test_a_record_of_another_piece_is_refused_before_a_byte_is_written(
     into = torch.full((piece.nbytes,), 9, dtype=torch.uint8)
     delta = Delta((piece,), (torch.frombuffer(bytearray(data), dtype=torch.uint8),))
     with pytest.raises(CorruptData, match="record"):
-        patch([torch.zeros_like(into)], [into], delta)
+        by([torch.zeros_like(into)], [into], delta)
     assert bool((into == 9).all())
 
 
@@ -336,9 +344,9 @@ import numpy as np, torch, xxhash
 from contextlib import nullcontext
 from types import SimpleNamespace
 from hypothesis import given, settings, strategies as st
-from holdfast.store import digest_kernel
-from holdfast.store.data.device_copy import Cuda, DeviceDigests
-from holdfast.store.digest_kernel import begin_digests
+from holdfast.store.data import digest_kernel
+from holdfast.store.data.cuda_copies import Cuda, DeviceDigests
+from holdfast.store.data.digest_kernel import begin_digests
 
 data = torch.from_numpy(np.random.default_rng(6).integers(0, 256, 40_000, np.uint8))
 near = st.builds(lambda blocks, more: max(241, 1024 * blocks + more), st.integers(0, 18), st.integers(-65, 65))

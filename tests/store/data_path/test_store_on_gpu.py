@@ -13,7 +13,7 @@ import torch
 import xxhash
 
 from holdfast.store import WeightStore
-from holdfast.store.data.device_copy import cuda, digests, registrations
+from holdfast.store.data.cuda_copies import cuda, digests, registrations
 from support.waiting import next_line
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]

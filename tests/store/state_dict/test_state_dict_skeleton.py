@@ -14,8 +14,7 @@ from torch import nn
 
 from holdfast.comms.errors import CorruptData, Mismatch, Unsupported
 from holdfast.store.data.merging import merge
-from holdfast.store.data.rebuild import rebuild
-from holdfast.store.data.skeleton import Skeleton, decode, encode
+from holdfast.store.data.skeleton import Skeleton, decode, encode, rebuild
 from holdfast.store.data.tree import flatten
 from support.mutations import mutated
 from support.weights.state_dicts import same, state_dicts

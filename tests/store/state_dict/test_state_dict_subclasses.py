@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from holdfast.comms.errors import Mismatch, Unsupported
-from holdfast.store.data.rebuild import rebuild
-from holdfast.store.data.skeleton import decode
+from holdfast.store.data.skeleton import decode, rebuild
 from holdfast.store.data.tree import flatten, flatten_targets
 from support.samples import scaled_tensor
 from support.samples.scaled_tensor import ScaledTensor, scaled

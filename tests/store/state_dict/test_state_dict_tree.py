@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from holdfast.comms.errors import Mismatch, Unsupported
-from holdfast.store.data.rebuild import rebuild
-from holdfast.store.data.skeleton import decode
+from holdfast.store.data.skeleton import decode, rebuild
 from holdfast.store.data.tree import flatten
 from support.weights.state_dicts import bits, named_leaves, same, state_dicts
 

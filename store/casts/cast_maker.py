@@ -13,15 +13,14 @@ import torch
 
 from holdfast.comms.errors import CorruptData, HoldfastError, RegionGone
 from holdfast.comms.memory_plane import MemoryPlane, Region
-from holdfast.store.casts.part_form import pack_form
-from holdfast.store.casts.wire_cast import WireCast
+from holdfast.store.casts.wire_cast import WireCast, pack_form
 from holdfast.store.catalog import part_casts
 from holdfast.store.catalog.client import CatalogClient
 from holdfast.store.catalog.records import CastForm, Catalog, Holder, Shard, Version
 from holdfast.store.data.manifest import Manifest
 from holdfast.store.errors import StoreFull
-from holdfast.store.holding.keep_trying import keep_trying
 from holdfast.store.holding.memory_pool import MemoryPool
+from holdfast.store.holding.watchers import keep_trying
 
 ROOM_SECONDS = 1.0
 """Seconds that a form waits for room in the store's memory."""

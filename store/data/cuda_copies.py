@@ -88,7 +88,7 @@ class Cuda:
 
         What is returned gives them once the current stream is synchronized. Raises RuntimeError.
         """
-        from holdfast.store.digest_kernel import begin_digests
+        from holdfast.store.data.digest_kernel import begin_digests
 
         return begin_digests(addresses, sizes, device, targets)
 

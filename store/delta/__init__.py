@@ -1,1 +1,0 @@
-"""Bit-exact differences between two versions of a part: found, packed, and applied beside the older one."""
