@@ -14,10 +14,9 @@ from holdfast.store.errors import (
 )
 from holdfast.store.follow.follower import Follower
 from holdfast.store.follow.switch import SwitchResult
-from holdfast.store.lease import Lease
 from holdfast.store.read.version_reader import Slice
 from holdfast.store.reshard.name_map import Component, Layout, NameRule
-from holdfast.store.weight_store import WeightStore
+from holdfast.store.weight_store import Lease, WeightStore
 
 __all__ = [
     "AsyncFollower",

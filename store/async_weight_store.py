@@ -22,9 +22,8 @@ from holdfast.comms.quantities import seconds_or
 from holdfast.store.cancellation import Cancellation
 from holdfast.store.errors import CallCancelled
 from holdfast.store.follow.follower import Follower
-from holdfast.store.lease import Lease
 from holdfast.store.read.device_copies import DeviceReadCounts
-from holdfast.store.weight_store import WeightStore
+from holdfast.store.weight_store import Lease, WeightStore
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -1,11 +1,14 @@
-"""The store's errors: subclasses of those in `holdfast.comms.errors`."""
+"""The store's errors: subclasses of those in `holdfast.comms.errors`.
+
+Those of torchstore's interface are also the builtin errors that code written for torchstore expects.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from holdfast.comms.errors import CorruptData, HoldfastError, OpTimeout, RegionGone, StaleEpoch
+from holdfast.comms.errors import CorruptData, HoldfastError, Mismatch, OpTimeout, RegionGone, StaleEpoch, Unsupported
 
 
 class NoSuchVersion(RegionGone, LookupError):
@@ -129,3 +132,31 @@ def with_mixture(error: HoldfastError, mixed: Sequence[str]) -> HoldfastError:
     found.args = (said,)
     found.mixed = tuple(mixed)
     return found
+
+
+class NoSuchKey(HoldfastError, KeyError):
+    """Keys that are not in the store, or of which some shards were not put yet."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class NotInitialized(HoldfastError):
+    """No store of this name can be found from this process, or it was shut down."""
+
+    def __init__(self, store_name: str, why: str) -> None:
+        self.store_name = store_name
+        super().__init__(f"store {store_name!r}: {why}; call initialize() in this process or in one that starts it")
+
+
+class NoSuchSlice(Mismatch):
+    """A slice, or a tensor to fill, that the stored tensor does not cover."""
+
+
+class ObjectRefused(Unsupported, TypeError):
+    """An object that cannot be stored, because it would have to be pickled."""
+
+    def __init__(self, key: str, why: str) -> None:
+        self.key = key
+        hint = "put dicts, lists, tuples, sets, numbers, text, bytes, None and tensors; they are never pickled"
+        super().__init__(f"putting {key!r}: {why}", hint)

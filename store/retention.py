@@ -20,11 +20,8 @@ from holdfast.store.catalog import disk_copies
 from holdfast.store.catalog.records import Catalog, Retainer
 from holdfast.store.errors import CopyFailed
 from holdfast.store.holding.replica_holder import Observe
-from holdfast.store.interop import dcp, safetensors
-from holdfast.store.interop.disk_record import Format, read_record
-from holdfast.store.interop.formats import import_version
-from holdfast.store.interop.publish_copy import checksum
-from holdfast.store.interop.version_source import Progress, VersionSource
+from holdfast.store.interop import dcp, import_version, safetensors
+from holdfast.store.interop.disk_copy import Format, Progress, VersionSource, checksum, read_record
 from holdfast.store.weight_store import WeightStore
 
 _NAME = re.compile(r"version-([0-9]{10,19})", re.ASCII)

@@ -40,7 +40,6 @@ from holdfast.store.holding.host_copies import HostCopies
 from holdfast.store.holding.memory_pool import MemoryPool
 from holdfast.store.holding.replica_holder import Observe, ReplicaHolder
 from holdfast.store.inspection import StoreInspector
-from holdfast.store.lease import Lease
 from holdfast.store.publication import Publication, PublishedPart, PublishTerms
 from holdfast.store.read import device_copies
 from holdfast.store.read.check_targets import check_writable
@@ -51,6 +50,28 @@ from holdfast.store.read.targets import CACHED_ARRANGEMENTS, Arrangement, Target
 from holdfast.store.read.version_reader import ReadTerms, Slice, VersionReader, chosen, copied, mapped, mapped_state
 from holdfast.store.recent import Recent
 from holdfast.store.reshard.name_map import Layout
+
+
+class Lease:
+    """A version that stays until `release`, or until its store closes or this process ends; a context manager."""
+
+    def __init__(self, version: int, release: Callable[[], None]) -> None:
+        self.version = version
+        self._release: Callable[[], None] | None = release
+        forks.refuse_in_children(self, f"a lease on version {version}", ("version",))
+
+    def release(self) -> None:
+        """End the lease. Idempotent. If the register cannot be reached, raises `RegisterAway`; the version stays."""
+        if self._release is not None:
+            self._release()
+            self._release = None
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
 
 Result = TypeVar("Result")
 

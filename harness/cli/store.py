@@ -317,7 +317,7 @@ def import_(
     published then.
     """
     from holdfast.store import WeightStore
-    from holdfast.store.interop.formats import import_version
+    from holdfast.store.interop import import_version
 
     url = _url(register, job, may_be_new=serve)
     asked = replicas if replicas is not None else 1 if serve else None

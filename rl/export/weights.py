@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.rl.generators.models import save_model
 from holdfast.store.errors import CopyFailed
-from holdfast.store.interop.new_directory import disk_errors, new_directory, sync
+from holdfast.store.interop.disk_copy import disk_errors, new_directory, sync
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -13,8 +13,7 @@ from holdfast.store.catalog.client import CatalogClient
 from holdfast.store.catalog.fleet_targets import Digests, digests_of, needed, preparing, wanted
 from holdfast.store.catalog.records import Catalog, Reader
 from holdfast.store.errors import FollowFailed, NoSuchVersion, ReaderReplaced
-from holdfast.store.follow.staged_versions import StagedVersions
-from holdfast.store.follow.staging import Staging, StagingState
+from holdfast.store.follow.staging import StagedVersions, Staging, StagingState
 
 IDLE_SECONDS = 1.0
 UNDECIDED_SECONDS = 0.2

@@ -1,26 +1,33 @@
 """A version as a directory of torch.distributed.checkpoint (DCP), and back.
 
 Plain DCP reads what is exported, and DCP's pickles are in it: DCP unpickles them without restrictions, so load such
-directories with it only where you trust their origin. The import here does not.
+directories with it only where you trust their origin. The import here does not: of the metadata, which is a pickle,
+only the types that DCP itself writes there are built, and all that they hold is checked.
 """
 
 from __future__ import annotations
 
 import io
+import mmap
+import pickle
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
-from typing import Any, Literal
+from typing import IO, Any, Literal, cast
 
+import msgspec
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _create_file_view
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from holdfast.comms.errors import CorruptData, HoldfastError
+from holdfast.comms.errors import CorruptData, HoldfastError, Unsupported
+from holdfast.ft.state.boxes import Box, cover, shape_of, whole
 from holdfast.store.data.skeleton import (
     DictNode,
     ListNode,
@@ -35,13 +42,258 @@ from holdfast.store.data.skeleton import (
 )
 from holdfast.store.errors import CopyFailed
 from holdfast.store.inspection import TensorReport
-from holdfast.store.interop.dcp_files import DcpFiles
-from holdfast.store.interop.dcp_metadata import read_metadata
-from holdfast.store.interop.disk_record import DiskRecord, read_record
-from holdfast.store.interop.new_directory import disk_errors, need_room, new_directory
-from holdfast.store.interop.publish_copy import checksum, publish_copy
-from holdfast.store.interop.version_source import Progress, VersionSource
+from holdfast.store.interop.disk_copy import (
+    DiskRecord,
+    Progress,
+    VersionSource,
+    checksum,
+    disk_errors,
+    need_room,
+    new_directory,
+    publish_copy,
+    read_record,
+)
 from holdfast.store.weight_store import WeightStore
+
+Refused = pickle.UnpicklingError
+"""The error of `torch.load` for a value that is damaged, or of a type that it does not take for safe."""
+METADATA = ".metadata"
+MOST_DIMENSIONS = 64
+_DCP = "torch.distributed.checkpoint"
+_DCP_METADATA = (
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "Metadata",
+    "MetadataIndex",
+    "StorageMeta",
+    "TensorProperties",
+    "TensorStorageMetadata",
+    "_MEM_FORMAT_ENCODING",
+)
+_ALLOWED = {
+    *((f"{_DCP}.metadata", name) for name in _DCP_METADATA),
+    (f"{_DCP}.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),
+}
+
+
+class Item(msgspec.Struct, frozen=True):
+    """Where a value or a piece of a tensor is: a range of a file."""
+
+    file: str
+    offset: int
+    length: int
+
+
+class DcpPiece(msgspec.Struct, frozen=True):
+    """A box of a tensor, and where it is."""
+
+    box: Box
+    item: Item
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a checkpoint; its pieces cover it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: tuple[DcpPiece, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The content of a directory.
+
+    Tensors and other values by flat name, and the paths of the names in the state dict.
+    """
+
+    tensors: Mapping[str, StoredTensor]
+    values: Mapping[str, Item]
+    paths: Mapping[str, tuple[str | int, ...]]
+
+
+class _Paths(msgspec.Struct):
+    paths: dict[str, tuple[str | int, ...]]
+
+
+def read_metadata(directory: Path) -> Checkpoint:
+    """The metadata of a checkpoint. Raises `CorruptData` with all that is wrong with it, `CopyFailed`."""
+    path = directory / METADATA
+    with disk_errors(path):
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            raise CopyFailed(directory, f"it has no {METADATA} of torch.distributed.checkpoint") from None
+    try:
+        return _checked(_MetadataUnpickler(io.BytesIO(data)).load())
+    except CorruptData as error:
+        raise CorruptData(f"{path}: {error}") from error
+    except Exception as error:  # a pickle that was tampered with can fail in any way
+        raise CorruptData(f"{path} is not the metadata of a checkpoint: {error}") from error
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        dtype = getattr(torch, name, None) if module == "torch" else None
+        if (module, name) in _ALLOWED or isinstance(dtype, torch.dtype):
+            return super().find_class(module, name)
+        raise CorruptData(f"it asks for {module}.{name}, which DCP does not write there")
+
+
+def _checked(found: object) -> Checkpoint:
+    if not isinstance(found, Metadata):
+        raise CorruptData("it is not the metadata of a checkpoint")
+    faults: list[str] = []
+    tensors: dict[str, StoredTensor] = {}
+    values: dict[str, Item] = {}
+    for name, known in found.state_dict_metadata.items():
+        if not isinstance(name, str):
+            raise CorruptData(f"{name!r} is no name")
+        try:
+            if isinstance(known, TensorStorageMetadata):
+                tensors[name] = _tensor(name, known, found.storage_data)
+            elif isinstance(known, BytesStorageMetadata):
+                values[name] = _item(name, None, found.storage_data)
+            else:
+                raise CorruptData(f"{name!r} is neither a tensor nor a value")
+        except CorruptData as error:
+            faults.append(str(error))
+    if faults:
+        raise CorruptData("; ".join(faults))
+    planner_data = found.planner_data if isinstance(found.planner_data, dict) else {}
+    paths = msgspec.convert({"paths": planner_data}, _Paths).paths
+    return Checkpoint(tensors, values, paths)
+
+
+def _tensor(name: str, known: TensorStorageMetadata, places: Mapping[MetadataIndex, Any]) -> StoredTensor:
+    dtype, shape = known.properties.dtype, tuple(known.size)
+    if not isinstance(dtype, torch.dtype) or len(shape) > MOST_DIMENSIONS or not all(map(_is_size, shape)):
+        raise CorruptData(f"{name!r} has no possible dtype and shape")
+    pieces = tuple(_pieces(name, known, places))
+    if _is_empty(shape):
+        return StoredTensor(dtype, shape, pieces[:1])
+    if lacking := cover(whole(shape), [piece.box for piece in pieces])[1]:
+        raise CorruptData(f"{name!r} lacks {lacking[0]} of {shape}")
+    return StoredTensor(dtype, shape, pieces)
+
+
+def _pieces(name: str, known: TensorStorageMetadata, places: Mapping[MetadataIndex, Any]) -> Iterator[DcpPiece]:
+    for chunk in known.chunks:
+        if len(chunk.offsets) != len(known.size) or len(chunk.sizes) != len(known.size):
+            raise CorruptData(f"{name!r} has a piece of other dimensions")
+        box = tuple((start, start + length) for start, length in zip(chunk.offsets, chunk.sizes, strict=True))
+        if not all(0 <= low <= high <= size for (low, high), size in zip(box, known.size, strict=True)):
+            raise CorruptData(f"{name!r} has a piece {box} outside of {tuple(known.size)}")
+        yield DcpPiece(box, _item(name, chunk.offsets, places))
+
+
+def _item(name: str, offsets: Any, places: Mapping[MetadataIndex, Any]) -> Item:
+    info = places.get(MetadataIndex(name, offsets))
+    if info is None:
+        raise CorruptData(f"there is no data for {name!r}")
+    if getattr(info, "transform_descriptors", None):
+        raise CorruptData(f"{name!r} was saved through an extension, which cannot be read here")
+    item = msgspec.convert({"file": info.relative_path, "offset": info.offset, "length": info.length}, Item)
+    if Path(item.file).name != item.file or item.offset < 0 or item.length < 0:
+        raise CorruptData(f"{name!r} lies outside of the directory, in {item.file}")
+    return item
+
+
+def _is_size(length: object) -> bool:
+    return isinstance(length, int) and 0 <= length < 1 << 62
+
+
+def _is_empty(shape: tuple[int, ...]) -> bool:
+    return 0 in shape
+
+
+_STORAGE = "data/0"
+"""What `torch.save` calls the elements of a tensor in its archive. It never compresses them."""
+
+
+class DcpFiles:
+    """The tensors and values in the files of a checkpoint. Mapped tensors last as long as they are used."""
+
+    def __init__(self, directory: Path, checkpoint: Checkpoint) -> None:
+        self._directory, self._checkpoint = directory, checkpoint
+        self._mappings: dict[str, mmap.mmap] = {}
+
+    def faults(self) -> list[str]:
+        """The files that are missing or too short."""
+        items = [piece.item for tensor in self._checkpoint.tensors.values() for piece in tensor.pieces]
+        found: dict[str, None] = {}
+        for item in (*items, *self._checkpoint.values.values()):
+            try:
+                self._bytes(item)
+            except HoldfastError as error:
+                found[str(error)] = None
+        return list(found)
+
+    def value(self, name: str) -> Any:
+        """A value that is not a tensor. Raises `Unsupported` for one of a type that torch does not take for safe."""
+        data = bytes(self._bytes(self._checkpoint.values[name]))
+        try:
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except Refused as error:
+            reason = str(error).partition("\n")[0]
+            raise Unsupported(f"{name!r} in {self._directory}: {reason}", "leave it out of the checkpoint") from error
+        except Exception as error:
+            raise CorruptData(f"{name!r} in {self._directory} is damaged: {error}") from error
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor: a mapping of its file, if it is there in one piece."""
+        known = self._checkpoint.tensors[name]
+        if len(known.pieces) == 1 and shape_of(known.pieces[0].box) == known.shape:
+            return self._piece(name, known.pieces[0], known.dtype)
+        found = torch.empty(known.shape, dtype=known.dtype, device="cpu")
+        for piece in known.pieces:
+            target = found[tuple(slice(*each) for each in piece.box)]
+            target.copy_(self._piece(name, piece, known.dtype))
+        return found
+
+    def _piece(self, name: str, piece: DcpPiece, dtype: torch.dtype) -> torch.Tensor:
+        data, path = self._bytes(piece.item), self._directory / piece.item.file
+        try:
+            with path.open("rb", buffering=0) as file:
+                saved = cast("IO[bytes]", _create_file_view(file, piece.item.offset, piece.item.length))
+                like = torch.load(saved, map_location="meta", weights_only=True)
+                saved.seek(0)
+                reader: Any = torch._C.PyTorchFileReader(saved)
+                stored = data[reader.get_record_offset(_STORAGE) :] if reader.has_record(_STORAGE) else data[:0]
+        except Exception as error:
+            raise CorruptData(f"{name!r} in {self._directory} is damaged: {error}") from error
+        if not isinstance(like, torch.Tensor) or like.dtype != dtype or tuple(like.shape) != shape_of(piece.box):
+            raise CorruptData(f"{name!r} in {self._directory} is not what its metadata says")
+        if not like.numel():
+            return torch.empty(like.shape, dtype=dtype, device="cpu")
+        last = sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
+        if stored.nbytes < (like.storage_offset() + last + 1) * dtype.itemsize:
+            raise CorruptData(f"{name!r} in {self._directory} has too few bytes")
+        flat = torch.frombuffer(stored, dtype=torch.uint8)[: stored.nbytes // dtype.itemsize * dtype.itemsize]
+        return flat.view(dtype).as_strided(like.shape, like.stride(), like.storage_offset())
+
+    def _bytes(self, item: Item) -> memoryview:
+        """The bytes of an item, mapped. What is written into them stays in this process."""
+        path = self._directory / item.file
+        if item.file not in self._mappings:
+            with disk_errors(path), path.open("rb") as file:
+                try:
+                    self._mappings[item.file] = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE)
+                except ValueError as error:
+                    raise CorruptData(f"{path} is empty") from error
+        found = memoryview(self._mappings[item.file])[item.offset : item.offset + item.length]
+        if len(found) < item.length:
+            raise CorruptData(f"{path} is cut off")
+        return found
+
 
 FILE_BYTES = 256 << 20
 """The most bytes of a file, unless one tensor is larger: DCP keeps the tensors of a file until it is written."""

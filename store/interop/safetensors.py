@@ -19,10 +19,17 @@ from holdfast.store.data.digests import as_bytes
 from holdfast.store.data.skeleton import encode
 from holdfast.store.errors import CopyFailed
 from holdfast.store.inspection import TensorReport
-from holdfast.store.interop.disk_record import DiskRecord, read_record
-from holdfast.store.interop.new_directory import disk_errors, need_room, new_directory
-from holdfast.store.interop.publish_copy import checksum, publish_copy
-from holdfast.store.interop.version_source import Progress, VersionSource
+from holdfast.store.interop.disk_copy import (
+    DiskRecord,
+    Progress,
+    VersionSource,
+    checksum,
+    disk_errors,
+    need_room,
+    new_directory,
+    publish_copy,
+    read_record,
+)
 from holdfast.store.weight_store import WeightStore
 
 INDEX = "model.safetensors.index.json"

@@ -19,8 +19,6 @@ from holdfast.store.torchstore.api import (
     reset_client,
     shutdown,
 )
-from holdfast.store.torchstore.logging import init_logging
-from holdfast.store.torchstore.request import TensorSlice
 from holdfast.store.torchstore.state_dict_utils import get_state_dict, put_state_dict
 from holdfast.store.torchstore.strategy import (
     ControllerStorageVolumes,
@@ -29,6 +27,8 @@ from holdfast.store.torchstore.strategy import (
     TorchStoreStrategy,
     TransportType,
 )
+from holdfast.store.torchstore.transport import TensorSlice
+from holdfast.store.torchstore.utils import init_logging
 
 initialize_spmd = spmd.initialize
 

@@ -16,12 +16,12 @@ from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout
 from holdfast.comms.quantities import integer_in
 from holdfast.comms.system import forks
 from holdfast.ft.registers import RegisterAway
+from holdfast.store.errors import NotInitialized
 from holdfast.store.torchstore.client import LocalClient, in_thread
-from holdfast.store.torchstore.errors import NotInitialized
 from holdfast.store.torchstore.home import StoreAddress, StoreHome, find, resolve
 from holdfast.store.torchstore.record import end as ended
-from holdfast.store.torchstore.request import TensorSlice
 from holdfast.store.torchstore.strategy import ControllerStorageVolumes, TorchStoreStrategy, describe
+from holdfast.store.torchstore.transport import TensorSlice
 
 DEFAULT_TORCHSTORE_NAME = "torchstore"
 END_SECONDS = 10.0

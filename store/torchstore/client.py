@@ -19,14 +19,13 @@ from holdfast.comms.system import forks
 from holdfast.comms.transport.liveness import this_process
 from holdfast.ft.registers import RegisterAway
 from holdfast.store.data.packing import pack
+from holdfast.store.errors import NotInitialized
 from holdfast.store.read.read_plan import PlanCache
 from holdfast.store.torchstore import record
-from holdfast.store.torchstore.directory import Deleted, Directory, KeyPart
-from holdfast.store.torchstore.errors import NotInitialized
 from holdfast.store.torchstore.home import StoreAddress
-from holdfast.store.torchstore.record import StoreRecord
-from holdfast.store.torchstore.request import Request, TensorSlice
+from holdfast.store.torchstore.record import Deleted, Directory, KeyPart, StoreRecord
 from holdfast.store.torchstore.strategy import strategy_of
+from holdfast.store.torchstore.transport import Request, TensorSlice
 from holdfast.store.torchstore.values import OpenPart, blocks_of, read_values
 
 INLINE_BYTES = 1024

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from holdfast.comms.errors import HoldfastError, Mismatch
+from holdfast.store.errors import NoSuchKey
 from holdfast.store.torchstore.api import DEFAULT_TORCHSTORE_NAME, client
 from holdfast.store.torchstore.client import LocalClient
-from holdfast.store.torchstore.errors import NoSuchKey
 
 DELIM = "/"
 MAPPING = "MAPPING"

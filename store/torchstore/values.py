@@ -17,11 +17,11 @@ from holdfast.ft.state.codec import decode_state, encode_state
 from holdfast.store.data.digests import copy_and_digest
 from holdfast.store.data.manifest import Manifest
 from holdfast.store.data.packing import PartBlock
+from holdfast.store.errors import NoSuchSlice, ObjectRefused
 from holdfast.store.read.read_plan import PlanCache, ReadPlan, has_rows
 from holdfast.store.reshard.plan import BoxTarget
-from holdfast.store.torchstore.directory import Form, KeyPart
-from holdfast.store.torchstore.errors import NoSuchSlice, ObjectRefused
-from holdfast.store.torchstore.request import Request
+from holdfast.store.torchstore.record import Form, KeyPart
+from holdfast.store.torchstore.transport import Request
 
 _DAMAGED = "what the store holds is not what was put: its memory was damaged; put it anew"
 

@@ -224,7 +224,7 @@ def _mentions_zero(node: ast.expr) -> bool:
     return any(isinstance(each, ast.Constant) and each.value in ("0", "1") for each in ast.walk(node))
 
 
-BUILDS_NAMED_TYPES_ONLY = Path("store/interop/dcp_metadata.py")
+BUILDS_NAMED_TYPES_ONLY = Path("store/interop/dcp.py")
 """It unpickles the metadata of torch.distributed.checkpoint, and refuses every type but those in its list."""
 
 WRITES_ONLY = Path("ft/diagnosis/torch_trace.py")

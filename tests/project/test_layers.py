@@ -61,7 +61,7 @@ LAYERS = {
         diagnosis
     """,
     "store": """
-        errors lease recent
+        errors recent
         cancellation
         catalog
         reshard

@@ -16,8 +16,7 @@ from holdfast.comms.errors import CorruptData, Unsupported
 from holdfast.harness.chaos.faults.disk import small_disk
 from holdfast.store import WeightStore
 from holdfast.store.errors import CopyFailed, NoRoomOnDisk
-from holdfast.store.interop import dcp, safetensors
-from holdfast.store.interop.formats import import_version
+from holdfast.store.interop import dcp, import_version, safetensors
 from support.weights.state_dicts import content, of_many_dtypes, same
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -21,7 +21,7 @@ from holdfast.harness.chaos.faults.disk import small_disk
 from holdfast.store import WeightStore
 from holdfast.store.catalog import disk_copies, transitions
 from holdfast.store.catalog.records import Catalog, Holder, Replica, Retainer, Shard
-from holdfast.store.interop.disk_record import read_record
+from holdfast.store.interop.disk_copy import read_record
 from holdfast.store.interop.safetensors import export_version
 from holdfast.store.retention import DiskRetention, copies, copy_path, restore
 from support.children import Child

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from holdfast.comms.errors import CorruptData, HoldfastError, Mismatch, Unsupported
 from holdfast.store import NoSuchVersion, WeightStore
 from holdfast.store.errors import CopyFailed
-from holdfast.store.interop.publish_copy import shares
+from holdfast.store.interop.disk_copy import shares
 from holdfast.store.interop.safetensors import INDEX, SafetensorsDirectory, export_version, import_version
 from support.children import Child
 from support.mutations import mutated

@@ -18,8 +18,7 @@ from holdfast.store import Follower, Layout, NoSuchVersion, NotCaughtUp, ReaderR
 from holdfast.store.catalog.settling import without_versions
 from holdfast.store.data.tree import FlatState
 from holdfast.store.follow import staging
-from holdfast.store.follow.staged_versions import StagedVersions
-from holdfast.store.follow.staging import StagingState
+from holdfast.store.follow.staging import StagedVersions, StagingState
 from support.waiting import eventually
 from support.weights.state_dicts import bits, value_of, weights
 

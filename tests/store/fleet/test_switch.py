@@ -16,8 +16,7 @@ from holdfast.comms.errors import HoldfastError
 from holdfast.comms.transport import liveness
 from holdfast.store import WeightStore
 from holdfast.store.catalog.records import SwitchRecord
-from holdfast.store.follow.staged_versions import StagedVersions
-from holdfast.store.follow.staging import StagingState
+from holdfast.store.follow.staging import StagedVersions, StagingState
 from support.children import Child
 from support.waiting import eventually
 from support.weights.state_dicts import value_of, weights

@@ -12,8 +12,8 @@ from torch import nn
 
 import holdfast.store.torchstore as ts
 from holdfast.comms.errors import CorruptData, HoldfastError, Mismatch
+from holdfast.store.errors import NoSuchKey, NoSuchSlice, NotInitialized, ObjectRefused
 from holdfast.store.torchstore import api
-from holdfast.store.torchstore.errors import NoSuchKey, NoSuchSlice, NotInitialized, ObjectRefused
 from support.waiting import eventually
 from support.weights.state_dicts import same
 

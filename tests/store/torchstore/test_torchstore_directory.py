@@ -12,9 +12,17 @@ from msgspec.structs import replace
 
 from holdfast.comms.errors import CorruptData, Mismatch
 from holdfast.ft.registers import open_cell
-from holdfast.store.torchstore.directory import Deleted, Directory, Form, KeyPart, Snapshot
-from holdfast.store.torchstore.errors import NoSuchKey
-from holdfast.store.torchstore.record import EMPTY, RecordClient, StoreRecord
+from holdfast.store.errors import NoSuchKey
+from holdfast.store.torchstore.record import (
+    EMPTY,
+    Deleted,
+    Directory,
+    Form,
+    KeyPart,
+    RecordClient,
+    Snapshot,
+    StoreRecord,
+)
 
 _urls = map("torchstore-directory-{}".format, count())
 keys = st.lists(st.sampled_from(["", "a", "b", "ab", "v0"]), min_size=1, max_size=3).map(".".join)

@@ -20,9 +20,9 @@ import torch.distributed as dist
 import holdfast.store.torchstore as ts
 from holdfast.comms.errors import Mismatch, Unsupported
 from holdfast.ft.launch.held_directory import HeldDirectory
+from holdfast.store.errors import NotInitialized
 from holdfast.store.torchstore import home
 from holdfast.store.torchstore.client import LocalClient
-from holdfast.store.torchstore.errors import NotInitialized
 from support.children import Child
 from support.waiting import eventually
 

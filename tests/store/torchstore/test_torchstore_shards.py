@@ -16,8 +16,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import holdfast.store.torchstore as ts
 from holdfast.comms.errors import Unsupported
-from holdfast.store.torchstore.errors import NoSuchKey, NoSuchSlice
-from holdfast.store.torchstore.request import Request
+from holdfast.store.errors import NoSuchKey, NoSuchSlice
+from holdfast.store.torchstore.transport import Request
 from support.weights.layouts import Shape, Sizes, as_rank, coordinates, meshes, placements, shapes, torchs_local
 
 run = asyncio.run
