@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from holdfast.rl.kernels.token_logprobs import eager_token_logprobs, fused_token_logprobs
+from holdfast.rl.grpo.token_logprobs import eager_token_logprobs, fused_token_logprobs
 
 Tensor = torch.Tensor
 Call = Callable[[], object]
@@ -37,9 +37,9 @@ def implementations() -> dict[str, Callable[..., Any]]:
         "compile": torch.compile(eager_token_logprobs, dynamic=False),
     }
     if find_spec("triton") is not None:
-        from holdfast.rl.kernels import triton_kernels
+        from holdfast.rl.grpo import triton_logprobs
 
-        found["triton"] = partial(fused_token_logprobs, triton_kernels)
+        found["triton"] = partial(fused_token_logprobs, triton_logprobs)
     return found
 
 

@@ -18,9 +18,8 @@ import msgspec
 from holdfast.ft.console.units import counted
 from holdfast.ft.processes.zygote_client import shut_down
 from holdfast.harness.training.driver import train_here
-from holdfast.rl.config.load import parse_config
-from holdfast.rl.config.resume import dump
 from holdfast.rl.config.run_config import RunConfig
+from holdfast.rl.config.toml import dump, parse_config
 from holdfast.rl.run.run_events import Evaluated, Event, StepTrained
 
 MODES = {"synchronous": 0, "asynchronous": 1}

@@ -19,15 +19,14 @@ from tokenizers.pre_tokenizers import Split
 
 from holdfast.ft.processes.zygote_client import shut_down
 from holdfast.harness.training.driver import train_here
-from holdfast.rl.config.load import parse_config
-from holdfast.rl.config.resume import dump
-from holdfast.rl.data.arithmetic import CHARACTERS
+from holdfast.rl.config.toml import dump, parse_config
+from holdfast.rl.data.prompts import ARITHMETIC_CHARACTERS
 from holdfast.rl.generators.models import ModelSource, save_model
 from holdfast.rl.run.run_events import Event, WeightsServed
 
 MEDIUM_LLAMA = {
     "model_type": "llama",
-    "vocab_size": len(CHARACTERS),
+    "vocab_size": len(ARITHMETIC_CHARACTERS),
     "hidden_size": 320,
     "intermediate_size": 864,
     "num_hidden_layers": 8,
@@ -47,7 +46,7 @@ def save_policy(folder: Path, llama: Mapping[str, Any]) -> None:
     from transformers import PreTrainedTokenizerFast
 
     save_model(ModelSource(config=dict(llama), seed=0).build(), folder)
-    words = Tokenizer(WordLevel({each: number for number, each in enumerate(CHARACTERS)}, unk_token="\n"))
+    words = Tokenizer(WordLevel({each: number for number, each in enumerate(ARITHMETIC_CHARACTERS)}, unk_token="\n"))
     words.pre_tokenizer = Split("", "isolated")
     make: Any = PreTrainedTokenizerFast  # its constructor has no types
     make(tokenizer_object=words).save_pretrained(str(folder))

@@ -72,11 +72,11 @@ def errors() -> str:
     from holdfast.comms import errors as comms_errors
     from holdfast.ft.control import errors as control_errors
     from holdfast.ft.registers import cell
-    from holdfast.rl.environments import errors as environment_errors
+    from holdfast.rl import errors as rl_errors
     from holdfast.store import errors as store_errors
 
     rows = ["| error | is a | meaning |", "|---|---|---|"]
-    for module in (comms_errors, cell, control_errors, store_errors, environment_errors):
+    for module in (comms_errors, cell, control_errors, store_errors, rl_errors):
         rows += [_error_row(kind) for kind in _errors_of(module)]
     return "\n".join(rows)
 
@@ -245,7 +245,7 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
 
 
 def _written(value: object) -> str:
-    from holdfast.rl.config.resume import dump
+    from holdfast.rl.config.toml import dump
 
     return dump({"value": list(value) if isinstance(value, tuple) else value}).removeprefix("value = ").strip()
 

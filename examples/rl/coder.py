@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import msgspec
 
 from holdfast.rl.environments.environment import Action, Environment, Observation
-from holdfast.rl.environments.errors import EpisodeOver, UnknownEnvironment
 from holdfast.rl.environments.sandbox import CallTest, Limits, Sandbox, SolutionResult, run_tests
 from holdfast.rl.environments.sandbox.limits import MEBIBYTE
+from holdfast.rl.errors import EpisodeOver, UnknownEnvironment
 
 
 class CodingProblem(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from holdfast.rl.environments.environment import Action, Environment, Observation
-from holdfast.rl.environments.errors import UnknownEnvironment
+from holdfast.rl.errors import UnknownEnvironment
 
 Move = Literal["up", "down", "left", "right"]
 MOVES: tuple[Move, ...] = get_args(Move)

@@ -31,8 +31,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.comms.errors import HoldfastError
-from holdfast.rl.data import arithmetic
 from holdfast.rl.data.episode import Prompt
+from holdfast.rl.data.prompts import arithmetic_training
 from holdfast.rl.rewards.reward import JudgedAnswer
 
 Verifier = Callable[[JudgedAnswer], float]
@@ -248,7 +248,7 @@ def sampled(count: int = 400) -> list[JudgedAnswer]:
     """Answers as a policy draws them, about half of them right."""
     dice, found = random.Random(0), []
     for number in range(count):
-        problem = dice.choice(arithmetic.training())
+        problem = dice.choice(arithmetic_training())
         text = problem.answer if dice.random() < 0.5 else f"{dice.randrange(28):02d}"
         prompt = Prompt(number=number, tokens=(0,), text=problem.prompt, answer="")
         found.append(JudgedAnswer(prompt=prompt, text=text, length=len(text)))

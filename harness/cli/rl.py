@@ -51,8 +51,7 @@ def train(
 
     if not dry_run:
         start_early(*PRELOAD)
-    from holdfast.rl.config.load import load_config
-    from holdfast.rl.config.resume import resolved
+    from holdfast.rl.config.toml import load_config, resolved
 
     read = load_config(config, set_ or ())
     if dry_run:
@@ -205,7 +204,7 @@ def serve(
     import asyncio
     from contextlib import suppress
 
-    from holdfast.rl.environments.serve import serve as serving
+    from holdfast.rl.environments.server import serve as serving
 
     def started(url: str) -> None:
         typer.echo(f"{name}: {url}, {sessions} sessions; Ctrl-C ends it")

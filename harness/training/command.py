@@ -16,8 +16,8 @@ from holdfast.harness.training import episodes_page
 from holdfast.harness.training.driver import train_here
 from holdfast.harness.training.live_view import LiveView
 from holdfast.harness.training.report import processor_line, report_of
-from holdfast.rl.config.load import load_config
 from holdfast.rl.config.run_config import RunConfig
+from holdfast.rl.config.toml import load_config
 from holdfast.rl.run.policy import tokenizer_of
 from holdfast.rl.run.run_directory import RunDirectory
 

@@ -15,16 +15,14 @@ from holdfast.ft.console.console import FoldingTable, console, print_json
 from holdfast.ft.console.units import coarse_seconds, counted, reward_text
 from holdfast.ft.console.visible import visible
 from holdfast.harness.training.command import configuration_of
-from holdfast.rl.config.load import load_config
 from holdfast.rl.config.named_code import load_code
-from holdfast.rl.config.resume import placed
 from holdfast.rl.config.run_config import RunConfig
-from holdfast.rl.export.saved_versions import SavedVersions
-from holdfast.rl.export.version_evaluation import HeldOutAnswer, VersionEvaluation, evaluate_source
-from holdfast.rl.export.weights import export_file, export_folder
+from holdfast.rl.config.toml import load_config, placed
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.run.policy import policy_source
 from holdfast.rl.run.run_directory import RunDirectory
+from holdfast.rl.run.saved_versions import SavedVersions, export_file, export_folder
+from holdfast.rl.run.version_evaluation import HeldOutAnswer, VersionEvaluation, evaluate_source
 from holdfast.rl.trainers.training import weights_digest
 
 EXAMPLES = 4

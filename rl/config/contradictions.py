@@ -11,7 +11,6 @@ from holdfast.comms.plugins.registry import registry
 from holdfast.comms.plugins.spec import BackendInfo, Unavailable
 from holdfast.ft.environment.slurm_hosts import WORD as SLURM
 from holdfast.ft.registers import schemes
-from holdfast.rl.config.errors import BadConfig, ConfigProblem, Key
 from holdfast.rl.config.named_code import ExtraNotInstalled, extra_python, file_of
 from holdfast.rl.config.run_config import (
     CriterionConfig,
@@ -22,8 +21,8 @@ from holdfast.rl.config.run_config import (
     TitanConfig,
     TrainerConfig,
 )
-from holdfast.rl.data.buffer_state import StalenessRule
-from holdfast.rl.data.errors import StalenessUnreachable
+from holdfast.rl.data.replay_buffer import StalenessRule
+from holdfast.rl.errors import BadConfig, ConfigProblem, Key, StalenessUnreachable
 
 Contradiction = tuple[tuple[Key, ...], str]
 """The values that contradict each other, the one to change first, and the reason."""

@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from holdfast.rl.data.errors import InvalidEpisode
+from holdfast.rl.errors import InvalidEpisode
 
 Finish = Literal["stop", "length"]
 """Why a completion ended: by a stop token, or by its limit of tokens."""

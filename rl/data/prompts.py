@@ -1,21 +1,22 @@
 """Prompts in a seeded order, epoch after epoch: prompt `number` is a pure function of data, seed and number.
 
-Seeds, and the tokenizer that needs no file, stand here too.
+Seeds, the tokenizer that needs no file, and the arithmetic task stand here too.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
 from holdfast.rl.data.episode import Prompt
-from holdfast.rl.data.errors import BadDataset
+from holdfast.rl.errors import BadDataset
 
 
 def seed_of(*parts: int | str) -> int:
@@ -131,20 +132,62 @@ def _encoded(problem: Problem, tokenizer: Tokenizer, name: str, number: int) -> 
     return tokens
 
 
-CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
-_UNKNOWN = CHARACTERS.index("?")
+ARITHMETIC_CHARACTERS = "0123456789+= \n"
+PRINTABLE_CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
 
 
-class TextTokenizer:
-    """Characters as tokens. Others than the 96 that it has become question marks."""
+class CharacterTokenizer:
+    """One token for each of `characters`. Others become `unknown`; without one they are refused."""
 
-    vocabulary = len(CHARACTERS)
+    def __init__(self, characters: str = ARITHMETIC_CHARACTERS, unknown: str = "") -> None:
+        self._characters = characters
+        self._numbers = {each: number for number, each in enumerate(characters)}
+        self._unknown = self._numbers[unknown] if unknown else None
 
     def encode(self, text: str) -> list[int]:
-        """Characters to token numbers."""
-        found = [CHARACTERS.find(character) for character in text]
-        return [_UNKNOWN if each < 0 else each for each in found]
+        """Characters to token numbers. Raises ValueError for a character that is not in the vocabulary."""
+        found = [self._numbers.get(character, self._unknown) for character in text]
+        if None in found:
+            raise ValueError(f"{text[found.index(None)]!r} is none of the characters {self._characters!r}")
+        return [each for each in found if each is not None]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Token numbers to characters."""
-        return "".join(map(CHARACTERS.__getitem__, tokens))
+        return "".join(map(self._characters.__getitem__, tokens))
+
+
+_SPLIT_SEED = 20
+_HELD_OUT = {3: 24, 2: 19, 1: 3}
+"""Held-out multisets by their number of distinct digits: a fifth of each kind, and 204 problems in all."""
+
+
+def arithmetic_training() -> tuple[Problem, ...]:
+    """The 796 training problems of the arithmetic task: sums of three digits, `7+8+5=` -> `20`.
+
+    An answer has exactly two characters. The other 204 of the 1,000 problems are never trained on, nor is any
+    reordering of them (`8+7+5=` is held out with `7+8+5=`): the split is by multiset, the same for every seed.
+    """
+    return _arithmetic_split()[0]
+
+
+def arithmetic_held_out() -> tuple[Problem, ...]:
+    """The 204 problems of the arithmetic task for evaluation."""
+    return _arithmetic_split()[1]
+
+
+@cache
+def _arithmetic_split() -> tuple[tuple[Problem, ...], tuple[Problem, ...]]:
+    held_out: set[tuple[int, ...]] = set()
+    multisets = list(itertools.combinations_with_replacement(range(10), 3))
+    random.Random(_SPLIT_SEED).shuffle(multisets)
+    for distinct, count in _HELD_OUT.items():
+        held_out.update([multiset for multiset in multisets if len(set(multiset)) == distinct][:count])
+    every = list(itertools.product(range(10), repeat=3))
+    return (
+        tuple(_sum_of(addends) for addends in every if tuple(sorted(addends)) not in held_out),
+        tuple(_sum_of(addends) for addends in every if tuple(sorted(addends)) in held_out),
+    )
+
+
+def _sum_of(addends: tuple[int, ...]) -> Problem:
+    return Problem(prompt="+".join(map(str, addends)) + "=", answer=f"{sum(addends):02d}")

@@ -1,18 +1,236 @@
-"""The replay buffer between generation and training: bounded staleness, every prompt exactly once."""
+"""The replay buffer between generation and training: a pure state machine, and the tasks that wait on it.
+
+The state machine decides admission of groups, choice of batches, and the staleness bound.
+
+**Claim.** If a group's oldest token has version v, no update s with s - v > `bound` trains the group, in any order of
+`begin`, `finish`, `lose`, `fail`, `serve`, `take` and `commit`; and a batch that waits is filled once the generators
+have finished what they began.
+
+Batch b is trained by the updates b * updates, ..., (b + 1) * updates - 1; so a group of version v may be in batch b if
+b <= d(v) := (v + bound + 1) // updates - 1, its *deadline*. Let D(t) be the number of groups in flight or ready with
+deadline <= t, and b the next batch. All steps keep two invariants:
+
+  (1) begun - failed <= (d(served) + 1) * groups. Only `begin` of a new prompt raises the left side, and it asks for
+      this; d does not fall, because `served` does not.
+  (2) D(t) <= (t + 1 - b) * groups for every t >= b - 1; for t = b - 1: no deadline has passed.
+
+`begin` (of a new prompt or of one that was lost) adds a group with deadline d(served), so D grows for t >= d(served)
+alone. There D(t) <= begun - failed - b * groups, which is what is outstanding, and by (1) that is at most
+(d(served) + 1 - b) * groups. `lose`, `fail`, and `finish` with newer tokens lower D or leave it. `take` hands out the
+oldest ready groups only if (2) holds for b + 1 without them, and `commit` then makes it b + 1. By (2) with t = b - 1
+no outstanding group is late, which is the claim.
+
+Such a batch exists once all outstanding groups are ready: without the `groups` oldest, D(t) is 0 or at most
+(t + 1 - b) * groups - groups. And there are that many, if `served` has reached b * updates: (1) admits
+(d(b * updates) + 1) * groups >= (b + 1) * groups, as long as `bound` >= `updates` - 1 and `capacity` >= `groups`,
+which `StalenessRule` demands.
+
+To wait only for groups that are due now (d = b) is not enough. With bound 2 and groups of one, prompts 0 to 2 begin at
+version 0; if 0 and then 3 (of version 1) were trained first, both 1 and 2 would be due in batch 2.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from operator import attrgetter
+from typing import Any, TypeVar
 
 import msgspec
 
-from holdfast.rl.data.buffer_state import BufferState, Permit, StalenessRule, even_edges
 from holdfast.rl.data.episode import Group
-from holdfast.rl.data.errors import BufferStalled
+from holdfast.rl.errors import BufferStalled, OutOfOrder, StaleGroup, StalenessUnreachable
+
+Item = TypeVar("Item")
+
+_permit_number = attrgetter("number")
+_ready_number = attrgetter("group.prompt.number")
+_ready_age = attrgetter("version", "group.prompt.number")
+
+
+class StalenessRule(msgspec.Struct, frozen=True, kw_only=True):
+    """A batch has `groups`, each trained at most `bound` updates after its oldest token's version.
+
+    A batch is used for `updates` updates of the weights. At most `capacity` groups are in flight or ready; 0: as many
+    as the bound admits.
+    """
+
+    groups: int
+    bound: int = 0
+    updates: int = 1
+    capacity: int = 0
+
+    def __post_init__(self) -> None:
+        if self.groups < 1 or self.updates < 1 or self.bound < 0 or self.capacity < 0:
+            raise StalenessUnreachable(f"{self}: groups and updates must be at least 1, the others at least 0")
+        if self.bound < self.updates - 1:
+            raise StalenessUnreachable(
+                f"the last of updates={self.updates} of a batch is {self.updates - 1} after the newest possible "
+                f"version, and bound={self.bound}; raise the bound to at least {self.updates - 1}"
+            )
+        if 0 < self.capacity < self.groups:
+            raise StalenessUnreachable(
+                f"capacity={self.capacity} holds less than a batch of groups={self.groups}; raise the capacity"
+            )
+
+    def deadline(self, version: int) -> int:
+        """The last batch that may hold a group of this version."""
+        return (version + self.bound + 1) // self.updates - 1
+
+
+class Permit(msgspec.Struct, frozen=True):
+    """Leave to generate the group of prompt `number` with weights of `version` or later."""
+
+    number: int
+    version: int
+
+
+class ReadyGroup(msgspec.Struct, frozen=True):
+    """A group that waits to be trained, and the version that its staleness counts from."""
+
+    group: Group
+    version: int
+
+
+class BufferState(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole buffer; methods return the next state. Encoded, it is what a run resumes from.
+
+    `served` is the version that all generators have reached, `batch` the next batch to train, `begun` the lowest prompt
+    number that was never begun, `failed` the count of prompts without a usable group. `again` are prompts to generate
+    again, after a loss, `in_flight` those being generated, `ready` the groups in the order of their prompts, and
+    `taken` the prompts of the batch that is being trained.
+    """
+
+    rule: StalenessRule
+    served: int = 0
+    batch: int = 0
+    begun: int = 0
+    failed: int = 0
+    again: tuple[int, ...] = ()
+    in_flight: tuple[Permit, ...] = ()
+    ready: tuple[ReadyGroup, ...] = ()
+    taken: tuple[int, ...] = ()
+
+    @property
+    def outstanding(self) -> int:
+        """The number of prompts that were begun, and neither failed nor were trained."""
+        return len(self.again) + len(self.in_flight) + len(self.ready)
+
+    @property
+    def admissible(self) -> int:
+        """How many groups may begin now."""
+        fresh = (self.rule.deadline(self.served) + 1) * self.rule.groups - (self.begun - self.failed)
+        if self.rule.capacity:
+            fresh = min(fresh, self.rule.capacity - self.outstanding)
+        return len(self.again) + max(0, fresh)
+
+    def begin(self) -> tuple[BufferState, Permit] | None:
+        """Begin the next prompt, those that were lost first; None while no group may begin."""
+        if not self.admissible:
+            return None
+        number = self.again[0] if self.again else self.begun
+        permit = Permit(number, self.served)
+        return (
+            self._replace(
+                again=self.again[1:],
+                begun=max(self.begun, number + 1),
+                in_flight=_with(self.in_flight, permit, _permit_number),
+            ),
+            permit,
+        )
+
+    def finish(self, group: Group) -> BufferState:
+        """Add the group of a prompt in flight. Raises `StaleGroup`: it is then still in flight."""
+        at, version = self._place(group.prompt.number), group.version
+        permit = self.in_flight[at]
+        if version < permit.version:
+            raise StaleGroup(permit.number, version, permit.version)
+        ready = _with(self.ready, ReadyGroup(group, version), _ready_number)
+        return self._replace(in_flight=self._without(at), ready=ready)
+
+    def lose(self, number: int) -> BufferState:
+        """The generation of a prompt in flight is lost; it is begun again."""
+        return self._replace(in_flight=self._without(self._place(number)), again=tuple(sorted((*self.again, number))))
+
+    def fail(self, number: int) -> BufferState:
+        """A prompt in flight gives no group, now or later."""
+        return self._replace(in_flight=self._without(self._place(number)), failed=self.failed + 1)
+
+    def serve(self, version: int) -> BufferState:
+        """All generators have reached the weights of `version`."""
+        if version < self.served:
+            raise OutOfOrder(f"version {version} is served after version {self.served}: versions do not go back")
+        return self._replace(served=version)
+
+    def take(self, batch: int) -> BufferState | None:
+        """Choose the groups of `batch`, the next one; None while they must be waited for.
+
+        Choosing again changes nothing.
+        """
+        if batch != self.batch:
+            raise OutOfOrder(f"batch {batch} is taken, and the next one is {self.batch}: commit each before the next")
+        if self.taken:
+            return self
+        oldest = sorted(self.ready, key=_ready_age)[: self.rule.groups]
+        chosen = {each.group.prompt.number for each in oldest}
+        if len(chosen) < self.rule.groups or not self._feasible_without(chosen):
+            return None
+        return self._replace(taken=tuple(sorted(chosen)))
+
+    def batch_groups(self) -> tuple[Group, ...]:
+        """The groups of the batch that was taken, in the order of their prompts."""
+        taken = set(self.taken)
+        return tuple(each.group for each in self.ready if each.group.prompt.number in taken)
+
+    def commit(self) -> BufferState:
+        """The batch that was taken is trained, by all of its updates."""
+        if not self.taken:
+            raise OutOfOrder(f"batch {self.batch} is committed, and was not taken")
+        taken = set(self.taken)
+        rest = tuple(each for each in self.ready if each.group.prompt.number not in taken)
+        return self._replace(batch=self.batch + 1, ready=rest, taken=())
+
+    def resumed(self) -> BufferState:
+        """The state for a new process: what was in flight, or taken, begins anew."""
+        lost = (*self.again, *(each.number for each in self.in_flight))
+        return self._replace(again=tuple(sorted(lost)), in_flight=(), taken=())
+
+    def _feasible_without(self, chosen: set[int]) -> bool:
+        """Whether every other group can still be trained in time, after this batch: invariant (2)."""
+        versions = [each.version for each in self.ready if each.group.prompt.number not in chosen]
+        versions += [each.version for each in self.in_flight]
+        deadlines = sorted(self.rule.deadline(each) for each in versions)
+        return all(
+            count <= (deadline - self.batch) * self.rule.groups for count, deadline in enumerate(deadlines, start=1)
+        )
+
+    def _place(self, number: int) -> int:
+        """The place of a prompt among those in flight."""
+        at = bisect_left(self.in_flight, number, key=_permit_number)
+        if at == len(self.in_flight) or self.in_flight[at].number != number:
+            raise OutOfOrder(f"prompt {number} is not in flight: it was not begun, or it is over already")
+        return at
+
+    def _without(self, at: int) -> tuple[Permit, ...]:
+        return self.in_flight[:at] + self.in_flight[at + 1 :]
+
+    def _replace(self, **fields: object) -> BufferState:
+        return msgspec.structs.replace(self, **fields)
+
+
+def even_edges(count: int, parts: int) -> list[tuple[int, int]]:
+    """The edges of `parts` consecutive parts of `count` things, as even as possible."""
+    return [(count * part // parts, count * (part + 1) // parts) for part in range(parts)]
+
+
+def _with(items: tuple[Item, ...], item: Item, number: Callable[[Any], int]) -> tuple[Item, ...]:
+    """`items`, which are in the order of their numbers, with one more in its place."""
+    at = bisect_left(items, number(item), key=number)
+    return (*items[:at], item, *items[at:])
+
 
 Result = TypeVar("Result")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.rl.environments.errors import EnvironmentLied
+from holdfast.rl.errors import EnvironmentLied
 
 
 class Action(msgspec.Struct, frozen=True):

@@ -12,16 +12,16 @@ import msgspec
 
 from holdfast.rl.config.named_code import NoSuchCode, load_code
 from holdfast.rl.environments.environment import Environment, checked
-from holdfast.rl.environments.errors import UnknownEnvironment
 from holdfast.rl.environments.local import LocalPool
-from holdfast.rl.environments.session_source import SessionSource
+from holdfast.rl.environments.session import SessionSource
+from holdfast.rl.errors import UnknownEnvironment
 
 SHIPPED: Mapping[str, str] = {
-    "arithmetic": "holdfast.rl.environments.builtin.arithmetic:ArithmeticEnvironment",
-    "guess": "holdfast.rl.environments.builtin.guess_number:GuessNumberEnvironment",
-    "gymnasium": "holdfast.rl.environments.adapters.gymnasium:GymnasiumEnvironment",
-    "mcp": "holdfast.rl.environments.tools.tool_environment:stock_tools",
-    "textarena": "holdfast.rl.environments.adapters.textarena:TextArenaEnvironment",
+    "arithmetic": "holdfast.rl.environments.builtin:ArithmeticEnvironment",
+    "guess": "holdfast.rl.environments.builtin:GuessNumberEnvironment",
+    "gymnasium": "holdfast.rl.environments.gymnasium:GymnasiumEnvironment",
+    "mcp": "holdfast.rl.environments.mcp:stock_tools",
+    "textarena": "holdfast.rl.environments.textarena:TextArenaEnvironment",
 }
 """Where the shipped environments are; imported at first use."""
 
@@ -84,7 +84,7 @@ def open_sessions(name: str, *, timeout: float = 30.0, wait: float = 60.0, limit
     Use it within an event loop. Raises UnknownEnvironment.
     """
     if name.startswith(("ws://", "wss://", "http://", "https://")):
-        from holdfast.rl.environments.pool import EnvironmentPool
+        from holdfast.rl.environments.client import EnvironmentPool
 
         return EnvironmentPool(name.split(","), timeout=timeout, wait=wait, limit=limit)
     return LocalPool(environment_factory(name), name, timeout=timeout, wait=wait, limit=limit)

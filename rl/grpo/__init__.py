@@ -1,1 +1,1 @@
-"""Group-relative policy optimisation: `loop` (both loops and an episode), `loss`, `batch`, and `games`."""
+"""Group-relative policy optimisation: `loop` (both loops and an episode), `loss`, `batch`, and `token_logprobs`."""

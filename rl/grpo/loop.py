@@ -10,7 +10,7 @@ from functools import partial
 from holdfast.rl.config.run_config import Sampling
 from holdfast.rl.data.episode import Completion, Group, Prompt, SamplingRequest
 from holdfast.rl.data.replay_buffer import Batch, FailedGroup, ReplayBuffer, StepReport
-from holdfast.rl.grpo.games import EnvironmentGames
+from holdfast.rl.environments.play import EnvironmentGames
 
 Work = Callable[[], Awaitable[None]]
 Spawn = Callable[[Work], "asyncio.Task[None]"]

@@ -14,7 +14,7 @@ import msgspec
 
 from holdfast.comms.errors import describe
 from holdfast.rl.data.episode import MOST_REWARD, Prompt, is_usable_reward
-from holdfast.rl.rewards.errors import RewardFailed
+from holdfast.rl.errors import RewardFailed
 
 
 class JudgedAnswer(msgspec.Struct, frozen=True, kw_only=True):

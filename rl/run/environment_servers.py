@@ -17,12 +17,11 @@ from holdfast.rl.actors.errors import ServiceFailed
 from holdfast.rl.actors.replicas import ReplicaEvent, ServiceReplica
 from holdfast.rl.actors.service import Service, ServiceStatus, served
 from holdfast.rl.config.run_config import EnvironmentConfig
-from holdfast.rl.environments.client import EnvironmentClient
-from holdfast.rl.environments.errors import EnvironmentFailed, UnknownEnvironment
-from holdfast.rl.environments.pool import EnvironmentPool
+from holdfast.rl.environments.client import EnvironmentClient, EnvironmentPool
 from holdfast.rl.environments.registry import check_environment, environment_factory
 from holdfast.rl.environments.server import EnvironmentServer
-from holdfast.rl.environments.session_source import SessionSource
+from holdfast.rl.environments.session import SessionSource
+from holdfast.rl.errors import EnvironmentFailed, UnknownEnvironment
 from holdfast.rl.run.telemetry import ProcessRecorder, RunTelemetry, answers
 from holdfast.rl.telemetry import WorkReport
 

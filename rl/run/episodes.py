@@ -14,15 +14,13 @@ from holdfast.rl.actors.service import ServiceStatus
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.data.episode import Completion, Group, Prompt
 from holdfast.rl.data.replay_buffer import FailedGroup, ReplayBuffer
+from holdfast.rl.environments.play import EnvironmentGames, EpisodeFailure, codec_of
+from holdfast.rl.errors import RewardFailed, RunFailed
 from holdfast.rl.generators.errors import ModelMisfit
 from holdfast.rl.generators.models import ModelSource
-from holdfast.rl.grpo.games import EnvironmentGames, EpisodeFailure, codec_of
 from holdfast.rl.grpo.loop import Generate, generate_episode, play_episodes
-from holdfast.rl.rewards.configured_reward import reward_of
-from holdfast.rl.rewards.errors import RewardFailed
-from holdfast.rl.rewards.judge import Judge
+from holdfast.rl.rewards.judge import Judge, reward_of
 from holdfast.rl.run.environment_servers import EnvironmentServers, check_name
-from holdfast.rl.run.errors import RunFailed
 from holdfast.rl.run.evaluation import HeldOutResult, play_games, play_prompts
 from holdfast.rl.run.policy import Task, in_policy_process, task_of, tokenizer_of, warm_up, warmed_up
 from holdfast.rl.run.run_events import EpisodeFailed

@@ -9,10 +9,9 @@ import msgspec
 
 from holdfast.rl.config.run_config import Sampling
 from holdfast.rl.data.episode import Completion, Episode, Prompt
-from holdfast.rl.data.errors import OtherVersion
-from holdfast.rl.grpo.games import EnvironmentGames
+from holdfast.rl.environments.play import EnvironmentGames
+from holdfast.rl.errors import OtherVersion, RewardFailed
 from holdfast.rl.grpo.loop import Generate
-from holdfast.rl.rewards.errors import RewardFailed
 from holdfast.rl.rewards.judge import Judge
 from holdfast.rl.rewards.reward import Score
 from holdfast.rl.trainers.best_version import BestVersion

@@ -20,15 +20,26 @@ from torch.nn.functional import cross_entropy
 
 from holdfast.ft.processes.remote_calls import call_in_fork
 from holdfast.rl.config.run_config import ModelConfig, RunConfig
-from holdfast.rl.data import arithmetic
-from holdfast.rl.data.prompts import Problem, PromptSource, TextTokenizer, Tokenizer, hold_out, read_problems, seed_of
+from holdfast.rl.data.prompts import (
+    ARITHMETIC_CHARACTERS,
+    PRINTABLE_CHARACTERS,
+    CharacterTokenizer,
+    Problem,
+    PromptSource,
+    Tokenizer,
+    arithmetic_held_out,
+    arithmetic_training,
+    hold_out,
+    read_problems,
+    seed_of,
+)
 from holdfast.rl.generators.errors import ModelMisfit
 from holdfast.rl.generators.models import ModelSource, save_model
 from holdfast.rl.trainers.adapters import check_adapters
 
 SMALL_LLAMA = {
     "model_type": "llama",
-    "vocab_size": arithmetic.CharacterTokenizer.vocabulary,
+    "vocab_size": len(ARITHMETIC_CHARACTERS),
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
@@ -39,7 +50,7 @@ SMALL_LLAMA = {
 }
 """A Llama of 84,032 parameters, for the arithmetic task."""
 
-SMALL_TEXT_LLAMA = {**SMALL_LLAMA, "vocab_size": TextTokenizer.vocabulary, "max_position_embeddings": 512}
+SMALL_TEXT_LLAMA = {**SMALL_LLAMA, "vocab_size": len(PRINTABLE_CHARACTERS), "max_position_embeddings": 512}
 """The same for the texts of environments: 94,528 parameters."""
 
 
@@ -103,7 +114,7 @@ def task_of(config: RunConfig) -> Task:
     """The task of a configuration. Raises `BadDataset`."""
     data = config.data
     if data.task == "arithmetic":
-        problems, held_out, names = arithmetic.training(), arithmetic.held_out(), ("arithmetic", "arithmetic")
+        problems, held_out, names = arithmetic_training(), arithmetic_held_out(), ("arithmetic", "arithmetic")
     else:
         problems = read_problems(Path(data.train))
         held_out = read_problems(Path(data.held_out)) if data.held_out else ()
@@ -123,7 +134,7 @@ def tokenizer_of(config: RunConfig) -> Tokenizer:
     """The tokenizer of a configuration's policy."""
     if config.model.path:
         return PretrainedTokenizer(Path(config.model.path))
-    return arithmetic.CharacterTokenizer() if config.has_prompts else TextTokenizer()
+    return CharacterTokenizer() if config.has_prompts else CharacterTokenizer(PRINTABLE_CHARACTERS, unknown="?")
 
 
 # -- in a process of its own

@@ -14,8 +14,8 @@ from holdfast.rl.actors.replicas import ReplicaEvent, ServiceReplica
 from holdfast.rl.actors.service import Service, served
 from holdfast.rl.config.named_code import extra_python
 from holdfast.rl.config.run_config import RunConfig
+from holdfast.rl.errors import RunFailed
 from holdfast.rl.generators.models import ModelSource
-from holdfast.rl.run.errors import RunFailed
 from holdfast.rl.run.hosts import service_options, session_options
 from holdfast.rl.run.run_status import TrainerRow
 from holdfast.rl.run.telemetry import ProcessRecorder, RunTelemetry, answers

@@ -29,15 +29,13 @@ from holdfast.ft.launch.job_contract import LocalContract
 from holdfast.rl.actors.engine import Engine
 from holdfast.rl.actors.service import ServiceStatus, metrics_if_asked
 from holdfast.rl.config.contradictions import check_plugins_run_here, staleness_rule
-from holdfast.rl.config.load import load_config
-from holdfast.rl.config.resume import check_unchanged, placed, resolved
 from holdfast.rl.config.run_config import RunConfig
-from holdfast.rl.data.buffer_state import BufferState
-from holdfast.rl.data.replay_buffer import Batch, ReplayBuffer, StepReport
+from holdfast.rl.config.toml import check_unchanged, load_config, placed, resolved
+from holdfast.rl.data.replay_buffer import Batch, BufferState, ReplayBuffer, StepReport
+from holdfast.rl.errors import RunFailed, StepsDone
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.grpo.loop import asynchronous, synchronous
 from holdfast.rl.run.episodes import RunEpisodes, all_done
-from holdfast.rl.run.errors import RunFailed, StepsDone
 from holdfast.rl.run.evaluation import EvaluationScore, HeldOutEvaluation
 from holdfast.rl.run.generation import Generators
 from holdfast.rl.run.hosts import between_hosts, new_register

@@ -13,7 +13,7 @@ from holdfast.rl.config.run_config import ModelConfig, RunConfig, TrainerConfig
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.grpo.batch import TrainingTokens
 from holdfast.rl.grpo.loss import StepTotals, loss
-from holdfast.rl.kernels.token_logprobs import token_logprobs
+from holdfast.rl.grpo.token_logprobs import token_logprobs
 from holdfast.rl.trainers.adapters import add_adapters
 
 if TYPE_CHECKING:

@@ -14,10 +14,9 @@ import msgspec
 from holdfast import ft
 from holdfast.comms.errors import HoldfastError, StaleEpoch, describe
 from holdfast.rl.config.run_config import RunConfig
-from holdfast.rl.data.buffer_state import BufferState
-from holdfast.rl.data.encoded_batch import EncodedBatch
-from holdfast.rl.data.replay_buffer import StepReport
+from holdfast.rl.data.replay_buffer import BufferState, StepReport
 from holdfast.rl.generators.models import ModelSource
+from holdfast.rl.grpo.batch import EncodedBatch
 from holdfast.rl.telemetry import WorkLog, WorkReport
 from holdfast.rl.trainers.errors import NoBatch, TrainerEnded, TrainerEvicted, TrainerUnjoined
 from holdfast.rl.trainers.training import Publisher, Training

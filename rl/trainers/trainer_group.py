@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from holdfast.comms.errors import describe
-from holdfast.rl.data.encoded_batch import EncodedBatch
 from holdfast.rl.data.replay_buffer import Batch, StepReport
+from holdfast.rl.grpo.batch import EncodedBatch
 from holdfast.rl.trainers.errors import TrainersLost
 from holdfast.rl.trainers.trainer_actor import TrainerPosition
 

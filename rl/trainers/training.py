@@ -18,11 +18,9 @@ from holdfast import ft
 from holdfast.comms.errors import Mismatch, Revoked, StaleEpoch
 from holdfast.ft.console.units import counted
 from holdfast.rl.config.run_config import RunConfig
-from holdfast.rl.data.buffer_state import BufferState
-from holdfast.rl.data.encoded_batch import EncodedBatch, decode_state
-from holdfast.rl.data.replay_buffer import StepReport
+from holdfast.rl.data.replay_buffer import BufferState, StepReport
 from holdfast.rl.generators.models import ModelSource
-from holdfast.rl.grpo.batch import TrainingTokens, UpdateTokens, updates_of
+from holdfast.rl.grpo.batch import EncodedBatch, TrainingTokens, UpdateTokens, decode_state, updates_of
 from holdfast.rl.grpo.loss import StepTotals
 from holdfast.rl.telemetry import WorkLog
 from holdfast.rl.trainers.errors import BadBatch

@@ -16,9 +16,8 @@ class PolicyStep:
         import torch
 
         from holdfast.rl.config.run_config import RunConfig, Sampling
-        from holdfast.rl.data import arithmetic
         from holdfast.rl.data.episode import Completion, SamplingRequest
-        from holdfast.rl.data.prompts import PromptSource
+        from holdfast.rl.data.prompts import CharacterTokenizer, PromptSource, arithmetic_training
         from holdfast.rl.generators.batches import ContinuousBatch, RunningRequest
         from holdfast.rl.generators.models import ModelSource
         from holdfast.rl.run.policy import SMALL_LLAMA
@@ -28,7 +27,7 @@ class PolicyStep:
             return
         torch.set_num_threads(1)
         config, model = RunConfig(), ModelSource(config=SMALL_LLAMA, seed=0)
-        source = PromptSource(arithmetic.training(), arithmetic.CharacterTokenizer(), 0, "arithmetic")
+        source = PromptSource(arithmetic_training(), CharacterTokenizer(), 0, "arithmetic")
         sampling = Sampling(group=8, max_new_tokens=2)
         prompts = [source.prompt(number) for number in range(32)]
         request = SamplingRequest(
@@ -70,9 +69,8 @@ class PolicyStep:
 
 def _update(prompts: Any, completions: Any, size: int, objective: Any) -> Any:
     """The tokens of an update; every second completion of a group is right."""
-    from holdfast.rl.data.encoded_batch import BatchColumns
     from holdfast.rl.data.episode import Episode, Group
-    from holdfast.rl.grpo.batch import updates_of
+    from holdfast.rl.grpo.batch import BatchColumns, updates_of
 
     groups = []
     for number, prompt in enumerate(prompts):
@@ -97,7 +95,7 @@ class Bookkeeping:
     """Seconds to begin, finish, take and commit the groups of 50 batches."""
 
     def time_batches(self) -> None:
-        from holdfast.rl.data.buffer_state import BufferState, StalenessRule
+        from holdfast.rl.data.replay_buffer import BufferState, StalenessRule
 
         state = BufferState(rule=StalenessRule(groups=32, bound=1))
         for batch in range(50):

@@ -77,7 +77,7 @@ LAYERS = {
         torchstore
     """,
     "rl": """
-        kernels
+        errors
         data
         config
         rewards
@@ -88,7 +88,6 @@ LAYERS = {
         trainers
         actors
         run
-        export
     """,
     "harness": """
         links command_line

@@ -95,11 +95,10 @@ AS_THEY_COME = {
     "ft/launch/guardian.py": "a line that a pipe takes at once or not at all",
     "ft/launch/local_launcher.py": "lines are put together from what has come",
     "harness/testbed/netns.py": "single bytes",
-    "rl/environments/sandbox/watch.py": "output is taken as it comes, up to its limit",
+    "rl/environments/sandbox/limits.py": "output is taken as it comes, up to its limit",
     "rl/environments/sandbox/inside/execute.py": "a loop of its own: the sandbox has the standard library alone",
     "rl/environments/sandbox/inside/namespaces.py": "a line that /proc takes at once or not at all",
-    "rl/environments/sandbox/inside/run.py": "lines that a pipe takes at once; a file in memory is read whole",
-    "rl/environments/sandbox/inside/template.py": "a line of /proc",
+    "rl/environments/sandbox/inside/template.py": "lines of a pipe and of /proc; a file in memory is read whole",
 }
 
 

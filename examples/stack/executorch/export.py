@@ -20,11 +20,11 @@ from holdfast.ft.console.units import coarse_seconds, counted
 from holdfast.rl.config.named_code import extra_python
 from holdfast.rl.config.run_config import GeneratorConfig, RunConfig, Sampling
 from holdfast.rl.data.episode import Prompt
-from holdfast.rl.export.version_evaluation import held_out_prompts
-from holdfast.rl.export.weights import new_file
 from holdfast.rl.generators.models import ModelSource, longest_sequence, save_model
 from holdfast.rl.generators.transformers_generator import TransformersGenerator
 from holdfast.rl.run.policy import task_of
+from holdfast.rl.run.saved_versions import new_file
+from holdfast.rl.run.version_evaluation import held_out_prompts
 
 COMPARED_PROMPTS = 200
 """How many held-out prompts a program is compared with the model on, at most."""

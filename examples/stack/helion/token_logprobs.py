@@ -3,7 +3,7 @@
     python examples/stack/helion/token_logprobs.py                      # on a GPU
     HELION_INTERPRET=1 python examples/stack/helion/token_logprobs.py   # anywhere, in Helion's interpreter
 
-Prints the largest errors. The functions have the interface of `holdfast.rl.kernels.triton_kernels`, so holdfast's
+Prints the largest errors. The functions have the interface of `holdfast.rl.grpo.triton_logprobs`, so holdfast's
 autograd runs over them: `fused_token_logprobs(kernels, ...)`, where `kernels` is this module. Needs
 pip install helion.
 """
@@ -18,7 +18,7 @@ import helion
 import helion.language as hl
 import torch
 
-from holdfast.rl.kernels.token_logprobs import eager_token_logprobs, fused_token_logprobs
+from holdfast.rl.grpo.token_logprobs import eager_token_logprobs, fused_token_logprobs
 
 Tensor = torch.Tensor
 

@@ -18,8 +18,8 @@ from openenv.cli.__main__ import app
 from openenv.core import GenericEnvClient
 from typer.testing import CliRunner
 
+from holdfast.rl.environments.client import EnvironmentPool
 from holdfast.rl.environments.environment import Action
-from holdfast.rl.environments.pool import EnvironmentPool
 from holdfast.rl.environments.registry import environment_factory
 from holdfast.rl.environments.server import EnvironmentServer
 

@@ -20,11 +20,10 @@ from holdfast.ft import Session
 from holdfast.ft.processes.zygote_client import zygote
 from holdfast.harness import LocalCluster
 from holdfast.rl.config.run_config import RunConfig, TitanConfig, TrainerConfig
-from holdfast.rl.data.buffer_state import BufferState, StalenessRule
-from holdfast.rl.data.encoded_batch import EncodedBatch
 from holdfast.rl.data.episode import Episode, Group, Prompt
-from holdfast.rl.data.replay_buffer import Batch
+from holdfast.rl.data.replay_buffer import Batch, BufferState, StalenessRule
 from holdfast.rl.generators.models import ModelSource
+from holdfast.rl.grpo.batch import EncodedBatch
 from holdfast.rl.trainers.training import Training
 
 BATCHES, SHARDS, WORDS = 4, 4, 13

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from holdfast.rl.actors.local import LocalEngine
-from holdfast.rl.config.load import parse_config
+from holdfast.rl.config.toml import parse_config
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import Evaluated, Event, ProcessLost, ProcessStarted, StepTrained, WeightsServed
 from holdfast.rl.run.training_run import TrainingRun

@@ -22,8 +22,8 @@ from holdfast.rl.actors.local import LocalEngine
 from holdfast.rl.actors.service import Service, served
 from holdfast.rl.config.named_code import extra_python
 from holdfast.rl.config.run_config import GeneratorConfig, RunConfig
-from holdfast.rl.data import arithmetic
 from holdfast.rl.data.episode import Completion, SamplingRequest
+from holdfast.rl.data.prompts import ARITHMETIC_CHARACTERS, CharacterTokenizer, arithmetic_held_out
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.run.generation import ServedVllmGenerator
 from holdfast.store import WeightStore
@@ -35,7 +35,7 @@ SECONDS = 600.0
 SOURCE = ModelSource(
     config={
         "model_type": "llama",
-        "vocab_size": arithmetic.CharacterTokenizer.vocabulary,
+        "vocab_size": len(ARITHMETIC_CHARACTERS),
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_hidden_layers": 2,
@@ -45,7 +45,7 @@ SOURCE = ModelSource(
         "initializer_range": 0.2,
     }
 )
-PROMPTS = tuple(tuple(arithmetic.CharacterTokenizer().encode(each.prompt)) for each in arithmetic.held_out()[:16])
+PROMPTS = tuple(tuple(CharacterTokenizer().encode(each.prompt)) for each in arithmetic_held_out()[:16])
 
 
 class Load:

@@ -21,8 +21,8 @@ from holdfast.ft.faultpoints import POINTS, WORKLOAD_POINTS
 from holdfast.ft.timeouts import Timeouts
 from holdfast.harness.chaos.scenario.fault_type import FaultType, fault_types
 from holdfast.harness.chaos.scenario.workload import ReinforcementLearning, Workload
-from holdfast.rl.config.errors import BadConfig, Key, dotted
-from holdfast.rl.config.load import lines_of, nearest_line
+from holdfast.rl.config.toml import lines_of, nearest_line
+from holdfast.rl.errors import BadConfig, Key, dotted
 
 Positive = Annotated[float, Meta(gt=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]

@@ -8,9 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import msgspec
 from msgspec import Meta
 
-from holdfast.rl.config.load import parse_config
-from holdfast.rl.config.resume import dump, placed
 from holdfast.rl.config.run_config import RunConfig
+from holdfast.rl.config.toml import dump, parse_config, placed
 
 Count = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(ge=0)]

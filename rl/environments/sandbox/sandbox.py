@@ -1,24 +1,135 @@
-"""Run Python that is not to be trusted: every run behind walls of its own, forked from one warm template.
+"""Run Python that is not to be trusted: every run behind walls of its own, forked from one warm template process.
+
+The template is started once, asked for runs, and replaced when it is gone.
 
 Stops: a run that changes the program or the input of another one, since both are sealed.
 """
 
 from __future__ import annotations
 
+import array
 import fcntl
 import json
 import os
+import socket
+import subprocess
+import sys
 import threading
+from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 import msgspec
 
+from holdfast.comms.system.descriptors import OwnedDescriptor
 from holdfast.comms.system.file_io import write_all
+from holdfast.rl.environments.sandbox.inside import seccomp
 from holdfast.rl.environments.sandbox.inside.execute import encode
-from holdfast.rl.environments.sandbox.limits import Limits, SandboxError, SandboxResult
-from holdfast.rl.environments.sandbox.template_process import ForkedRun, TemplateDied, TemplateProcess
-from holdfast.rl.environments.sandbox.watch import RunWatch, Streams
+from holdfast.rl.environments.sandbox.limits import (
+    ForkedRun,
+    Limits,
+    RunWatch,
+    SandboxError,
+    SandboxResult,
+    SandboxUnavailable,
+    Streams,
+    unavailable,
+)
+
+START_TIMEOUT: Final = 60.0
+FORK_TIMEOUT: Final = 30.0
+"""Seconds that the template may take to fork a run, on a machine that is busy."""
+
+_FOLDER = Path(__file__).resolve().parent
+_BOOTSTRAP = """
+import sys, types
+for name in ("holdfast", "holdfast.rl", "holdfast.rl.environments", sys.argv[1]):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [sys.argv[2]]
+from holdfast.rl.environments.sandbox.inside.template import main
+main(int(sys.argv[3]), int(sys.argv[4]))
+"""
+"""Imports the modules of `inside` by their names, without the packages above them, which load torch."""
+
+
+class TemplateDied(Exception):
+    """The template process is gone, or does not answer."""
+
+
+class TemplateProcess:
+    """A running template. One thread at a time may use it. Raises SandboxUnavailable if the walls cannot stand."""
+
+    def __init__(self) -> None:
+        if sys.platform != "linux" or os.uname().machine not in seccomp.AUDIT:
+            raise SandboxUnavailable(
+                f"it is built of Linux namespaces on {' and '.join(seccomp.AUDIT)}", "run it on such a machine"
+            )
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        job = os.pidfd_open(os.getpid())
+        try:
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-s", "-S", "-P", "-X", "utf8", "-c", _BOOTSTRAP),
+                    *(__package__, str(_FOLDER), str(theirs.fileno()), str(job)),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={"PYTHONHASHSEED": "0", "LANG": "C.UTF-8"},
+                cwd="/",
+                pass_fds=(theirs.fileno(), job),
+                start_new_session=True,
+            )
+        finally:
+            theirs.close()
+            os.close(job)
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def _wait_until_ready(self) -> None:
+        self._channel.settimeout(START_TIMEOUT)
+        try:
+            answer = self._channel.recv(4096)
+        except OSError as error:
+            raise SandboxUnavailable(
+                f"its template process did not start ({error})", "look for a machine without memory or processors left"
+            ) from error
+        if not answer:
+            raise SandboxUnavailable(
+                f"its template process ended with status {self._process.wait()}",
+                f"see what `{sys.executable} -S -c 'import json'` says",
+            )
+        if found := json.loads(answer):
+            raise unavailable(str(found["failed"]), int(found["errno"]))
+
+    def fork(self, limits: dict[str, float], fds: Sequence[int]) -> ForkedRun:
+        """Begin a run that owns copies of the descriptors. Raises TemplateDied."""
+        self._channel.settimeout(FORK_TIMEOUT)
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
+        received = array.array("i")
+        try:
+            self._channel.sendmsg([json.dumps(limits).encode()], rights)
+            answer, ancillary, _, _ = self._channel.recvmsg(256, socket.CMSG_SPACE(4))
+            for _, _, packed in ancillary:
+                received.frombytes(packed)
+            return ForkedRun(int(answer), OwnedDescriptor(received[0]))
+        except (OSError, ValueError, IndexError) as error:
+            raise TemplateDied(str(error) or "it closed its socket") from error
+
+    def close(self) -> None:
+        """Kill the template; the kernel kills all of its runs."""
+        self._channel.close()
+        self._process.kill()
+        self._process.wait()
+
 
 _SEALED = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 

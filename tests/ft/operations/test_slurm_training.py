@@ -14,7 +14,7 @@ import pytest
 from holdfast.ft.environment.slurm_hosts import NotUnderSlurm, found_hosts, own_slurm_host, slurm_hosts
 from holdfast.ft.launch.job_contract import ReservedPort
 from holdfast.harness.testbed.etcd import EtcdCluster
-from holdfast.rl.config.load import load_config
+from holdfast.rl.config.toml import load_config
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import Event, ProcessLost, ProcessStarted, StepTrained
 from support import slurm

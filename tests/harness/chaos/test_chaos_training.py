@@ -18,7 +18,7 @@ from holdfast.harness.chaos.run.training_processes import TrainingRecord
 from holdfast.harness.chaos.scenario import library
 from holdfast.harness.chaos.scenario.planning import schedule
 from holdfast.harness.chaos.scenario.scenario import BadScenario, parse
-from holdfast.rl.config.load import parse_config
+from holdfast.rl.config.toml import parse_config
 from holdfast.rl.run.run_events import EpisodeFailed, Event, RunResumed, StepTrained, WeightsPublished, WeightsServed
 
 STEPS = 16

@@ -15,11 +15,19 @@ from hypothesis import strategies as st
 
 from holdfast.comms.plugins.registry import registry
 from holdfast.rl.config.contradictions import check_plugins_run_here
-from holdfast.rl.config.errors import BadConfig, ConfigChanged
-from holdfast.rl.config.load import load_config, parse_config
 from holdfast.rl.config.named_code import extra_python
-from holdfast.rl.config.resume import check_unchanged, differences, dump, fingerprint, placed, resolved
 from holdfast.rl.config.run_config import PRESETS, CriterionConfig, Objective, RunConfig, objective
+from holdfast.rl.config.toml import (
+    check_unchanged,
+    differences,
+    dump,
+    fingerprint,
+    load_config,
+    parse_config,
+    placed,
+    resolved,
+)
+from holdfast.rl.errors import BadConfig, ConfigChanged
 from support.source_tree import ROOT, modules, parsed
 
 EXAMPLE = ROOT / "examples" / "rl" / "arithmetic.toml"

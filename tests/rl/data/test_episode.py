@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from holdfast.rl.data.episode import Completion, Episode, Group, Prompt, SamplingRequest
-from holdfast.rl.data.errors import InvalidEpisode
+from holdfast.rl.errors import InvalidEpisode
 
 PROMPT = Prompt(number=7, tokens=(1, 2), text="1+2=", answer="3")
 COMPLETION = Completion(tokens=(3, 4), logprobs=(-0.5, 0.0), versions=(5, 6), finish="stop")

@@ -8,13 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.rl.data import arithmetic
-from holdfast.rl.data.buffer_state import StalenessRule
-from holdfast.rl.data.errors import BadDataset
-from holdfast.rl.data.prompts import Problem, PromptSource, hold_out, read_problems
-from holdfast.rl.data.replay_buffer import ReplayBuffer
+from holdfast.rl.data.prompts import (
+    CharacterTokenizer,
+    Problem,
+    PromptSource,
+    arithmetic_held_out,
+    arithmetic_training,
+    hold_out,
+    read_problems,
+)
+from holdfast.rl.data.replay_buffer import ReplayBuffer, StalenessRule
+from holdfast.rl.errors import BadDataset
 
-TOKENIZER = arithmetic.CharacterTokenizer()
+TOKENIZER = CharacterTokenizer()
 
 
 @given(count=st.integers(1, 30), seed=st.integers(0, 2**40), epoch=st.integers(0, 50))
@@ -29,14 +35,14 @@ def test_an_epoch_holds_every_problem_once(count: int, seed: int, epoch: int) ->
 
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     def order(seed: int, epoch: int) -> tuple[str, ...]:
-        source = PromptSource(arithmetic.training(), TOKENIZER, seed)
+        source = PromptSource(arithmetic_training(), TOKENIZER, seed)
         return tuple(source.prompt(epoch * len(source) + place).text for place in range(len(source)))
 
     assert len({order(seed, epoch) for seed in (0, 1) for epoch in (0, 1, 2)}) == 6
 
 
 async def test_a_resumed_buffer_begins_with_what_was_in_flight() -> None:
-    source = PromptSource(arithmetic.training(), TOKENIZER, 3)
+    source = PromptSource(arithmetic_training(), TOKENIZER, 3)
     buffer = ReplayBuffer(StalenessRule(groups=4))
     begun = [source.prompt((await buffer.admit()).number) for _ in range(4)]
     assert begun == [source.prompt(number) for number in range(4)]
@@ -46,10 +52,10 @@ async def test_a_resumed_buffer_begins_with_what_was_in_flight() -> None:
 
 def test_the_arithmetic_task_holds_out_problems_that_are_never_trained_on() -> None:
     trained, held_out = (
-        {each.prompt for each in problems} for problems in (arithmetic.training(), arithmetic.held_out())
+        {each.prompt for each in problems} for problems in (arithmetic_training(), arithmetic_held_out())
     )
     assert trained and held_out and not trained & held_out
-    for each in (*arithmetic.training(), *arithmetic.held_out()):
+    for each in (*arithmetic_training(), *arithmetic_held_out()):
         assert int(each.answer) == sum(map(int, each.prompt.rstrip("=").split("+")))
     assert TOKENIZER.decode(TOKENIZER.encode("7+8+5= \n")) == "7+8+5= \n"
 

@@ -10,10 +10,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from holdfast.rl.data.buffer_state import BufferState, Permit, StalenessRule
 from holdfast.rl.data.episode import Group, Prompt
-from holdfast.rl.data.errors import BufferStalled, OutOfOrder, StaleGroup, StalenessUnreachable
-from holdfast.rl.data.replay_buffer import Batch, FailedGroup, ReplayBuffer
+from holdfast.rl.data.replay_buffer import Batch, BufferState, FailedGroup, Permit, ReplayBuffer, StalenessRule
+from holdfast.rl.errors import BufferStalled, OutOfOrder, StaleGroup, StalenessUnreachable
 from support.rl.small_batches import episode
 
 

@@ -10,15 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.rl.config.run_config import objective
-from holdfast.rl.data.encoded_batch import BatchColumns
 from holdfast.rl.data.episode import Completion, Finish, Group, Prompt
-from holdfast.rl.data.errors import InvalidEpisode
-from holdfast.rl.environments.builtin.guess_number import GuessNumberEnvironment
+from holdfast.rl.environments.builtin import GuessNumberEnvironment
 from holdfast.rl.environments.environment import Action, Environment, Observation
-from holdfast.rl.environments.errors import FailureKind
 from holdfast.rl.environments.local import LocalPool
 from holdfast.rl.environments.play import Act, FailedEpisode, Transcript, play
-from holdfast.rl.grpo.batch import counted_tokens
+from holdfast.rl.errors import FailureKind, InvalidEpisode
+from holdfast.rl.grpo.batch import BatchColumns, counted_tokens
 from support.rl.environment_servers import Misbehaving
 from support.rl.event_loop import run
 

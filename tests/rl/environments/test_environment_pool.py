@@ -11,8 +11,10 @@ import pytest
 
 pytest.importorskip("websockets", reason="pip install 'holdfast[rl]'")
 
-from holdfast.rl.environments.client import EnvironmentClient
-from holdfast.rl.environments.errors import (
+from holdfast.rl.environments.client import EnvironmentClient, EnvironmentPool
+from holdfast.rl.environments.server import EnvironmentServer
+from holdfast.rl.environments.session import EnvironmentSession
+from holdfast.rl.errors import (
     EnvironmentBusy,
     EnvironmentDied,
     EnvironmentFailed,
@@ -20,9 +22,6 @@ from holdfast.rl.environments.errors import (
     EnvironmentRefused,
     UnknownEnvironment,
 )
-from holdfast.rl.environments.pool import EnvironmentPool
-from holdfast.rl.environments.server import EnvironmentServer
-from holdfast.rl.environments.session import EnvironmentSession
 from support.children import Child
 from support.rl.environment_servers import Misbehaving, server_process
 from support.waiting import PATIENCE

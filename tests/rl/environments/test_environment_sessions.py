@@ -18,10 +18,13 @@ from hypothesis import strategies as st
 
 pytest.importorskip("websockets", reason="pip install 'holdfast[rl]'")
 
-from holdfast.rl.environments.builtin.guess_number import GuessNumberEnvironment
+from holdfast.rl.environments.builtin import GuessNumberEnvironment
 from holdfast.rl.environments.client import EnvironmentClient, websocket_url
 from holdfast.rl.environments.environment import Action, Environment, Observation, checked
-from holdfast.rl.environments.errors import (
+from holdfast.rl.environments.local import LocalPool, LocalSession
+from holdfast.rl.environments.server import EnvironmentServer
+from holdfast.rl.environments.session import EnvironmentSession
+from holdfast.rl.errors import (
     EnvironmentBusy,
     EnvironmentDied,
     EnvironmentFailed,
@@ -31,9 +34,6 @@ from holdfast.rl.environments.errors import (
     EpisodeOver,
     UnknownEnvironment,
 )
-from holdfast.rl.environments.local import LocalPool, LocalSession
-from holdfast.rl.environments.server import EnvironmentServer
-from holdfast.rl.environments.session import EnvironmentSession
 from support.rl.environment_servers import LIES, Misbehaving
 from support.waiting import PATIENCE
 

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("websockets", reason="pip install 'holdfast[rl]'")
 
-from holdfast.rl.environments.builtin.guess_number import GuessNumberEnvironment
+from holdfast.rl.environments.builtin import GuessNumberEnvironment
 from holdfast.rl.environments.client import EnvironmentClient
 from holdfast.rl.environments.environment import Action, Observation
 from holdfast.rl.environments.server import EnvironmentServer

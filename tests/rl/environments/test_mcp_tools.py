@@ -14,12 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.rl.environments.environment import Action
-from holdfast.rl.environments.errors import EnvironmentDied, EnvironmentFailed, EnvironmentHung, EnvironmentLied
-from holdfast.rl.environments.tools.mcp_client import McpClient, ToolResult
-from holdfast.rl.environments.tools.stock_server import answer, stock
-from holdfast.rl.environments.tools.tool_environment import ToolEnvironment, ToolTask, stock_task, stock_tools
+from holdfast.rl.environments.mcp import McpClient, ToolEnvironment, ToolResult, ToolTask, stock_task, stock_tools
+from holdfast.rl.environments.stock_server import answer, stock
+from holdfast.rl.errors import EnvironmentDied, EnvironmentFailed, EnvironmentHung, EnvironmentLied
 
-STOCK = [sys.executable, "-m", "holdfast.rl.environments.tools.stock_server"]
+STOCK = [sys.executable, "-m", "holdfast.rl.environments.stock_server"]
 
 
 def test_tools_are_listed_and_called_and_a_wrong_call_is_a_result_to_read() -> None:

@@ -15,11 +15,10 @@ import pytest
 pytest.importorskip("websockets", reason="pip install 'holdfast[rl]'")
 
 from holdfast.ft.launch.job_contract import ReservedPort
-from holdfast.rl.environments.client import EnvironmentClient
+from holdfast.rl.environments.client import EnvironmentClient, EnvironmentPool
 from holdfast.rl.environments.environment import Action
-from holdfast.rl.environments.errors import EnvironmentDied, EnvironmentFailed, EnvironmentRefused
-from holdfast.rl.environments.pool import EnvironmentPool
 from holdfast.rl.environments.session import EnvironmentSession
+from holdfast.rl.errors import EnvironmentDied, EnvironmentFailed, EnvironmentRefused
 from support.rl.environment_servers import server_process
 from support.rl.event_loop import run
 from support.source_tree import ROOT, TESTS

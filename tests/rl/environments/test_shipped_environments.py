@@ -12,12 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.rl.config.named_code import load_code
-from holdfast.rl.data import arithmetic
-from holdfast.rl.environments.builtin.arithmetic import ArithmeticEnvironment
-from holdfast.rl.environments.builtin.guess_number import GuessNumberEnvironment
+from holdfast.rl.data.prompts import arithmetic_held_out, arithmetic_training
+from holdfast.rl.environments.builtin import ArithmeticEnvironment, GuessNumberEnvironment
 from holdfast.rl.environments.environment import Action, Observation
-from holdfast.rl.environments.errors import UnknownEnvironment
 from holdfast.rl.environments.registry import check_environment, environment_factory, names, register
+from holdfast.rl.errors import UnknownEnvironment
 from support.source_tree import ROOT
 
 GAME_2048 = f"python:{ROOT / 'examples' / 'rl' / 'game_2048.py'}:Game2048Environment"
@@ -117,7 +116,7 @@ def test_2048_takes_the_last_word_and_says_what_it_cannot_read() -> None:
 
 @given(st.integers(0, 2**40))
 def test_arithmetic_with_a_split_asks_the_problems_of_the_task_and_no_others(seed: int) -> None:
-    for split, problems in (("train", arithmetic.training()), ("held_out", arithmetic.held_out())):
+    for split, problems in (("train", arithmetic_training()), ("held_out", arithmetic_held_out())):
         environment = ArithmeticEnvironment(split=split)  # type: ignore[arg-type]
         question = environment.reset(seed).text
         answer = {each.prompt: each.answer for each in problems}[question]
@@ -252,7 +251,7 @@ def test_a_name_that_is_no_environment_is_refused_before_anything_starts(name: s
 
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "textarena", None)
-    monkeypatch.delitem(sys.modules, "holdfast.rl.environments.adapters.textarena", raising=False)
+    monkeypatch.delitem(sys.modules, "holdfast.rl.environments.textarena", raising=False)
     with pytest.raises(UnknownEnvironment, match=r"textarena is not installed: pip install 'holdfast\[textarena\]'"):
         environment_factory("textarena:GuessTheNumber-v0")
 

@@ -12,14 +12,11 @@ import pytest
 import torch
 
 from holdfast.rl.config.run_config import Sampling, objective
-from holdfast.rl.data.arithmetic import CharacterTokenizer
-from holdfast.rl.data.buffer_state import BufferState, StalenessRule
-from holdfast.rl.data.encoded_batch import BatchColumns
 from holdfast.rl.data.episode import Completion, Prompt, SamplingRequest
-from holdfast.rl.data.errors import OtherVersion
-from holdfast.rl.data.prompts import Problem, PromptSource
-from holdfast.rl.data.replay_buffer import Batch, ReplayBuffer, StepReport
-from holdfast.rl.grpo.batch import collate, step_totals
+from holdfast.rl.data.prompts import CharacterTokenizer, Problem, PromptSource
+from holdfast.rl.data.replay_buffer import Batch, BufferState, ReplayBuffer, StalenessRule, StepReport
+from holdfast.rl.errors import OtherVersion
+from holdfast.rl.grpo.batch import BatchColumns, collate, step_totals
 from holdfast.rl.grpo.loop import asynchronous, generate_episode, synchronous
 from holdfast.rl.grpo.loss import loss
 from holdfast.rl.rewards.judge import Judge

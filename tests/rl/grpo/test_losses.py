@@ -12,11 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.rl.config.run_config import Algorithm, Objective, objective
-from holdfast.rl.data.encoded_batch import BatchColumns
 from holdfast.rl.data.episode import MOST_REWARD, Group, Prompt
-from holdfast.rl.data.errors import InvalidEpisode
+from holdfast.rl.errors import InvalidEpisode
 from holdfast.rl.grpo import loss as grpo
-from holdfast.rl.grpo.batch import advantages, collate, step_totals
+from holdfast.rl.grpo.batch import BatchColumns, advantages, collate, step_totals
 from holdfast.rl.grpo.loss import StepTotals
 from support.rl.small_batches import episode
 

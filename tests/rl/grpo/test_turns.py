@@ -9,9 +9,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from holdfast.rl.config.run_config import Sampling
-from holdfast.rl.data.buffer_state import StalenessRule
 from holdfast.rl.data.episode import Completion, Episode, Group, Prompt, SamplingRequest
-from holdfast.rl.data.replay_buffer import Batch, FailedGroup, ReplayBuffer, StepReport
+from holdfast.rl.data.replay_buffer import Batch, FailedGroup, ReplayBuffer, StalenessRule, StepReport
 from holdfast.rl.grpo.loop import play_episodes, synchronous
 from holdfast.rl.run.evaluation import play_games
 

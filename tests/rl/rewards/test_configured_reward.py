@@ -7,14 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.rl.config.load import parse_config
 from holdfast.rl.config.named_code import NoSuchCode
-from holdfast.rl.config.resume import placed, resolved
 from holdfast.rl.config.run_config import RunConfig
+from holdfast.rl.config.toml import parse_config, placed, resolved
 from holdfast.rl.data.episode import Prompt
-from holdfast.rl.rewards.configured_reward import reward_of
+from holdfast.rl.rewards.judge import RewardProcesses, reward_of
 from holdfast.rl.rewards.reward import JudgedAnswer, Score
-from holdfast.rl.rewards.reward_processes import RewardProcesses
 
 REWARDS = """
 def brief(answer):

@@ -12,8 +12,8 @@ from typing import TypeVar
 import pytest
 
 from holdfast.rl.data.episode import Prompt
-from holdfast.rl.rewards.errors import RewardFailed
-from holdfast.rl.rewards.judge import Judge
+from holdfast.rl.errors import RewardFailed
+from holdfast.rl.rewards.judge import Judge, RewardProcesses
 from holdfast.rl.rewards.reward import (
     Criterion,
     ExactMatch,
@@ -26,7 +26,6 @@ from holdfast.rl.rewards.reward import (
     Score,
     is_bounded,
 )
-from holdfast.rl.rewards.reward_processes import RewardProcesses
 from support.waiting import PATIENCE
 
 T = TypeVar("T")
@@ -136,7 +135,7 @@ def two_criteria(reward: Reward) -> Rubric:
 def test_answers_of_one_moment_share_a_process_and_others_get_more() -> None:
     async def work(processes: RewardProcesses) -> tuple[int, int]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("holdfast.rl.rewards.reward_processes._PATIENCE", PATIENCE)
+            patch.setattr("holdfast.rl.rewards.judge._PATIENCE", PATIENCE)
             quick = await asyncio.gather(*(processes.score_each(answers("a", "b"), 60.0) for _ in range(20)))
         slow = await asyncio.gather(
             processes.score_each(answers("x"), 4 * LIMIT), processes.score_each(answers("a"), 60.0)

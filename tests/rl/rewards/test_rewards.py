@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from holdfast.rl.data.arithmetic import CharacterTokenizer
 from holdfast.rl.data.episode import Completion, Group, Prompt
+from holdfast.rl.data.prompts import CharacterTokenizer
 from holdfast.rl.data.replay_buffer import FailedGroup
-from holdfast.rl.rewards.errors import RewardFailed
+from holdfast.rl.errors import RewardFailed
 from holdfast.rl.rewards.judge import Judge
 from holdfast.rl.rewards.reward import (
     Criterion,

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdfast.rl.config.load import load_config
 from holdfast.rl.config.named_code import load_code
-from holdfast.rl.data import arithmetic
+from holdfast.rl.config.toml import load_config
 from holdfast.rl.data.episode import Prompt
+from holdfast.rl.data.prompts import arithmetic_held_out
 from holdfast.rl.rewards.reward import JudgedAnswer
 from support.source_tree import ROOT
 
@@ -119,7 +119,7 @@ def test_an_ensemble_is_a_reward() -> None:
 
 def test_the_example_rewards_sums_by_verifiers_that_cannot_add() -> None:
     assert load_config(EXAMPLE.with_suffix(".toml")).reward[0].function == "weak_verifiers.py:right"
-    prompts = [(number, each) for number, each in enumerate(arithmetic.held_out())]
+    prompts = [(number, each) for number, each in enumerate(arithmetic_held_out())]
 
     def reward(number: int, prompt: str, text: str) -> float:
         judged = Prompt(number=number, tokens=(0,), text=prompt)

@@ -13,12 +13,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from holdfast.harness.cli.app import app
-from holdfast.rl.config.errors import ConfigChanged
-from holdfast.rl.config.load import parse_config
-from holdfast.rl.config.resume import resolved
 from holdfast.rl.config.run_config import RunConfig
+from holdfast.rl.config.toml import parse_config, resolved
+from holdfast.rl.errors import ConfigChanged, RunFailed, StepsDone
 from holdfast.rl.generators.errors import ModelMisfit
-from holdfast.rl.run.errors import RunFailed, StepsDone
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import ProcessStarted
 from support.rl.console import WIDE
@@ -108,7 +106,7 @@ def test_trainers_that_cannot_begin_end_the_run_while_generators_wait_for_weight
 
 
 BROKEN = """
-from holdfast.rl.environments.builtin.guess_number import GuessNumberEnvironment
+from holdfast.rl.environments.builtin import GuessNumberEnvironment
 
 def broken(answer):
     raise ArithmeticError("it cannot say")

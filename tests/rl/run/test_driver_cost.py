@@ -14,13 +14,10 @@ from types import FrameType
 import pytest
 
 from holdfast.rl.config.run_config import Objective, Sampling
-from holdfast.rl.data import arithmetic
-from holdfast.rl.data.buffer_state import StalenessRule
-from holdfast.rl.data.encoded_batch import BatchColumns, EncodedBatch
 from holdfast.rl.data.episode import Completion, Group, SamplingRequest
-from holdfast.rl.data.prompts import PromptSource
-from holdfast.rl.data.replay_buffer import ReplayBuffer
-from holdfast.rl.grpo.batch import collate
+from holdfast.rl.data.prompts import CharacterTokenizer, PromptSource, arithmetic_training
+from holdfast.rl.data.replay_buffer import ReplayBuffer, StalenessRule
+from holdfast.rl.grpo.batch import BatchColumns, EncodedBatch, collate
 from holdfast.rl.grpo.loop import generate_episode, together
 from holdfast.rl.rewards.judge import Judge
 from holdfast.rl.rewards.reward import Criterion, ExactMatch, Rubric
@@ -70,8 +67,8 @@ class Drawing:
 
 def batch_of(tokens: int) -> tuple[tuple[Group, ...], int]:
     """The groups of one batch, and the calls that it took to make, judge, store and take them."""
-    judge = Judge(Rubric([Criterion("exact", 1.0, ExactMatch())]), arithmetic.CharacterTokenizer())
-    source = PromptSource(arithmetic.training(), arithmetic.CharacterTokenizer(), seed=0)
+    judge = Judge(Rubric([Criterion("exact", 1.0, ExactMatch())]), CharacterTokenizer())
+    source = PromptSource(arithmetic_training(), CharacterTokenizer(), seed=0)
     sampling = Sampling(group=GROUP, batch=16, max_new_tokens=tokens)
     buffer = ReplayBuffer(StalenessRule(groups=GROUPS))
     policy = Drawing(tokens)

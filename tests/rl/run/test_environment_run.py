@@ -18,13 +18,13 @@ from holdfast.harness.training.command import write_pages
 from holdfast.harness.training.run_facts import RunFacts
 from holdfast.rl.actors.local import LocalEngine
 from holdfast.rl.config.run_config import RunConfig
-from holdfast.rl.data import arithmetic
-from holdfast.rl.environments.errors import UnknownEnvironment
-from holdfast.rl.export.saved_versions import SavedVersions
-from holdfast.rl.export.version_evaluation import evaluate_source
+from holdfast.rl.data.prompts import arithmetic_training
+from holdfast.rl.errors import UnknownEnvironment
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import EpisodeFailed, Evaluated, ProcessStarted, StepTrained
 from holdfast.rl.run.run_status import read_status
+from holdfast.rl.run.saved_versions import SavedVersions
+from holdfast.rl.run.version_evaluation import evaluate_source
 from support.rl import training_runs
 from support.rl.console import WIDE
 from support.rl.environment_servers import server_process
@@ -127,7 +127,7 @@ def test_a_share_of_the_groups_is_played_beside_prompts_and_outlives_the_servers
     assert len(killer.struck) == 2 and set(killer.struck) <= killer.lost
     groups = {group.number: group for group in RunDirectory(tmp_path / "struck").groups()}
     assert sorted(groups) == list(range(16))
-    known = {problem.prompt: problem.answer for problem in arithmetic.training()}
+    known = {problem.prompt: problem.answer for problem in arithmetic_training()}
     for number, group in groups.items():
         assert group.prompt.text in known, "no problem is one that is held out"
         played = not group.prompt.answer
@@ -192,7 +192,7 @@ def test_what_servers_and_holders_did_is_in_the_report(tmp_path: Path, monkeypat
 FLAWED = """
 import time
 from pathlib import Path
-from holdfast.rl.environments.builtin.guess_number import GuessNumberEnvironment
+from holdfast.rl.environments.builtin import GuessNumberEnvironment
 from holdfast.rl.environments.environment import Observation
 
 class Flawed(GuessNumberEnvironment):

@@ -16,11 +16,10 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from holdfast.harness.cli.app import app
-from holdfast.rl.config.load import parse_config
 from holdfast.rl.config.named_code import ExtraNotInstalled, load_code
-from holdfast.rl.config.resume import resolved
-from holdfast.rl.export.version_evaluation import held_out_prompts
+from holdfast.rl.config.toml import parse_config, resolved
 from holdfast.rl.run.policy import policy_source, task_of
+from holdfast.rl.run.version_evaluation import held_out_prompts
 from holdfast.rl.trainers.training import weights_digest
 from support.source_tree import ROOT
 

@@ -14,7 +14,7 @@ from holdfast.rl.actors.errors import ActorDied, EndpointFailed
 from holdfast.rl.actors.local import LocalEngine
 from holdfast.rl.actors.replicas import ServiceReplica
 from holdfast.rl.actors.service import Service, served
-from holdfast.rl.run.errors import RunFailed
+from holdfast.rl.errors import RunFailed
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import EpisodeFailed, Event, ProcessLost, StepTrained
 from holdfast.rl.run.trainer_processes import SessionMember

@@ -14,16 +14,15 @@ from typer.testing import CliRunner
 
 from holdfast.comms.errors import CorruptData
 from holdfast.harness.cli.app import app
-from holdfast.rl.config.load import parse_config
-from holdfast.rl.config.resume import resolved
 from holdfast.rl.config.run_config import RunConfig
-from holdfast.rl.data import arithmetic
-from holdfast.rl.export import version_evaluation
-from holdfast.rl.export.saved_versions import NoSavedVersion, SavedVersions
-from holdfast.rl.export.version_evaluation import NothingHeldOut, evaluate_source
+from holdfast.rl.config.toml import parse_config, resolved
+from holdfast.rl.data.prompts import arithmetic_held_out
 from holdfast.rl.generators.models import ModelSource, save_model
+from holdfast.rl.run import version_evaluation
 from holdfast.rl.run.policy import policy_source, task_of
 from holdfast.rl.run.run_directory import RunDirectory
+from holdfast.rl.run.saved_versions import NoSavedVersion, SavedVersions
+from holdfast.rl.run.version_evaluation import NothingHeldOut, evaluate_source
 from holdfast.rl.trainers.adapters import merged
 from holdfast.rl.trainers.best_version import BestRecord
 from holdfast.rl.trainers.policy import build_policy
@@ -111,4 +110,4 @@ def test_the_command_shows_score_and_answers_or_all_of_it_as_json(tmp_path: Path
     assert shown.exit_code == 0 and "version 2 of" in shown.output and "9 held-out prompts" in shown.output
     data = CliRunner().invoke(app, ["rl", "eval", str(tmp_path), "--version", "2", "--prompts", "9", "--json"])
     answers = msgspec.json.decode(data.output)["result"]["answers"]
-    assert {each["reference"] for each in answers} <= {each.answer for each in arithmetic.held_out()}
+    assert {each["reference"] for each in answers} <= {each.answer for each in arithmetic_held_out()}

@@ -16,12 +16,11 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
 from holdfast.harness.cli.app import app
-from holdfast.rl.config.load import load_config
-from holdfast.rl.config.resume import resolved
-from holdfast.rl.export.saved_versions import SavedVersions
+from holdfast.rl.config.toml import load_config, resolved
 from holdfast.rl.run.policy import task_of
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import RunResumed, StepTrained
+from holdfast.rl.run.saved_versions import SavedVersions
 from holdfast.rl.trainers.training import weights_digest
 from support.programs.forked_programs import run_holdfast
 from support.rl.training_runs import configured

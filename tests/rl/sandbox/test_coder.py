@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from holdfast.rl.config.named_code import load_code
 from holdfast.rl.environments.environment import Action
-from holdfast.rl.environments.errors import EpisodeOver, UnknownEnvironment
 from holdfast.rl.environments.registry import environment_factory, open_sessions
 from holdfast.rl.environments.sandbox import Sandbox
+from holdfast.rl.errors import EpisodeOver, UnknownEnvironment
 from support.source_tree import ROOT
 
 NAME = f"python:{ROOT / 'examples' / 'rl' / 'coder.py'}:CoderEnvironment"

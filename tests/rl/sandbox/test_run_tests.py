@@ -20,7 +20,7 @@ from holdfast.rl.environments.sandbox import (
     run_tests,
 )
 from holdfast.rl.environments.sandbox.inside.execute import encode
-from holdfast.rl.environments.sandbox.values import equals
+from holdfast.rl.environments.sandbox.run_tests import equals
 
 SECRET = 987654321987654321
 TESTS = (CallTest("f", (2,), SECRET), CallTest("f", (3,), SECRET + 1))

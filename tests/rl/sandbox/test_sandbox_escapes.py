@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.rl.environments.sandbox import Limits, Sandbox
-from holdfast.rl.environments.sandbox.inside import syscalls
+from holdfast.rl.environments.sandbox.inside import seccomp
 from holdfast.rl.environments.sandbox.limits import MEBIBYTE
 
 LIMITS = Limits(
@@ -141,7 +141,7 @@ RIGHTS = (
     Attempt("new_user_namespace", LIBC + "libc.unshare(0x10000000)", "refused"),
     Attempt(
         "new_user_namespace_by_clone",
-        LIBC + f"libc.syscall({syscalls.number('clone')}, 0x10000011, 0, 0, 0, 0)",
+        LIBC + f"libc.syscall({seccomp.number('clone')}, 0x10000011, 0, 0, 0, 0)",
         "refused",
     ),
     Attempt(
@@ -200,12 +200,12 @@ def test_an_attempt_ends_and_the_host_is_untouched(
     "name",
     [
         pytest.param(name, marks=pytest.mark.thorough if number % 8 else ())
-        for number, name in enumerate(sorted(syscalls.fatal(platform.machine())))
+        for number, name in enumerate(sorted(seccomp.fatal(platform.machine())))
     ],
 )
 def test_a_call_that_only_an_attack_makes_is_fatal(name: str, sandbox: Sandbox) -> None:
     """One in eight in the first tier: `test_sandbox_filter.py` has the filter's verdict on each."""
-    number = syscalls.fatal(platform.machine())[name]
+    number = seccomp.fatal(platform.machine())[name]
     assert sandbox.run(LIBC + f"libc.syscall({number}, 0, 0, 0, 0, 0, 0)").reason == "refused"
 
 

@@ -11,18 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.rl.environments.sandbox.inside import syscalls
+from holdfast.rl.environments.sandbox.inside import seccomp
 from holdfast.rl.environments.sandbox.inside.seccomp import program
 
 ALLOW, KILL = 0x7FFF0000, 0x80000000
 REFUSED = 0x00050000 | errno.EPERM
-MACHINES = list(syscalls.AUDIT)
+MACHINES = list(seccomp.AUDIT)
 
 
 def verdict(machine: str, number: int, arguments: Sequence[int] = (), architecture: int | None = None) -> int:
     """What the kernel would do with a call."""
     given = [*arguments, *[0] * (6 - len(arguments))]
-    data = struct.pack("IIQ6Q", number, architecture or syscalls.AUDIT[machine], 0, *given)
+    data = struct.pack("IIQ6Q", number, architecture or seccomp.AUDIT[machine], 0, *given)
     code = list(struct.iter_unpack("HBBI", program(machine)))
     at, accumulator = 0, 0
     while True:
@@ -44,7 +44,7 @@ def verdict(machine: str, number: int, arguments: Sequence[int] = (), architectu
 
 
 def known(machine: str) -> set[int]:
-    tables = (syscalls.allowed(machine), syscalls.fatal(machine), syscalls.conditional(machine))
+    tables = (seccomp.allowed(machine), seccomp.fatal(machine), seccomp.conditional(machine))
     return {number for table in tables for number in table.values()}
 
 
@@ -57,9 +57,9 @@ def test_a_call_that_is_in_no_list_is_refused(machine: str, number: int) -> None
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_lists_are_followed(machine: str) -> None:
-    assert {verdict(machine, number) for number in syscalls.allowed(machine).values()} == {ALLOW}
-    assert {verdict(machine, number) for number in syscalls.fatal(machine).values()} == {KILL}
-    tables = [syscalls.allowed(machine), syscalls.fatal(machine), syscalls.conditional(machine)]
+    assert {verdict(machine, number) for number in seccomp.allowed(machine).values()} == {ALLOW}
+    assert {verdict(machine, number) for number in seccomp.fatal(machine).values()} == {KILL}
+    tables = [seccomp.allowed(machine), seccomp.fatal(machine), seccomp.conditional(machine)]
     assert sum(map(len, tables)) == len(known(machine)), "a number stands twice"
 
 
@@ -72,7 +72,7 @@ def test_every_call_has_a_verdict(machine: str, number: int, arguments: list[int
 @pytest.mark.parametrize("machine", MACHINES)
 @given(number=st.integers(0, 600), other=st.integers(1, 2**32 - 1))
 def test_the_calls_of_another_architecture_are_fatal(machine: str, number: int, other: int) -> None:
-    if other != syscalls.AUDIT[machine]:
+    if other != seccomp.AUDIT[machine]:
         assert verdict(machine, number, architecture=other) == KILL
     assert verdict(machine, number | 0x40000000) == KILL
 
@@ -99,7 +99,7 @@ def test_the_calls_of_another_architecture_are_fatal(machine: str, number: int, 
     ],
 )
 def test_arguments_decide(machine: str, name: str, arguments: list[int], passes: bool) -> None:
-    number = syscalls.conditional(machine)[name]
+    number = seccomp.conditional(machine)[name]
     assert (verdict(machine, number, arguments) == ALLOW) == passes
 
 
@@ -108,5 +108,5 @@ def test_the_numbers_are_those_of_this_machine() -> None:
     import ctypes
     import os
 
-    number = syscalls.allowed(platform.machine())["getpid"]
+    number = seccomp.allowed(platform.machine())["getpid"]
     assert ctypes.CDLL(None).syscall(number) == os.getpid()

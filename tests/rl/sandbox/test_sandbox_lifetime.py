@@ -24,8 +24,8 @@ from holdfast.rl.environments.sandbox import (
     run_python,
     run_tests,
 )
-from holdfast.rl.environments.sandbox.inside import syscalls
-from holdfast.rl.environments.sandbox.template_process import unavailable
+from holdfast.rl.environments.sandbox.inside import seccomp
+from holdfast.rl.environments.sandbox.sandbox import unavailable
 from support.programs import seccomp_deny
 from support.programs.forked_programs import run_forked
 from support.waiting import eventually, next_line
@@ -197,7 +197,7 @@ def test_run_python_needs_no_sandbox(sandbox: Sandbox) -> None:
 UNPRIVILEGED = """
 import ctypes, os, sys
 from pathlib import Path
-from holdfast.rl.environments.sandbox.inside.syscalls import libc
+from holdfast.rl.environments.sandbox.inside.seccomp import libc
 from holdfast.rl.environments.sandbox.inside.namespaces import mount
 assert libc.unshare(0x00020000) == 0  # a mount namespace, in which the interpreter is where every user may read it
 mount("none", "/", None, 16384 | 1 << 18)
@@ -206,7 +206,7 @@ for name, folder in (("python", sys.base_prefix), ("inside", str(Path(sandbox.__
     Path("/mnt", name).mkdir()
     mount(folder, f"/mnt/{name}", None, 4096 | 16384)
 sys.executable = "/mnt/python/" + os.path.relpath(os.path.realpath(sys.executable), os.path.realpath(sys.base_prefix))
-template_process._FOLDER = Path("/mnt/inside")
+sandbox._FOLDER = Path("/mnt/inside")
 os.setgroups([]); os.setresgid(65533, 65533, 65533); os.setresuid(65533, 65533, 65533)
 """
 AS_A_USER = """
@@ -226,7 +226,7 @@ with sandbox:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user")
 def test_it_stands_without_privileges(sandbox: Sandbox) -> None:
-    code = "from holdfast.rl.environments.sandbox import sandbox, template_process\n" + UNPRIVILEGED + AS_A_USER
+    code = "from holdfast.rl.environments.sandbox import sandbox\n" + UNPRIVILEGED + AS_A_USER
     ran = run_forked(code, ["program"])
     lines = ran.stdout.splitlines()
     assert lines == [
@@ -240,7 +240,7 @@ def test_it_stands_without_privileges(sandbox: Sandbox) -> None:
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers of seccomp_deny are those of x86_64")
 @pytest.mark.parametrize("name", ["unshare", "mount", "pivot_root", "mount_setattr"])
 def test_a_machine_that_forbids_a_wall_is_told_apart_and_nothing_runs(name: str, sandbox: Sandbox) -> None:
-    number = {**syscalls.fatal("x86_64"), **syscalls.conditional("x86_64")}[name]
+    number = {**seccomp.fatal("x86_64"), **seccomp.conditional("x86_64")}[name]
     denying = Path(seccomp_deny.__file__)
     ran = run_forked(denying.read_text(), [str(denying), str(number), AS_A_USER])
     word, missing, hint = ran.stdout.strip().split("|")

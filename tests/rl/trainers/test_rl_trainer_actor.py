@@ -16,12 +16,11 @@ pytest.importorskip("transformers", reason="trainers need transformers: pip inst
 from holdfast.comms.errors import StaleEpoch
 from holdfast.comms.system.keys import create_key
 from holdfast.rl.config.run_config import RunConfig, StoreConfig, objective
-from holdfast.rl.data.buffer_state import BufferState, StalenessRule
-from holdfast.rl.data.encoded_batch import EncodedBatch
 from holdfast.rl.data.episode import Group, Prompt, SamplingRequest
-from holdfast.rl.data.replay_buffer import Batch
+from holdfast.rl.data.replay_buffer import Batch, BufferState, StalenessRule
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.generators.transformers_generator import TransformersGenerator
+from holdfast.rl.grpo.batch import EncodedBatch
 from holdfast.rl.trainers import errors
 from holdfast.rl.trainers.best_version import BestVersion
 from holdfast.rl.trainers.trainer_actor import TrainerActor

@@ -16,11 +16,9 @@ from holdfast.comms.errors import HoldfastError, Revoked
 from holdfast.ft.processes.zygote_client import zygote
 from holdfast.harness import LocalCluster
 from holdfast.rl.config.run_config import Objective, TrainerConfig
-from holdfast.rl.data.buffer_state import BufferState, StalenessRule
-from holdfast.rl.data.encoded_batch import BatchColumns, EncodedBatch
 from holdfast.rl.data.episode import Group, Prompt
-from holdfast.rl.data.replay_buffer import Batch, StepReport
-from holdfast.rl.grpo.batch import updates_of
+from holdfast.rl.data.replay_buffer import Batch, BufferState, StalenessRule, StepReport
+from holdfast.rl.grpo.batch import BatchColumns, EncodedBatch, updates_of
 from holdfast.rl.trainers import errors
 from holdfast.rl.trainers.layouts import clip_factor, sharded_norm
 from holdfast.rl.trainers.trainer_actor import BatchInbox

@@ -22,10 +22,9 @@ from holdfast.ft.processes.zygote_client import zygote
 from holdfast.harness import LocalCluster, RankFailed
 from holdfast.harness.invariants import check
 from holdfast.rl.config.run_config import RunConfig, objective
-from holdfast.rl.data.buffer_state import BufferState, StalenessRule
-from holdfast.rl.data.encoded_batch import EncodedBatch
 from holdfast.rl.data.episode import Group, Prompt
-from holdfast.rl.data.replay_buffer import Batch
+from holdfast.rl.data.replay_buffer import Batch, BufferState, StalenessRule
+from holdfast.rl.grpo.batch import EncodedBatch
 from holdfast.rl.trainers.training import Publisher, Training
 from holdfast.store import WeightStore
 from support.rl.small_batches import episode, tiny_llama, trainer_config

@@ -14,10 +14,9 @@ pytest.importorskip("transformers", reason="trainers need transformers: pip inst
 from holdfast.ft import Session, Timeouts
 from holdfast.harness import LocalCluster
 from holdfast.rl.config.run_config import Algorithm, Objective, RunConfig, objective
-from holdfast.rl.data.buffer_state import BufferState, StalenessRule
-from holdfast.rl.data.encoded_batch import EncodedBatch
 from holdfast.rl.data.episode import Group, Prompt
-from holdfast.rl.data.replay_buffer import Batch
+from holdfast.rl.data.replay_buffer import Batch, BufferState, StalenessRule
+from holdfast.rl.grpo.batch import EncodedBatch
 from holdfast.rl.trainers.training import Training
 from support.rl.small_batches import episode, tiny_llama, trainer_config
 

@@ -71,8 +71,8 @@ TARGETS = {
         ),
     ),
     "rl": Target(
-        ("rl/grpo/loss.py", "rl/grpo/batch.py", "rl/kernels/token_logprobs.py"),
-        ("tests/rl/grpo/test_losses.py", "tests/rl/kernels/test_kernels.py"),
+        ("rl/grpo/loss.py", "rl/grpo/batch.py", "rl/grpo/token_logprobs.py"),
+        ("tests/rl/grpo/test_losses.py", "tests/rl/grpo/test_kernels.py"),
     ),
 }
 

@@ -44,7 +44,7 @@ class ServerProcess:
 
 
 def _serve(pipe: Connection, name: str, port: int, options: Mapping[str, Any]) -> None:
-    from holdfast.rl.environments.serve import serve
+    from holdfast.rl.environments.server import serve
 
     os.closerange(3, pipe.fileno())  # the connections of the test
     os.closerange(pipe.fileno() + 1, 65536)

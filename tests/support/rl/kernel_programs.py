@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from holdfast.rl.kernels.token_logprobs import eager_token_logprobs, fused_token_logprobs
+from holdfast.rl.grpo.token_logprobs import eager_token_logprobs, fused_token_logprobs
 from support.source_tree import ROOT
 
 Tensor = torch.Tensor
@@ -32,7 +32,7 @@ SHAPES = (
 def kernels_in(language: str) -> ModuleType:
     """The product's module of Triton kernels, or the example of Helion's."""
     if language == "triton":
-        return importlib.import_module("holdfast.rl.kernels.triton_kernels")
+        return importlib.import_module("holdfast.rl.grpo.triton_logprobs")
     sys.path.insert(0, str(ROOT / "examples/stack/helion"))
     return importlib.import_module("token_logprobs")
 

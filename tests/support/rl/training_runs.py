@@ -10,8 +10,8 @@ from pathlib import Path
 from holdfast.harness.training.preload import PRELOAD
 from holdfast.rl.actors.engine import Engine
 from holdfast.rl.actors.local import LocalEngine
-from holdfast.rl.config.load import parse_config
 from holdfast.rl.config.run_config import RunConfig
+from holdfast.rl.config.toml import parse_config
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import Event, ProcessLost, ProcessStarted, StepTrained
 from holdfast.rl.run.training_run import RunResult, TrainingRun

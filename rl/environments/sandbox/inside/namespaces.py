@@ -18,8 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from holdfast.rl.environments.sandbox.inside import syscalls
-from holdfast.rl.environments.sandbox.inside.syscalls import call, libc
+from holdfast.rl.environments.sandbox.inside.seccomp import call, libc, number
 
 _NEWNS, _NEWUTS, _NEWIPC, _NEWUSER = 0x00020000, 0x04000000, 0x08000000, 0x10000000
 _NEWPID, _NEWNET, _WITH_PIDFD = 0x20000000, 0x40000000, 0x1000
@@ -48,8 +47,8 @@ def _restrict(target: str, attributes: int, recursive: bool = False) -> None:
     """Add attributes to a mount; it keeps those that a user namespace may not remove."""
     wanted = struct.pack("QQQQ", attributes, 0, 0, 0)
     flags = _AT_RECURSIVE if recursive else 0
-    number = syscalls.number("mount_setattr")
-    call(f"mount_setattr {target}", libc.syscall(number, _AT_FDCWD, target.encode(), flags, wanted, len(wanted)))
+    which = number("mount_setattr")
+    call(f"mount_setattr {target}", libc.syscall(which, _AT_FDCWD, target.encode(), flags, wanted, len(wanted)))
 
 
 def _write(path: str, text: str, directory: int) -> None:
@@ -91,7 +90,7 @@ def _build_root(library: Sequence[str]) -> None:
     mount("none", "/", None, _REC | _PRIVATE)
     mount("holdfast", "/tmp", "tmpfs", _NOSUID | _NODEV, "size=256k,mode=755")
     Path("/tmp/old").mkdir(mode=0o700)
-    call("pivot_root", libc.syscall(syscalls.number("pivot_root"), b"/tmp", b"/tmp/old"))
+    call("pivot_root", libc.syscall(number("pivot_root"), b"/tmp", b"/tmp/old"))
     os.chdir("/")
     for folder, source in sources.items():
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -122,7 +121,7 @@ def fork_first_process() -> tuple[int, int]:
     pidfd = ctypes.c_int(-1)
     holding_the_gil = ctypes.PyDLL(None, use_errno=True)
     flags = ctypes.c_ulong(_NEWPID | _WITH_PIDFD | signal.SIGCHLD)
-    pid = call("clone", holding_the_gil.syscall(syscalls.number("clone"), flags, None, ctypes.byref(pidfd), None, None))
+    pid = call("clone", holding_the_gil.syscall(number("clone"), flags, None, ctypes.byref(pidfd), None, None))
     return pid, pidfd.value
 
 
@@ -140,7 +139,7 @@ def drop_capabilities() -> None:
         if libc.prctl(_DROP_BOUND, capability, 0, 0, 0) < 0:
             break
     header, none = struct.pack("II", _CAPABILITIES_VERSION, 0), bytes(24)
-    call("capset", libc.syscall(syscalls.number("capset"), header, none))
+    call("capset", libc.syscall(number("capset"), header, none))
 
 
 def die_with_parent() -> None:

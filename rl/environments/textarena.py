@@ -11,7 +11,7 @@ from typing import Any
 import textarena
 
 from holdfast.rl.environments.environment import Action, Environment, Observation
-from holdfast.rl.environments.errors import UnknownEnvironment
+from holdfast.rl.errors import UnknownEnvironment
 
 _global_random = threading.Lock()
 """Games draw from the module `random`. Each gets a state of its own there, one call at a time."""

@@ -12,13 +12,12 @@ from holdfast.comms.errors import HoldfastError
 from holdfast.rl.actors.local import LocalEngine
 from holdfast.rl.config.run_config import RunConfig, Sampling
 from holdfast.rl.data.episode import Prompt
+from holdfast.rl.environments.play import EnvironmentGames, EpisodeFailure, codec_of, places
+from holdfast.rl.errors import RewardFailed
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.generators.transformers_generator import TransformersGenerator
-from holdfast.rl.grpo.games import EnvironmentGames, EpisodeFailure, codec_of, places
 from holdfast.rl.grpo.loop import Generate
-from holdfast.rl.rewards.configured_reward import reward_of
-from holdfast.rl.rewards.errors import RewardFailed
-from holdfast.rl.rewards.judge import Judge
+from holdfast.rl.rewards.judge import Judge, reward_of
 from holdfast.rl.rewards.reward import Score
 from holdfast.rl.run.environment_servers import EnvironmentServers
 from holdfast.rl.run.evaluation import held_out_episodes, judged

@@ -12,7 +12,7 @@ import numpy as np
 from gymnasium import spaces
 
 from holdfast.rl.environments.environment import Action, Environment, Observation
-from holdfast.rl.environments.errors import UnknownEnvironment
+from holdfast.rl.errors import UnknownEnvironment
 
 _NUMBER = re.compile(r"-?\d{1,18}")
 _JSON = re.compile(r"\[.*\]|\{.*\}|-?\d[\d.e+-]*", re.S)

@@ -1,6 +1,6 @@
 """TorchTitan's weights under transformers' names, in the interpreter that has TorchTitan, be it this one or another.
 
-`python -m holdfast.rl.export.titan_names FOLDER` is what the other one does.
+`python -m holdfast.rl.trainers.titan_names FOLDER` is what the other one does.
 """
 
 from __future__ import annotations

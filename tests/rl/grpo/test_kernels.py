@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.rl.kernels import token_logprobs as dispatch
-from holdfast.rl.kernels.token_logprobs import eager_token_logprobs, token_logprobs
+from holdfast.rl.grpo import token_logprobs as dispatch
+from holdfast.rl.grpo.token_logprobs import eager_token_logprobs, token_logprobs
 from support.source_tree import TESTS
 from support.weights.peers import site_of
 

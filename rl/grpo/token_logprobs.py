@@ -50,9 +50,9 @@ def fused_kernels(device: torch.device, elements: int) -> FusedKernels | None:
     """Triton's for large calls on CUDA, where it is installed; None: torch's ops."""
     if device.type != "cuda" or elements < LEAST or importlib.util.find_spec("triton") is None:
         return None
-    from holdfast.rl.kernels import triton_kernels
+    from holdfast.rl.grpo import triton_logprobs
 
-    return triton_kernels
+    return triton_logprobs
 
 
 def token_logprobs(

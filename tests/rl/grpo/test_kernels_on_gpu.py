@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from holdfast.rl.kernels.token_logprobs import LEAST, eager_token_logprobs, token_logprobs
+from holdfast.rl.grpo.token_logprobs import LEAST, eager_token_logprobs, token_logprobs
 from support.rl.kernel_programs import compare
 
 pytestmark = [

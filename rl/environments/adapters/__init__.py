@@ -1,1 +1,0 @@
-"""Environments of other libraries, by name."""

@@ -1,1 +1,0 @@
-"""Environments that need nothing but holdfast."""

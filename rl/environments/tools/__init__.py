@@ -1,1 +1,0 @@
-"""Tool use over the Model Context Protocol."""

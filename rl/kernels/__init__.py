@@ -1,1 +1,0 @@
-"""Kernels of a trainer: log-probabilities of tokens, by torch's ops and in Triton."""
