@@ -18,7 +18,7 @@ from holdfast.comms.connect import KnownMembers, connect_members
 from holdfast.comms.errors import HoldfastError, describe
 from holdfast.comms.execution.executor import OpSettings
 from holdfast.comms.journal import Recorder
-from holdfast.ft.environment.listen_address import split_address
+from holdfast.ft.listen_address import split_address
 from holdfast.ft.membership.view import View
 from holdfast.ft.settings import Settings
 from holdfast.ft.step_protocol import FIELDS, Vote

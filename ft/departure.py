@@ -1,23 +1,139 @@
-"""Leave a job that is not over: with all other members before the last step, or by a user's exception."""
+"""Leave a job that is not over: with all members before the last step, by a user's exception, or at SIGTERM.
+
+The exceptions of user code are kept in a cell of the job's register, so that a repeated one ends the job: a spare that
+repeats the step may have joined after the first. SIGTERM is a request to leave: schedulers send it before they take a
+process away. A session finishes its step, tells the others that it leaves, and ends the process with status 143.
+Outside of a step it leaves at once. A second SIGTERM ends the process as if it had no handler.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
+import threading
 import time
+import traceback
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Literal
 
+import msgspec
+
 from holdfast.comms.errors import CorruptData, HoldfastError
-from holdfast.ft import error_history
-from holdfast.ft.attempt import FAILURES
+from holdfast.comms.system import forks
 from holdfast.ft.control.errors import KeyTimeout
 from holdfast.ft.membership.events import LocalFailed, LocalFinished
 from holdfast.ft.membership.view import StepError, View
 from holdfast.ft.node.epoch_guard import EpochGuard
 from holdfast.ft.node.runtime import Runtime
-from holdfast.ft.registers import RegisterAway
+from holdfast.ft.registers import RegisterAway, change_cell, open_cell
 from holdfast.ft.settings import Settings
+from holdfast.ft.step_protocol import FAILURES
+
+CELL = "errors"
+"""The name of the cell in the register."""
+
+KEPT = 64
+"""The number of newest exceptions that are kept."""
+MOST_TEXT = 1000
+
+_decoder = msgspec.msgpack.Decoder(list[StepError])
+
+
+def step_error(error: BaseException, step: int, rank: int) -> StepError:
+    """The record of an exception that was raised in `step` on `rank`."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else "unknown place"
+    return StepError(step, rank, type(error).__qualname__, _text(str(error)), _text(place))
+
+
+def note_error(register: str, error: StepError) -> bool:
+    """Record `error` in the register at this URL; return whether it repeats one that is there already.
+
+    Raises `RegisterAway`, `CorruptData`.
+    """
+    repeats = False
+
+    def add(value: bytes) -> bytes:
+        nonlocal repeats
+        try:
+            known = _decoder.decode(value) if value else []
+        except (msgspec.DecodeError, UnicodeDecodeError) as damaged:
+            raise CorruptData(f"the exceptions in register {register} cannot be read: {damaged}") from damaged
+        repeats = any(error.repeats(other) for other in known)
+        return value if repeats else msgspec.msgpack.encode([*known, error][-KEPT:])
+
+    with contextlib.closing(open_cell(register, CELL)) as cell:
+        change_cell(register, cell.read, cell.compare_and_set, add)
+    return repeats
+
+
+def _text(text: str) -> str:
+    """The text, cut to `MOST_TEXT` characters and made valid Unicode."""
+    return text[:MOST_TEXT].encode(errors="replace").decode()
+
+
+TERMINATED = 128 + signal.SIGTERM
+"""The exit status of a process that left because it was asked to, as that of a shell."""
+
+
+class Terminated(SystemExit):
+    """SIGTERM asked this process to leave its job, and it has finished its step. Ends the process with status 143.
+
+    No `HoldfastError`: like KeyboardInterrupt it passes through `except Exception`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(TERMINATED)
+
+    def __str__(self) -> str:
+        return "SIGTERM asked this process to leave"
+
+
+class TerminationRequest:
+    """Handles SIGTERM for a session from `begin` to `end`. While the process is `in_steps`, it leaves at `obey`."""
+
+    def __init__(self) -> None:
+        self.in_steps = False
+        self.asked = False
+        """Whether SIGTERM has come and is not obeyed yet."""
+        self._handles = False
+
+    def begin(self) -> None:
+        """Take SIGTERM over, in the main thread of a program that has no handler of its own for it."""
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            self._handles = True
+            forks.reset_in_children(self)
+            signal.signal(signal.SIGTERM, self._handle)
+
+    def end(self) -> None:
+        """Give SIGTERM back; one that has come and was not obeyed ends the process now. Idempotent."""
+        if self._handles and threading.current_thread() is threading.main_thread():
+            self._handles = False
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            if self.asked:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def obey(self) -> None:
+        """Raise `Terminated` if SIGTERM has come: a step is done, or can only go on in another epoch."""
+        if self.asked:
+            self.asked = False
+            raise Terminated
+
+    def reset_in_child(self) -> None:
+        """Give SIGTERM back: a forked child has no part in the job."""
+        if self._handles:
+            self._handles = self.asked = False
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _handle(self, _number: int, _frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self.asked = True
+        if not self.in_steps:
+            self.obey()
+
 
 OnError = Literal["raise", "replace"]
 
@@ -80,7 +196,7 @@ def end_with(
     if not isinstance(error, Exception) or any(isinstance(each, FAILURES) for each in _chain(error)):
         return False
     try:
-        again = error_history.note(settings.register, known)
+        again = note_error(settings.register, known)
     except (RegisterAway, CorruptData):
         return False
     if on == "replace" and not again:

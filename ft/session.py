@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
@@ -29,37 +31,33 @@ from holdfast.comms.quantities import integer
 from holdfast.comms.system import forks
 from holdfast.comms.system.local_causes import reraise_local_cause
 from holdfast.comms.system.signal_safety import OwnSteps
-from holdfast.ft import departure, error_history, event_lines, events, faultpoints, settings
+from holdfast.ft import departure, event_lines, events, faultpoints, settings
 from holdfast.ft import step_protocol as protocol
-from holdfast.ft.attempt import Attempt, profiled
 from holdfast.ft.communicators import CommunicatorManager, DefaultGroup, collect_votes
-from holdfast.ft.departure import OnError
+from holdfast.ft.departure import OnError, TerminationRequest
 from holdfast.ft.events import StepBegun
 from holdfast.ft.membership.events import EpochBroken, LocalFinished
-from holdfast.ft.membership.view import OnDeath, View
+from holdfast.ft.membership.view import OnDeath, Timeouts, View
 from holdfast.ft.node.epoch_guard import EpochGuard
 from holdfast.ft.node.register import Register
 from holdfast.ft.node.runtime import Runtime, new_identity
-from holdfast.ft.state.replicator import StateReplicator
-from holdfast.ft.state.sharded import Build, Shape, Sharded
+from holdfast.ft.state.replicator import Build, Shape, Sharded, StateReplicator
 from holdfast.ft.state.transfer import Stateful
-from holdfast.ft.step_protocol import NEWCOMER, CommitState, Vote
+from holdfast.ft.step_protocol import FAILURES, NEWCOMER, CommitState, Vote
 from holdfast.ft.telemetry import otel
 from holdfast.ft.telemetry.event_log import EventLog, flush_all, log_events
-from holdfast.ft.telemetry.flight import open_recorder
+from holdfast.ft.telemetry.flight.recorder import open_recorder
 from holdfast.ft.telemetry.metrics import PORT, Metrics, OpTally, ports
-from holdfast.ft.termination import TerminationRequest
-from holdfast.ft.timeouts import Timeouts
 
 if TYPE_CHECKING:
     from holdfast.comms.torchdist.session_group import SessionProcessGroup
-
 
 _READABLE = ("identity", "view", "epoch", "rank", "size", "step")
 """Attributes that a forked child can still read of its parent's session."""
 
 faultpoints.run_before_kill(flush_all)
 
+_log = logging.getLogger("holdfast.ft")
 _CLOSED = "its session was closed"
 
 P = ParamSpec("P")
@@ -380,7 +378,7 @@ class Session:
             return departure.stop_with_all(runtime, self._epoch_guard, self._settings, self._identity, view, why)
         if self._epoch_guard.ended:
             return False
-        known = error_history.describe(error, done, rank)
+        known = departure.step_error(error, done, rank)
         return departure.end_with(runtime, self._epoch_guard, self._settings, view, error, known, self._on_error)
 
     # The driver of the step protocol --------------------------------------------------------------------------
@@ -395,7 +393,8 @@ class Session:
                     f"step {attempt.step} ended here in an error that was caught outside of `with attempt:`, while the "
                     "other ranks went on with it; let the error leave the session, or catch it inside of the block"
                 )
-            self._termination.obey()
+            if self._termination.asked:
+                self._termination.obey()
         self._termination.in_steps = False
         self._events.emit(events.StepsFinished(step=self._commit_state.done - 1))
 
@@ -583,3 +582,121 @@ def recorded(
             recorder = tally = OpTally(flight)
             sinks.callback(Metrics(metrics, job, events, tally, missed_heartbeats).close)
         yield recorder
+
+
+_READABLE_OF_ATTEMPT = ("step", "comm", "epoch", "rank", "total", "total_shards", "shards", "alive", "degraded")
+"""What a forked child can still read of its parent's attempt."""
+
+
+_NOTHING: AbstractContextManager[object] = contextlib.nullcontext()
+
+
+def profiled(name: str) -> AbstractContextManager[object]:
+    """A range of that name in a recording of `torch.profiler`; without one it costs next to nothing."""
+    if not torch.autograd._profiler_enabled():
+        return _NOTHING
+    return torch.profiler.record_function(name)
+
+
+class Attempt:
+    """One attempt at step `step` (0, 1, ...), as rank `rank` of the members of `epoch`, over `comm`.
+
+    A step's work is divided into `total_shards` shards, numbered from 0: the number that `ft.Session(shards=...)` set
+    for the job (default: its `size`), the same in every epoch. `shards` are the numbers of this rank's shards; each
+    shard belongs to one rank. A mean over the whole step is the sum over all shards divided by `total_shards`.
+
+    `alive` says of each rank of `comm` whether it was a member when the attempt began. Nobody does the shards of one
+    that is not; only a session with `on_death="go_on"` has such attempts.
+
+    After the `with` block, `committed` says whether the step is done, alike on all ranks. If it is not, a peer has
+    failed, and `Session.steps` yields the same step again.
+    """
+
+    def __init__(self, transaction: Session, comm: Communicator, step: int, total_shards: int) -> None:
+        self.step = step
+        self.comm = comm
+        self.epoch = comm.epoch
+        self.rank = comm.rank
+        self.total_shards = total_shards
+        self.shards = self.share(comm.rank, comm.size)
+        self.committed = False
+        self.entered = False
+        self.settled = False
+        self._transaction = transaction
+        self.alive = transaction.alive
+        self._range: AbstractContextManager[object] = _NOTHING
+        forks.refuse_in_children(self, f"the attempt at step {step}", _READABLE_OF_ATTEMPT)
+
+    def __repr__(self) -> str:
+        state = ", committed" * self.committed
+        return f"<Attempt at step {self.step}: rank {self.rank} of {self.comm.size}, epoch {self.epoch}{state}>"
+
+    @property
+    def degraded(self) -> bool:
+        """Whether a rank had died before this attempt, and the others go on without it: see `alive`."""
+        return not all(self.alive)
+
+    @property
+    def lasting(self) -> Communicator:
+        """A communicator of all ranks that a member's death leaves as it is: for a `Switch` or a window.
+
+        It is made on the first use in an epoch, by all ranks alike. It ends when the next communicator is built. Raises
+        HoldfastError if the session was made with `on_death="rebuild"`, or a member died before the first use.
+        """
+        return self._transaction.lasting()
+
+    @property
+    def total(self) -> int:
+        """The same as `total_shards`, which is the name to use."""
+        return self.total_shards
+
+    def share(self, part: int, parts: int) -> tuple[int, ...]:
+        """The shards of part `part`, if the step is divided into `parts`: consecutive numbers, as evenly as possible.
+
+        For ranks that work on the same shards, such as those of one tensor-parallel group.
+        """
+        return tuple(range(self.total_shards * part // parts, self.total_shards * (part + 1) // parts))
+
+    def process_group(self) -> SessionProcessGroup:
+        """torch.distributed's default group in this epoch, for DDP, `fully_shard` and DeviceMesh.
+
+        It runs on `comm`. It ends with the epoch, and so does everything that was built on it. Only the creation of
+        subgroups is collective. Raises HoldfastError if torch has another default group in this process.
+        """
+        return self._transaction.process_group()
+
+    def __enter__(self) -> Attempt:
+        if self.entered:
+            raise HoldfastError("this attempt was made already; each that steps() yields can be entered once")
+        self.entered = True
+        self._range = profiled(f"holdfast step {self.step}")
+        self._range.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        try:
+            return self._end(error)
+        finally:
+            self._range.__exit__(None, None, None)
+
+    def _end(self, error: BaseException | None) -> bool:
+        """Commit or recover the step; returns whether `error` is dealt with."""
+        cause = error if error is None or isinstance(error, FAILURES) else self._failure_behind(error)
+        if error is not None and cause is None:
+            return False
+        self.committed = self._transaction.end_attempt(cause)
+        self.settled = True
+        return error is not None
+
+    def _failure_behind(self, error: BaseException) -> HoldfastError | None:
+        """The error that ended the communicator, if `error` may be a library's report of it.
+
+        torch turns what its callbacks raise (those of DistributedDataParallel's reducer) into a RuntimeError that
+        keeps only the text.
+        """
+        over = self.comm.over
+        if isinstance(error, HoldfastError) or not isinstance(error, RuntimeError) or not isinstance(over, FAILURES):
+            return None
+        return over.again()

@@ -21,11 +21,10 @@ from holdfast.comms.quantities import integer_in
 from holdfast.comms.system.keys import load_key
 from holdfast.comms.transport.liveness import this_host
 from holdfast.ft.control.errors import WrongKey
-from holdfast.ft.environment.listen_address import check_ours, choose_address, local_addresses
-from holdfast.ft.environment.placement import Placement, placement
-from holdfast.ft.membership.next_view import host_refusal_reason
-from holdfast.ft.membership.view import MESH, Job, JobIdentity, OnDeath, View
-from holdfast.ft.timeouts import Timeouts
+from holdfast.ft.listen_address import check_ours, choose_address, local_addresses
+from holdfast.ft.membership.state_machine import host_refusal_reason
+from holdfast.ft.membership.view import MESH, Job, JobIdentity, OnDeath, Timeouts, View
+from holdfast.ft.schedulers import Placement, placement
 
 MAX_NAME = 100
 MAX_MEMBERS = 1 << 16

@@ -28,11 +28,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from holdfast.comms.errors import HoldfastError, Mismatch, Revoked
+from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
 from holdfast.ft import events
-from holdfast.ft.attempt import FAILURES
-from holdfast.ft.membership.view import View
-from holdfast.ft.timeouts import Timeouts
+from holdfast.ft.membership.view import Timeouts, View
+
+FAILURES = (PeerFailed, Revoked, OpTimeout)
+"""The errors that the death of a peer can cause inside an attempt."""
 
 EVIDENT_SECONDS = 0.002
 """Seconds to wait, after an op failed, for the next epoch or for a better reason from the other members."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from holdfast.ft.on_demand import on_demand
+from holdfast.ft import on_demand
 
 if TYPE_CHECKING:
     from holdfast.harness.cluster.errors import RankDied, RankFailed, RunTimeout

@@ -66,11 +66,11 @@ def blame(
         console().print(render(evidence, found, limit))
     try:
         if perfetto is not None:
-            from holdfast.ft.diagnosis.perfetto import trace
+            from holdfast.ft.diagnosis.traces import trace
 
             perfetto.write_text(json_module.dumps(trace(evidence)))
         if torch_trace is not None:
-            from holdfast.ft.diagnosis.torch_trace import write_dumps
+            from holdfast.ft.diagnosis.traces import write_dumps
 
             write_dumps(evidence, torch_trace)
     except OSError as error:

@@ -19,12 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.comms.transport.base import Peer
-from holdfast.ft.detectors.silence import SilenceTracker
+from holdfast.ft.detectors.heartbeat import SilenceTracker
 from holdfast.ft.membership.events import Started, Suspicion, ViewRead
 from holdfast.ft.membership.state_machine import Membership
 from holdfast.ft.membership.topology import Shape, observers
-from holdfast.ft.membership.view import Job, Member, View
-from holdfast.ft.timeouts import Timeouts
+from holdfast.ft.membership.view import Job, Member, Timeouts, View
 from holdfast.harness.report.plot import Chart, light
 
 HOSTS = 128

@@ -113,7 +113,7 @@ def _observed_ops(
     comm: Communicator, nbytes: int, rounds: int, clock: Callable[[], float], folder: Path
 ) -> dict[str, list[float]]:
     """The body of a rank: by variant, the seconds of an op in each round."""
-    from holdfast.ft.telemetry.flight import FlightRecorder
+    from holdfast.ft.telemetry.flight.recorder import FlightRecorder
     from holdfast.ft.telemetry.metrics import OpTally
 
     def recorder(number: int) -> FlightRecorder:

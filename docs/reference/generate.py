@@ -70,13 +70,13 @@ def sources(*packages: str) -> Iterator[Path]:
 def errors() -> str:
     """A table of all error classes: what they derive from, and what they mean."""
     from holdfast.comms import errors as comms_errors
+    from holdfast.ft import registers
     from holdfast.ft.control import errors as control_errors
-    from holdfast.ft.registers import cell
     from holdfast.rl import errors as rl_errors
     from holdfast.store import errors as store_errors
 
     rows = ["| error | is a | meaning |", "|---|---|---|"]
-    for module in (comms_errors, cell, control_errors, store_errors, rl_errors):
+    for module in (comms_errors, registers, control_errors, store_errors, rl_errors):
         rows += [_error_row(kind) for kind in _errors_of(module)]
     return "\n".join(rows)
 

@@ -22,7 +22,7 @@ from rich.panel import Panel
 from rich.table import Column, Table
 from rich.text import Text
 
-from holdfast.ft.console.visible import replace_unencodable, visible
+from holdfast.ft.console.output import replace_unencodable, visible
 
 PIPED_WIDTH = 140
 """The width, in columns, of output that does not go to a terminal."""

@@ -9,36 +9,13 @@ decide which members the next epoch has. All methods run in the event loop of th
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
 
 from holdfast.comms.errors import HoldfastError
 from holdfast.ft import events
-from holdfast.ft.detectors.heartbeat_page import OpPosition
-from holdfast.ft.detectors.process_watch import HostProcesses, Processes
 from holdfast.ft.membership.events import Event
-from holdfast.ft.membership.view import Member, View
-from holdfast.ft.timeouts import Timeouts
-
-
-class Timer(Protocol):
-    """A call that is due at a later time."""
-
-    def cancel(self) -> None:
-        """Do not make the call."""
-
-
-class Time(Protocol):
-    """The port to time. An asyncio event loop is one; the simulator has its own."""
-
-    def time(self) -> float:
-        """The time in seconds, which never goes back."""
-
-    def call_later(self, delay: float, callback: Callable[..., object], /, *args: Any) -> Timer:
-        """Call `callback(*args)` after `delay` seconds, in the thread of the node."""
-
-    def call_soon_threadsafe(self, callback: Callable[..., object], /, *args: Any) -> object:
-        """Call `callback(*args)` in the thread of the node. RuntimeError once that has ended."""
+from holdfast.ft.membership.view import Member, Timeouts, View
+from holdfast.ft.ports import OpPosition, Processes, Time
 
 
 def _no_receiver(*words: object) -> None:
@@ -67,12 +44,12 @@ class DetectorContext:
     note: Callable[[events.Event], None]
     place: Callable[[], OpPosition]
     lost: Callable[[str], bool]
+    processes: Processes
     send: Callable[[str, bytes], None] = _no_receiver
     send_all: Callable[[bytes], None] = _no_receiver
     suspect: Callable[[str, str], None] = _no_receiver
     confirm: Callable[[str], None] = _no_receiver
     placed: Callable[[str, OpPosition], None] = _no_receiver
-    processes: Processes = field(default_factory=HostProcesses)
 
     def mates(self, members: Iterable[Member]) -> dict[str, Member]:
         """By id, those of `members` that are other processes of this host."""

@@ -47,11 +47,12 @@ def holdfast_detectors() -> list[DetectorInfo]:
     def info(name: str, about: str, kind: Literal["proof", "suspicion"], probe: Probe, made: str) -> DetectorInfo:
         return DetectorInfo(name, API_VERSION, about, kind, probe, _made_by(made))
 
+    ends = "the kernel reports the end of processes on this host"
     silence = "heartbeats in shared memory on this host; a silent process is inspected, and killed if it is stopped"
     between = "heartbeats between hosts; a majority of a member's observers must agree"
     behind = "a rank that did not enter an op before it timed out on the others"
     return [
-        info("pidfd", "the kernel reports the end of processes on this host", "proof", _kernel, "pidfd.PidfdDetector"),
+        info("pidfd", ends, "proof", _kernel, "process_watch.PidfdDetector"),
         info("heartbeat", silence, "proof", _shared_memory, "heartbeat.HeartbeatDetector"),
         info("observers", between, "suspicion", Available, "observers.ObserversDetector"),
         info(

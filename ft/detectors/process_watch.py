@@ -1,33 +1,112 @@
-"""Watches processes of this host through the kernel, in an event loop, and ends one for certain.
+"""The processes of this host: `pidfd` detects their ends by the kernel, and heartbeats are pages in shared memory.
 
 The kernel reports the end of a process only after it has freed its memory: 5 to 50 ms for one that uses torch. The end
 of a single thread is reported at once. So a few threads of each process are watched too; when one of them ends while
-the process is exiting, that is sufficient proof, because an exit that has begun cannot be stopped.
+the process is exiting, that is sufficient proof, because an exit that has begun cannot be stopped. Freeing that memory
+keeps a processor busy just when the survivors need it, so an exiting process is scheduled after all others for a
+moment.
 
-Freeing that memory keeps a processor busy just when the survivors need it, so an exiting process is scheduled after all
-others for a moment.
+A heartbeat page is a memfd that the others open through /proc, so it has no name and ends with its process. It holds
+the time at which its process last ran, and its position in its ops; both can be read while the process is stopped.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import mmap
 import os
 import select
 import signal
-from collections.abc import Callable, Iterable
+import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from holdfast.comms.system.descriptors import OwnedDescriptor
+from holdfast.comms.system.mappings import map_file
 from holdfast.comms.transport.base import Peer
-from holdfast.comms.transport.liveness import is_exiting, is_gone, is_stopped, open_pidfd, read_proc_stat, this_host
-from holdfast.ft.detectors.heartbeat_page import HeartbeatPage, HeartbeatPageReader, OpPosition
-from holdfast.ft.membership.events import Death
-from holdfast.ft.membership.view import Member
+from holdfast.comms.transport.liveness import (
+    is_exiting,
+    is_gone,
+    is_stopped,
+    open_pidfd,
+    read_proc_stat,
+    start_time,
+    this_host,
+)
+from holdfast.ft.detectors.detector import Detector, DetectorContext
+from holdfast.ft.membership.events import Death, ProvenDeaths
+from holdfast.ft.membership.view import Member, View
+from holdfast.ft.ports import OnDeaths, OpPosition
 
-OnDeaths = Callable[[tuple[Death, ...]], None]
+_BYTES = mmap.PAGESIZE
+_PAGE = struct.Struct("<8sQdQQ?")  # magic, version, time of the beat, epoch, ops entered, inside
+_MAGIC = b"HFPULSE1"
+_VERSION = struct.Struct("<Q")
+_AT = 8
+_TRIES = 8
+_NAME = "holdfast-pulse"
+
+
+class HeartbeatPage:
+    """The page of this process. Others need `number` to open it."""
+
+    def __init__(self) -> None:
+        self.fd = OwnedDescriptor(os.memfd_create(_NAME, os.MFD_CLOEXEC))
+        os.ftruncate(self.fd, _BYTES)
+        self._page = map_file(self.fd, _BYTES)
+        self._version = 0
+        self.number = int(self.fd)
+
+    def beat(self, now: float, place: OpPosition) -> None:
+        """Record that this process runs. The version is odd while the rest is being written."""
+        self._version += 2
+        _VERSION.pack_into(self._page, _AT, self._version - 1)
+        _PAGE.pack_into(self._page, 0, _MAGIC, self._version - 1, now, place.epoch, place.entered, place.inside)
+        _VERSION.pack_into(self._page, _AT, self._version)
+
+    def close(self) -> None:
+        self._page.release()
+        self.fd.close()
+
+
+class HeartbeatPageReader:
+    """The page of another process."""
+
+    def __init__(self, peer: Peer, fd: int) -> None:
+        """Raises OSError if there is no such page, or this process may not read it."""
+        path = f"/proc/{peer.pid}/fd/{fd}"
+        _check_name(path)  # first: opening another file, such as a FIFO without a writer, could block for ever
+        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+        try:
+            _check_name(f"/proc/self/fd/{opened}")
+            if start_time(peer.pid) != peer.started:
+                raise FileNotFoundError(path)
+            self._page = map_file(opened, _BYTES, writable=False)
+        except (ValueError, ProcessLookupError) as error:
+            raise FileNotFoundError(path) from error
+        finally:
+            os.close(opened)
+
+    def read(self) -> tuple[float, OpPosition] | None:
+        """The time at which the process last beat, and its position; None if it never has."""
+        for _ in range(_TRIES):
+            magic, version, time, epoch, entered, inside = _PAGE.unpack_from(self._page, 0)
+            if magic == _MAGIC and version % 2 == 0 and _VERSION.unpack_from(self._page, _AT)[0] == version:
+                return time, OpPosition(epoch, entered, inside)
+        return None
+
+    def close(self) -> None:
+        with contextlib.suppress(BufferError):
+            self._page.release()
+
+
+def _check_name(path: str) -> None:
+    """Raise OSError if `path` is not a heartbeat page."""
+    if str(Path(path).readlink()) != f"/memfd:{_NAME} (deleted)":
+        raise FileNotFoundError(path)
+
 
 PIDFD_THREAD = os.O_EXCL
 """The flag of pidfd_open for the number of a thread; since Linux 6.9."""
@@ -246,60 +325,6 @@ def death_of(member: Member) -> Death:
     return Death(member.id, f"its process (pid {member.peer.pid}) ended")
 
 
-class Watch(Protocol):
-    """Watches processes of this host (`ProcessWatch`)."""
-
-    def follow(self, members: Iterable[Member]) -> None: ...
-
-    def fence(self, member: Member) -> bool: ...
-
-    def close(self) -> None: ...
-
-
-class Page(Protocol):
-    """This process's heartbeat in shared memory (`HeartbeatPage`)."""
-
-    @property
-    def number(self) -> int: ...
-
-    def beat(self, now: float, place: OpPosition) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class PageReader(Protocol):
-    """Another process's heartbeat in shared memory (`HeartbeatPageReader`)."""
-
-    def read(self) -> tuple[float, OpPosition] | None: ...
-
-    def close(self) -> None: ...
-
-
-class Processes(Protocol):
-    """The port to the processes of this host: the kernel and its shared memory, or the simulated ones."""
-
-    def watch(self, on_deaths: OnDeaths) -> Watch:
-        """A watch that reports the ends of the processes that it follows."""
-
-    def is_gone(self, peer: Peer) -> bool:
-        """Whether a process of this host has ended. False for one of another host."""
-
-    def is_stopped(self, pid: int) -> bool:
-        """Whether a process is stopped now."""
-
-    def cpu_ticks(self, pid: int) -> int:
-        """The processor time that a process has used."""
-
-    def kill(self, pid: int) -> None:
-        """Send SIGKILL. Raises OSError."""
-
-    def page(self) -> Page:
-        """A new heartbeat page for this process."""
-
-    def open_page(self, peer: Peer, number: int) -> PageReader:
-        """The page `number` of another process. Raises OSError."""
-
-
 class HostProcesses:
     """The `Processes` of the kernel. `watch` is called in an event loop."""
 
@@ -312,3 +337,39 @@ class HostProcesses:
 
     def kill(self, pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
+
+
+class PidfdDetector(Detector):
+    """Proves deaths within milliseconds. Can also fence."""
+
+    def __init__(self, context: DetectorContext) -> None:
+        super().__init__(context)
+        self._watch = context.processes.watch(lambda deaths: context.tell(ProvenDeaths(deaths)))
+
+    def follow(self, view: View | None, watched: tuple[Member, ...]) -> None:
+        self._watch.follow(watched)
+
+    def fence(self, member: Member) -> bool:
+        return self._watch.fence(member)
+
+    def close(self) -> None:
+        self._watch.close()
+
+
+class LookingDetector(Detector):
+    """Proves deaths within a heartbeat, with nothing of the kernel's that can be forbidden."""
+
+    def __init__(self, context: DetectorContext) -> None:
+        super().__init__(context)
+        self._mates: dict[str, Member] = {}
+        self._gone: set[str] = set()
+
+    def follow(self, view: View | None, watched: tuple[Member, ...]) -> None:
+        self._mates = self.context.mates(watched)
+        self._gone &= self._mates.keys()
+
+    def look(self, now: float) -> None:
+        ended = [m for m in self._mates.values() if m.id not in self._gone and self.context.processes.is_gone(m.peer)]
+        self._gone |= {member.id for member in ended}
+        if ended:
+            self.context.tell(ProvenDeaths(tuple(map(death_of, ended))))

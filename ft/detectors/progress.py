@@ -20,10 +20,9 @@ import msgspec
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed
 from holdfast.ft import events
 from holdfast.ft.detectors.detector import Detector, DetectorContext
-from holdfast.ft.detectors.heartbeat_page import OpPosition
 from holdfast.ft.membership.events import Stalled
-from holdfast.ft.membership.view import Member, View
-from holdfast.ft.timeouts import Timeouts
+from holdfast.ft.membership.view import Member, Timeouts, View
+from holdfast.ft.ports import OpPosition
 
 _encode = msgspec.msgpack.Encoder().encode
 _Count = Annotated[int, msgspec.Meta(ge=0)]

@@ -13,14 +13,13 @@ import msgspec
 
 from holdfast.comms.errors import CorruptData, HoldfastError, describe
 from holdfast.comms.plugins.spec import Available, DetectorInfo
-from holdfast.ft.detectors.detector import Detector, DetectorContext, Timer
+from holdfast.ft.detectors.detector import Detector, DetectorContext
 from holdfast.ft.detectors.heartbeat import MessageHeartbeats
-from holdfast.ft.detectors.heartbeat_page import OpPosition
 from holdfast.ft.detectors.observers import ObserversDetector
-from holdfast.ft.detectors.process_watch import death_of
+from holdfast.ft.detectors.process_watch import LookingDetector
 from holdfast.ft.events import DetectorLost
-from holdfast.ft.membership.events import ProvenDeaths
 from holdfast.ft.membership.view import Member, View
+from holdfast.ft.ports import OpPosition, Timer
 
 T = TypeVar("T")
 
@@ -32,25 +31,6 @@ _encode = msgspec.msgpack.Encoder().encode
 _routed = msgspec.msgpack.Decoder(tuple[str, bytes])
 _suspicion = msgspec.msgpack.Decoder(tuple[Annotated[int, msgspec.Meta(ge=1)], str, str])
 _TO_ALL = ""  # the name for suspicions, which every detector receives; no name that a plugin can have
-
-
-class LookingDetector(Detector):
-    """Proves deaths within a heartbeat, with nothing of the kernel's that can be forbidden."""
-
-    def __init__(self, context: DetectorContext) -> None:
-        super().__init__(context)
-        self._mates: dict[str, Member] = {}
-        self._gone: set[str] = set()
-
-    def follow(self, view: View | None, watched: tuple[Member, ...]) -> None:
-        self._mates = self.context.mates(watched)
-        self._gone &= self._mates.keys()
-
-    def look(self, now: float) -> None:
-        ended = [m for m in self._mates.values() if m.id not in self._gone and self.context.processes.is_gone(m.peer)]
-        self._gone |= {member.id for member in ended}
-        if ended:
-            self.context.tell(ProvenDeaths(tuple(map(death_of, ended))))
 
 
 STAND_INS: Mapping[str, tuple[str, Callable[[DetectorContext], Detector]]] = {

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import selectors
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import IO, BinaryIO
 
@@ -25,27 +27,29 @@ from rich.console import Console
 from rich.text import Text
 
 from holdfast.comms.errors import BackendUnavailable, CorruptData, Unsupported
+from holdfast.comms.plugins.kernel_calls import require
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.system.descriptors import OwnedDescriptor
 from holdfast.comms.system.file_io import write_all
 from holdfast.comms.transport.liveness import is_stopped, this_host
 from holdfast.ft.console.console import console
-from holdfast.ft.console.output import LineSplitter
+from holdfast.ft.console.output import LineSplitter, visible, visible_but_colours
 from holdfast.ft.console.units import counted
-from holdfast.ft.console.visible import visible, visible_but_colours
-from holdfast.ft.environment.listen_address import LOOPBACK
+from holdfast.ft.departure import TERMINATED
 from holdfast.ft.events import JoinRequested
-from holdfast.ft.launch import run_report
-from holdfast.ft.launch.guarded_process import GuardedProcess
+from holdfast.ft.launch import guardian, run_report
 from holdfast.ft.launch.held_directory import HeldDirectory, private_file
-from holdfast.ft.launch.hosts.host_agent import HostAgent, HostPlan, JobWatch, host_name
+from holdfast.ft.launch.host_agent import HostAgent, HostPlan, JobWatch, host_name
 from holdfast.ft.launch.job_contract import LocalContract, ReservedPort, TorchEnvironment
 from holdfast.ft.launch.launcher import Launch, how_it_ended
-from holdfast.ft.launch.mpirun import launch as launch_ranks
+from holdfast.ft.launch.launcher import launch as launch_ranks
 from holdfast.ft.launch.run_report import LastErrorLine
+from holdfast.ft.listen_address import LOOPBACK
 from holdfast.ft.membership.view import Member, View
 from holdfast.ft.registers import RegisterAway
-from holdfast.ft.termination import TERMINATED
+
+END_SECONDS = 10.0
+
 
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_red")
 ASK_AGAIN_SECONDS = 0.5
@@ -548,3 +552,79 @@ def _launcher(preference: str) -> str:
 def python_command(script: str, arguments: Sequence[str]) -> tuple[str, ...]:
     """The command that runs a Python script with this interpreter."""
     return (sys.executable, script, *arguments)
+
+
+class GuardedProcess:
+    """Runs `command` with the environment `environ`; `output` reads its stdout and stderr.
+
+    With a `log`, its output goes to that file, `output` is None, and it outlives this process. `pidfd` becomes readable
+    once the command and all its descendants have ended; then call `reap`.
+    """
+
+    def __init__(self, command: Sequence[str], environ: Mapping[str, str], log: Path | None = None) -> None:
+        with contextlib.ExitStack() as files:
+            into = subprocess.PIPE if log is None else files.enter_context(private_file(log, "ab"))
+            self._start(command, environ, into, "tied" if log is None else "detached")
+
+    def _start(self, command: Sequence[str], environ: Mapping[str, str], into: int | BinaryIO, how: str) -> None:
+        require("the start of a process", "pidfd_open")
+        status, said = os.pipe()
+        self._status = OwnedDescriptor(status)
+        try:
+            self._guardian = subprocess.Popen(
+                [sys.executable, "-I", "-S", guardian.__file__, str(said), how, *command],
+                env=dict(environ),
+                stdin=subprocess.DEVNULL,
+                stdout=into,
+                stderr=subprocess.STDOUT,
+                bufsize=0,
+                process_group=0,
+                pass_fds=(said,),
+            )
+        except BaseException:
+            self._status.close()
+            raise
+        finally:
+            os.close(said)
+        self.output: IO[bytes] | None = self._guardian.stdout
+        self.began = time.monotonic()
+        self.pidfd = OwnedDescriptor(os.pidfd_open(self._guardian.pid))
+        self.returncode: int | None = None
+        """The return code as in `subprocess`; None while the command runs."""
+
+    @cached_property
+    def pid(self) -> int:
+        """The command's process id; the guardian's if it died before it could report that."""
+        return int(self._line() or self._guardian.pid)
+
+    @property
+    def started(self) -> bool:
+        """Whether the guardian has started the command, so that `pid` does not wait for it."""
+        return "pid" in self.__dict__ or bool(select.select([self._status], [], [], 0)[0])
+
+    def signal(self, number: int) -> None:
+        """Send a signal (one of `guardian.FORWARDED`) to the command's process group."""
+        if self.returncode is None:
+            self._guardian.send_signal(number)
+
+    def reap(self) -> int:
+        """End the command, if it runs, and all its descendants; returns its return code. Idempotent."""
+        if self.returncode is None:
+            pid = self.pid
+            self._guardian.send_signal(guardian.END)
+            try:
+                code = self._guardian.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._guardian.kill()
+                code = self._guardian.wait()
+            status = self._line()
+            self._status.close()
+            self.returncode = os.waitstatus_to_exitcode(int(status)) if status and pid else code
+        return self.returncode
+
+    def _line(self) -> str:
+        """The next line that the guardian writes; "" at its end."""
+        line = b""
+        while not line.endswith(b"\n") and (more := os.read(self._status, 1)):
+            line += more
+        return line.decode().strip()

@@ -24,8 +24,7 @@ from holdfast.ft.membership.events import (
 )
 from holdfast.ft.membership.evidence import Evidence
 from holdfast.ft.membership.topology import Shape, heads, host_mates, observers
-from holdfast.ft.membership.view import Member, View
-from holdfast.ft.membership.view_delta import ViewDelta, delta_between, last_delta
+from holdfast.ft.membership.view import Member, View, ViewDelta, delta_between, last_delta
 
 
 def another_proposes_first(view: View | None, me: Member, lost: Container[str]) -> bool:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from holdfast.ft.membership.view import Member, StepError, View
-from holdfast.ft.membership.view_delta import ViewDelta
+from holdfast.ft.membership.view import Member, StepError, View, ViewDelta
 
 LEFT = "it left: "
 """How the evidence of a `Death` begins, for people, if the process left the job; its reason follows."""

@@ -1,18 +1,70 @@
-"""The view: the members of a job in rank order, at one epoch. Processes agree on it through the register."""
+"""The view: the members of a job in rank order, at one epoch. Processes agree on it through the register.
+
+Members of a large job send each other a `ViewDelta`: a view of N members has O(N) bytes, and the loss of a host changes
+a few ranks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import cached_property
 from types import MappingProxyType
 from typing import Literal, TypeVar
 
 import msgspec
 
-from holdfast.comms.errors import CorruptData
+from holdfast.comms.errors import CorruptData, HoldfastError
+from holdfast.comms.quantities import seconds
 from holdfast.comms.transport.base import Peer
-from holdfast.ft.timeouts import Timeouts
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """In seconds.
+
+    `heartbeat`: the interval of a process's signs of life. `suspect`: how long it may be silent before it is checked.
+    `operation`: the longest that one collective may take, and that members may wait for a member that still computes.
+    `rebuild`: the longest from a failure to the next epoch. `join`: how long a job waits for members that it needs.
+
+    Raises ValueError, with the reason, for values that cannot work together.
+    """
+
+    heartbeat: float = 0.1
+    suspect: float = 0.5
+    operation: float = 30.0
+    rebuild: float = 10.0
+    join: float = 60.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            given = getattr(self, field.name)
+            try:
+                value = seconds(given, f"timeout {field.name}")
+            except TypeError as error:
+                raise ValueError(str(error)) from None
+            except ValueError:
+                value = 0.0
+            if not value > 0:
+                raise ValueError(f"timeout {field.name}={given!r} must be finite and above 0 seconds")
+            object.__setattr__(self, field.name, value)
+        if self.suspect < 2 * self.heartbeat:
+            raise ValueError(
+                f"suspect={self.suspect} s must be at least twice heartbeat={self.heartbeat} s: "
+                "one late heartbeat would make a healthy process suspect"
+            )
+        if self.rebuild <= self.suspect:
+            raise ValueError(
+                f"rebuild={self.rebuild} s must exceed suspect={self.suspect} s: "
+                "a second failure during a rebuild could not be noticed in time"
+            )
+        if self.operation <= self.suspect:
+            raise ValueError(
+                f"operation={self.operation} s must exceed suspect={self.suspect} s: "
+                "operations would time out before a stopped peer is found"
+            )
+        if self.join <= self.heartbeat:
+            raise ValueError(f"join={self.join} s must exceed heartbeat={self.heartbeat} s: nobody could join in time")
 
 
 class StepError(msgspec.Struct, frozen=True):
@@ -35,6 +87,14 @@ class StepError(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.message} (step {self.step}, rank {self.rank}, {self.place})"
+
+
+class StepFailed(HoldfastError):
+    """The user's code raised `error` on another rank, and the job has ended with it."""
+
+    def __init__(self, job: str, reason: str, error: StepError) -> None:
+        self.job, self.error = job, error
+        super().__init__(f"job {job!r} has ended: {reason}")
 
 
 T = TypeVar("T")
@@ -217,3 +277,122 @@ class View(msgspec.Struct, frozen=True, dict=True):
 
 
 _decoder = msgspec.msgpack.Decoder(View)
+
+
+class ViewDelta(msgspec.Struct, frozen=True):
+    """The step from the view of epoch `epoch` - 1 to that of `epoch`.
+
+    `gone` are ranks of the old view that are not filled again, `placed` the ranks that newcomers take over, and
+    `joined` the newcomers that come last. `job` is None if it stays as it is. `stopped`, `error` and
+    `degraded_from` are those of the new view.
+    """
+
+    epoch: int
+    phase: Phase
+    gone: tuple[int, ...]
+    placed: tuple[tuple[int, Member], ...]
+    joined: tuple[Member, ...]
+    reason: str
+    job: Job | None = None
+    stopped: bool = False
+    error: StepError | None = None
+    degraded_from: int = 0
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @staticmethod
+    def decode(data: bytes) -> ViewDelta:
+        """Raises `CorruptData` for anything that is not an encoded delta."""
+        try:
+            return _delta_decoder.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise CorruptData(f"not a change of a view: {error}") from error
+
+
+_CHANGE = "change"
+"""The name under which a view keeps the delta that led to it."""
+
+_delta_decoder = msgspec.msgpack.Decoder(ViewDelta)
+
+
+def last_delta(view: View) -> ViewDelta | None:
+    """The delta that led to this view, if it is known here."""
+    change = view.recall(_CHANGE)
+    return change if isinstance(change, ViewDelta) else None
+
+
+def delta_between(old: View, new: View) -> ViewDelta | None:
+    """The delta from `old` to `new`.
+
+    None if `new` is not the next view, or survivors have not kept their order.
+    """
+    if new.epoch != old.epoch + 1:
+        return None
+    return new.remember(_CHANGE, old.epoch, lambda: _work_out(old, new))
+
+
+def _work_out(old: View, new: View) -> ViewDelta | None:
+    gone: list[int] = []
+    placed: list[tuple[int, Member]] = []
+    at = 0
+    for rank, member in enumerate(old.members):
+        there = new.members[at] if at < len(new.members) else None
+        if there is not None and there.id == member.id:
+            at += 1
+        elif member.id in new.ranks:
+            return None
+        elif there is not None and there.id not in old.ranks:
+            placed.append((rank, there))
+            at += 1
+        else:
+            gone.append(rank)
+    joined = new.members[at:]
+    job = None if new.job == old.job else new.job
+    return ViewDelta(
+        new.epoch,
+        new.phase,
+        tuple(gone),
+        tuple(placed),
+        joined,
+        new.reason,
+        job,
+        new.stopped,
+        new.error,
+        new.degraded_from,
+    )
+
+
+def apply_delta(old: View, change: ViewDelta) -> View:
+    """The view that `change` makes of `old`. Raises `CorruptData` if they do not belong together."""
+    if change.epoch != old.epoch + 1:
+        raise CorruptData(f"a change to epoch {change.epoch} does not follow epoch {old.epoch}")
+    return old.remember("applied", change, lambda: _make(old, change))
+
+
+def _make(old: View, change: ViewDelta) -> View:
+    members: list[Member | None] = list(old.members)
+    try:
+        if any(rank < 0 for rank in (*change.gone, *(rank for rank, _ in change.placed))):
+            raise ValueError("a rank is negative")
+        for rank, member in change.placed:
+            members[rank] = member
+        for rank in change.gone:
+            members[rank] = None
+        kept = tuple(member for member in members if member is not None)
+        job = old.job if change.job is None else change.job
+        members_now = (*kept, *change.joined)
+        new = View(
+            change.epoch,
+            change.phase,
+            members_now,
+            job,
+            change.reason,
+            change.stopped,
+            change.error,
+            change.degraded_from,
+        )
+    except (IndexError, ValueError) as error:
+        raise CorruptData(f"a change to epoch {change.epoch} makes no view: {error}") from error
+    new.remember(_CHANGE, old.epoch, lambda: change)
+    return new

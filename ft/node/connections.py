@@ -10,9 +10,8 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from holdfast.comms.errors import ResourceExhausted
-from holdfast.ft.control.connection import Handler, RpcConnection
 from holdfast.ft.control.errors import ConnectionLost, ConnectionRefused, ControlError
-from holdfast.ft.control.rpc import AsyncRpcServer, dial_rpc
+from holdfast.ft.control.rpc import AsyncRpcServer, Handler, RpcConnection, dial_rpc
 from holdfast.ft.membership.view import Member
 
 LATE_SECONDS = 0.5

@@ -15,11 +15,9 @@ from msgspec import UNSET
 
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import CorruptData, HoldfastError, OpTimeout, PeerFailed, Revoked
-from holdfast.ft.detectors.heartbeat_page import OpPosition
 from holdfast.ft.events import EpochRevoked, Event, ViewInstalled
-from holdfast.ft.membership.view import View
-from holdfast.ft.membership.view_delta import ViewDelta, apply_delta, delta_between
-from holdfast.ft.timeouts import Timeouts
+from holdfast.ft.membership.view import Timeouts, View, ViewDelta, apply_delta, delta_between
+from holdfast.ft.ports import OpPosition
 
 
 class _HeldEpoch:

@@ -20,8 +20,7 @@ from holdfast.ft.membership.events import (
     ViewDeltaReceived,
     ViewRead,
 )
-from holdfast.ft.membership.view import View
-from holdfast.ft.membership.view_delta import ViewDelta
+from holdfast.ft.membership.view import View, ViewDelta
 
 Notice = tuple[str, bytes]
 

@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterable
 from holdfast.comms.errors import HoldfastError, Mismatch, PeerFailed, Revoked, StaleEpoch
 from holdfast.comms.plugins.spec import DetectorInfo
 from holdfast.ft import events
-from holdfast.ft.detectors.detector import DetectorContext, Timer
+from holdfast.ft.detectors.detector import DetectorContext
 from holdfast.ft.detectors.process_watch import death_of
 from holdfast.ft.detectors.watch import Detectors
-from holdfast.ft.error_history import StepFailed
 from holdfast.ft.membership.dissemination import another_proposes_first
 from holdfast.ft.membership.events import (
     LEFT,
@@ -46,12 +45,12 @@ from holdfast.ft.membership.events import (
     ViewRead,
 )
 from holdfast.ft.membership.state_machine import Membership
-from holdfast.ft.membership.view import Member, View
+from holdfast.ft.membership.view import Member, StepFailed, View
 from holdfast.ft.node import messages
 from holdfast.ft.node.epoch_guard import EpochGuard
-from holdfast.ft.node.ports import Answer, Ports
-from holdfast.ft.node.register_client import RegisterClient
+from holdfast.ft.node.register import RegisterClient
 from holdfast.ft.node.table_sharing import TableSharing, neighbours
+from holdfast.ft.ports import Answer, Ports, Timer
 from holdfast.ft.registers import RegisterAway
 
 FOLLOW_SECONDS, FOLLOW_FEWER_SECONDS = 0.002, 0.02

@@ -22,9 +22,9 @@ from holdfast.comms.errors import Revoked, StaleEpoch
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.transport.liveness import this_process
 from holdfast.ft import faultpoints
-from holdfast.ft.control.connection import Handler
 from holdfast.ft.control.errors import CONNECTION_ERRORS, ConnectionLost, RemoteError
-from holdfast.ft.control.loop import LoopThread
+from holdfast.ft.control.event_loop import LoopThread
+from holdfast.ft.control.rpc import Handler
 from holdfast.ft.detectors.process_watch import HostProcesses
 from holdfast.ft.membership.events import Event
 from holdfast.ft.membership.state_machine import Membership
@@ -34,10 +34,10 @@ from holdfast.ft.node import messages
 from holdfast.ft.node.connections import MemberConnections
 from holdfast.ft.node.epoch_guard import EpochGuard
 from holdfast.ft.node.node import Node
-from holdfast.ft.node.ports import Ports
 from holdfast.ft.node.register import RegisterThreads
+from holdfast.ft.node.rendezvous import REPEATABLE, RendezvousStore, ask_here, ask_remotely
 from holdfast.ft.node.table_sharing import TableCalls, neighbours
-from holdfast.ft.rendezvous.store import REPEATABLE, RendezvousStore, ask_here, ask_remotely
+from holdfast.ft.ports import Ports
 from holdfast.ft.settings import Settings, candidate_job, one_host_backends
 from holdfast.ft.telemetry.event_log import EventLog
 

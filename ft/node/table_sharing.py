@@ -22,13 +22,11 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import Generic, TypeVar
 
 from holdfast.comms.errors import Revoked
-from holdfast.ft.control.connection import Handler
-from holdfast.ft.detectors.detector import Time, Timer
+from holdfast.ft.control.rpc import Handler
 from holdfast.ft.membership.view import Member, View
 from holdfast.ft.node import messages
-from holdfast.ft.node.ports import MemberLinks
-from holdfast.ft.rendezvous.store import FORGET, encode, handlers
-from holdfast.ft.rendezvous.table import RendezvousTable
+from holdfast.ft.node.rendezvous import FORGET, RendezvousTable, encode, handlers
+from holdfast.ft.ports import MemberLinks, Time, Timer
 
 CHUNK_BYTES = 256 << 10
 """The most bytes of values in one message, unless a single value has more."""

@@ -1,20 +1,86 @@
-"""Calls of functions and methods in child processes. Only a parent and its children exchange these messages."""
+"""Calls of functions and methods in child processes, and exceptions of any type packed for another process.
+
+Only a parent and its children exchange these messages.
+"""
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+import types
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import cloudpickle
 
-from holdfast.ft.launch.launcher import StartFailed
-from holdfast.ft.processes.channel import ChannelClosed, ProcessChannel
-from holdfast.ft.processes.packed_errors import PackedError, pack_error, unpack_error
-from holdfast.ft.processes.zygote_client import zygote_with
+from holdfast.comms.errors import rebuild
+
+
+@dataclass(frozen=True, slots=True)
+class PackedError:
+    """A packed exception. `pickled` is its type and recipe, or None if these cannot be pickled."""
+
+    pickled: bytes | None
+    summary: str
+    trace: str
+
+
+def pack_error(error: BaseException) -> PackedError:
+    """Pack an exception of any type. Never raises."""
+    trace = "".join(traceback.format_exception(error)).strip()
+    for recipe in (recipe_of(error), ErrorRecipe(False, (str(error),), {})):
+        try:
+            return PackedError(cloudpickle.dumps((type(error), recipe)), one_line(error), trace)
+        except Exception:
+            continue
+    return PackedError(None, one_line(error), trace)
+
+
+def unpack_error(packed: PackedError) -> BaseException:
+    """The original exception, or a `RuntimeError` with its text if its type does not exist here."""
+    if packed.pickled is not None:
+        try:
+            kind, recipe = cloudpickle.loads(packed.pickled)
+            return error_of(kind, recipe)
+        except Exception:
+            pass
+    return RuntimeError(packed.summary)
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorRecipe:
+    """How to make an exception: call its type with `args`, or only set `args`; then set the `fields`."""
+
+    call: bool
+    args: tuple[Any, ...]
+    fields: dict[str, Any]
+
+
+def recipe_of(error: BaseException) -> ErrorRecipe:
+    """The recipe of an exception.
+
+    Types with a constructor in C (OSError ...) are called again, as they hide their arguments; a constructor in Python
+    may take others than `args`, so it is not called.
+    """
+    if isinstance(type(error).__init__, types.WrapperDescriptorType):
+        reduced = error.__reduce__()
+        if isinstance(reduced, tuple) and reduced[0] is type(error):
+            return ErrorRecipe(True, reduced[1], error.__dict__)
+    return ErrorRecipe(False, error.args, error.__dict__)
+
+
+def error_of(kind: type[BaseException], recipe: ErrorRecipe) -> BaseException:
+    if not recipe.call:
+        return rebuild(kind, recipe.args, recipe.fields)
+    error = kind(*recipe.args)
+    vars(error).update(recipe.fields)
+    return error
+
+
+def one_line(error: BaseException) -> str:
+    return "".join(traceback.format_exception_only(error)).strip()
+
 
 T = TypeVar("T")
 
@@ -79,34 +145,3 @@ def _pickled(message: object) -> bytes:
 def unpack(data: bytes | bytearray | memoryview) -> Any:
     """The message that `pack` packed."""
     return cloudpickle.loads(data)
-
-
-def call_in_fork(
-    function: Callable[[], T], *, name: str, output: Path, timeout: float, preload: Sequence[str] = ()
-) -> T:
-    """What `function` returns; its process writes its output to the file `output`. It goes over by cloudpickle.
-
-    The zygote imports the modules `preload` first. Raises what `function` raises, `StartFailed` if its process ends
-    without an answer, and `TimeoutError`.
-    """
-    process = zygote_with(*preload).spawn(partial(_answer, function), name=name, output=output)
-    try:
-        result: CallResult = process.channel.recv(timeout)
-    except ChannelClosed as error:
-        raise StartFailed(f"{name} ended without an answer: {process.epitaph()}") from error
-    except TimeoutError as error:
-        raise TimeoutError(f"{name} (pid {process.pid}) did not answer within {timeout:.3g} s") from error
-    finally:
-        process.close()
-    if result.error is not None:
-        raise unpack_error(result.error)
-    value: T = result.value
-    return value
-
-
-def _answer(function: Callable[[], object], channel: ProcessChannel) -> None:
-    try:
-        result = CallResult(value=function())
-    except Exception as error:
-        result = CallResult(error=pack_error(error))
-    channel.send(result)

@@ -19,8 +19,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import cloudpickle
 import msgspec
@@ -30,8 +32,9 @@ from holdfast.comms.system import forks
 from holdfast.comms.transport.liveness import is_stopped
 from holdfast.ft.launch.held_directory import private_file
 from holdfast.ft.launch.launcher import StartFailed, how_it_ended
-from holdfast.ft.processes.channel import ProcessChannel
+from holdfast.ft.processes.channel import ChannelClosed, ProcessChannel
 from holdfast.ft.processes.child_process import ChildProcess, Exit
+from holdfast.ft.processes.remote_calls import CallResult, pack_error, unpack_error
 from holdfast.ft.processes.zygote_start import (
     PACKET,
     Boot,
@@ -52,6 +55,7 @@ _START_TIMEOUT = 180.0
 
 _TAIL = 4000
 
+T = TypeVar("T")
 _log = logging.getLogger("holdfast.processes")
 
 
@@ -330,6 +334,37 @@ def _forget() -> None:
     _shared = None
     if (parents := take_early()) is not None:
         parents.control.close()
+
+
+def call_in_fork(
+    function: Callable[[], T], *, name: str, output: Path, timeout: float, preload: Sequence[str] = ()
+) -> T:
+    """What `function` returns; its process writes its output to the file `output`. It goes over by cloudpickle.
+
+    The zygote imports the modules `preload` first. Raises what `function` raises, `StartFailed` if its process ends
+    without an answer, and `TimeoutError`.
+    """
+    process = zygote_with(*preload).spawn(partial(_answer, function), name=name, output=output)
+    try:
+        result: CallResult = process.channel.recv(timeout)
+    except ChannelClosed as error:
+        raise StartFailed(f"{name} ended without an answer: {process.epitaph()}") from error
+    except TimeoutError as error:
+        raise TimeoutError(f"{name} (pid {process.pid}) did not answer within {timeout:.3g} s") from error
+    finally:
+        process.close()
+    if result.error is not None:
+        raise unpack_error(result.error)
+    value: T = result.value
+    return value
+
+
+def _answer(function: Callable[[], object], channel: ProcessChannel) -> None:
+    try:
+        result = CallResult(value=function())
+    except Exception as error:
+        result = CallResult(error=pack_error(error))
+    channel.send(result)
 
 
 atexit.register(shut_down)

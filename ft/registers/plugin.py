@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from holdfast.comms.plugins.spec import hookimpl
-from holdfast.ft.registers.cell import Cell, RegisterAway
+from holdfast.ft.registers import Cell, RegisterAway
 
 
 def _memory(url: str, name: str) -> Cell:
     """memory://name: cells of this process, for tests and ranks that are threads"""
-    from holdfast.ft.registers.memory import MemoryCell
+    from holdfast.ft.registers import MemoryCell
 
     return MemoryCell(url, name)
 

@@ -31,7 +31,7 @@ from urllib.parse import quote
 from holdfast.comms.errors import CorruptData
 from holdfast.comms.system import forks, paths
 from holdfast.comms.system.descriptors import OwnedDescriptor
-from holdfast.ft.registers.cell import Cell, RegisterAway, RegisterBusy
+from holdfast.ft.registers import Cell, RegisterAway, RegisterBusy
 
 _IN_MODIFY, _IN_ATTRIB, _IN_DELETE_SELF, _IN_MOVE_SELF = 0x2, 0x4, 0x400, 0x800
 _libc = ctypes.CDLL(None, use_errno=True)

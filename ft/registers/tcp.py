@@ -27,8 +27,8 @@ import torch.distributed as dist
 from holdfast.comms.errors import CorruptData
 from holdfast.comms.rendezvous.tcp import dial, serve
 from holdfast.comms.system import forks
-from holdfast.ft.environment.listen_address import join_address
-from holdfast.ft.registers.cell import Cell, RegisterAway
+from holdfast.ft.listen_address import join_address
+from holdfast.ft.registers import Cell, RegisterAway
 
 PATIENCE = 5.0
 """Seconds that one request to the store may take before `RegisterAway`."""

@@ -28,10 +28,11 @@ from torch import nn
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import HoldfastError
 from holdfast.comms.reproducible import scatter_contributions, sum_contributions
-from holdfast.ft.attempt import Attempt
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from holdfast.ft.session import Attempt
 
 Tensor = torch.Tensor
 

@@ -23,10 +23,9 @@ from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import CorruptData, HoldfastError, Mismatch
 from holdfast.comms.memory_plane import Handle, MemoryPlane
 from holdfast.comms.tensors.shared import check_agreement, groups_sharing_memory
-from holdfast.ft.attempt import FAILURES
 from holdfast.ft.state.codec import decode_state, encode_state
 from holdfast.ft.state.fetching import BLOCK, Block, Fetch, Fetched, Fetcher, Source, blocks_of, digest
-from holdfast.ft.step_protocol import Decision
+from holdfast.ft.step_protocol import FAILURES, Decision
 
 CHUNK = 16 << 20
 """The most bytes of a chunk that small tensors share; a larger tensor is a chunk of its own."""

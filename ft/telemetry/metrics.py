@@ -22,8 +22,7 @@ from holdfast.comms.errors import HoldfastError
 from holdfast.comms.journal import Journal, Recorder
 from holdfast.comms.plan import OpTensors
 from holdfast.ft import events
-from holdfast.ft.control.bounded_listener import BoundedListener, Departure
-from holdfast.ft.control.loop import LoopThread
+from holdfast.ft.control.event_loop import BoundedListener, Departure, LoopThread
 from holdfast.ft.events import Event
 from holdfast.ft.telemetry.event_log import EventLog
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from holdfast.ft.on_demand import on_demand
+from holdfast.ft import on_demand
 
 if TYPE_CHECKING:
     from holdfast.harness.chaos.api import (

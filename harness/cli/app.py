@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from holdfast.ft.console.visible import replace_unencodable
+from holdfast.ft.console.output import replace_unencodable
 from holdfast.harness.bench.command import app as bench_app
 from holdfast.harness.blame import blame
 from holdfast.harness.chaos.command import app as chaos_app

@@ -12,7 +12,7 @@ import typer
 from holdfast.harness.command_line import with_options
 
 if TYPE_CHECKING:
-    from holdfast.ft.launch.hosts.host_agent import HostPlan
+    from holdfast.ft.launch.host_agent import HostPlan
     from holdfast.ft.launch.local_launcher import LaunchPlan
 
 
@@ -72,8 +72,8 @@ class RunOptions:
 
     def plan(self, several: bool) -> LaunchPlan:
         """What to start here, as a job on `several` hosts or on this one. Raises ValueError."""
-        from holdfast.ft.environment.placement import placement
         from holdfast.ft.launch.local_launcher import Grace, LaunchPlan, python_command
+        from holdfast.ft.schedulers import placement
 
         environ = os.environ if several else {}
         return LaunchPlan(
@@ -93,13 +93,13 @@ class RunOptions:
 
     def nodes(self) -> int:
         """On how many hosts the job is. Raises ValueError."""
-        from holdfast.ft.environment.placement import placement
+        from holdfast.ft.schedulers import placement
 
         return self.nnodes or (placement(os.environ).nodes or 1 if self.nproc else 1)
 
     def host(self) -> HostPlan:
         """This host's part in the job, from options and environment. Raises ValueError for what is missing."""
-        from holdfast.ft.launch.hosts.host_agent import HostPlan, host_name
+        from holdfast.ft.launch.host_agent import HostPlan, host_name
 
         url = self.register or os.environ.get("HOLDFAST_REGISTER")
         key = str(self.key_file or os.environ.get("HOLDFAST_KEY_FILE") or "")

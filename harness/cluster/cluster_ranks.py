@@ -12,8 +12,8 @@ import cloudpickle
 import torch.distributed as dist
 
 from holdfast.comms.errors import PeerFailed, Revoked
-from holdfast.ft.error_history import StepFailed
-from holdfast.ft.processes.packed_errors import PackedError, unpack_error
+from holdfast.ft.membership.view import StepFailed
+from holdfast.ft.processes.remote_calls import PackedError, unpack_error
 from holdfast.ft.processes.zygote_client import ForkedProcess
 from holdfast.harness.cluster.errors import RankDied, RunTimeout, rank_failure
 

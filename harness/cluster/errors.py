@@ -11,7 +11,7 @@ from typing import Any
 
 from holdfast.comms.errors import HoldfastError, PeerFailed
 from holdfast.ft.processes.child_process import Exit
-from holdfast.ft.processes.packed_errors import PackedError, error_of, one_line, pack_error, recipe_of, unpack_error
+from holdfast.ft.processes.remote_calls import PackedError, error_of, one_line, pack_error, recipe_of, unpack_error
 
 
 class RankFailed(HoldfastError):

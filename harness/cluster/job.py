@@ -21,8 +21,7 @@ from holdfast.comms.system import forks
 from holdfast.ft.console.units import counted
 from holdfast.ft.event_lines import to_record
 from holdfast.ft.launch.job_contract import LocalContract
-from holdfast.ft.launch.launcher import Launch
-from holdfast.ft.launch.mpirun import launch
+from holdfast.ft.launch.launcher import Launch, launch
 from holdfast.ft.membership.view import View
 from holdfast.ft.node.register import Register
 from holdfast.ft.processes.channel import ChannelClosed

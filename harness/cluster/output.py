@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from holdfast.ft.console.output import LineSplitter, tail
-from holdfast.ft.console.visible import visible
+from holdfast.ft.console.output import LineSplitter, tail, visible
 
 
 def last_stack(output: Path) -> str:

@@ -14,8 +14,7 @@ from typing import Any
 
 from holdfast.comms.plugins.registry import GROUP
 from holdfast.comms.system.paths import url_of
-from holdfast.ft.launch.launcher import Launch
-from holdfast.ft.launch.mpirun import launch
+from holdfast.ft.launch.launcher import Launch, launch
 from holdfast.ft.processes.channel import ChannelClosed
 from holdfast.ft.processes.zygote_client import ForkedProcess, ZygoteClient, zygote, zygote_with
 from holdfast.harness.cluster import pickling

@@ -21,7 +21,7 @@ import cloudpickle
 from holdfast import comms
 from holdfast.comms.communicator import Communicator
 from holdfast.ft.processes.channel import ChannelClosed, ProcessChannel
-from holdfast.ft.processes.packed_errors import pack_error
+from holdfast.ft.processes.remote_calls import pack_error
 from holdfast.harness.cluster import pickling
 from holdfast.harness.cluster.cluster_ranks import Ended
 

@@ -130,8 +130,7 @@ def _membership(rank: int, ranks: int, folder: Path) -> Op:
     from holdfast.comms.transport.base import Peer
     from holdfast.ft.membership.events import Death, ProvenDeaths, ViewRead
     from holdfast.ft.membership.state_machine import Membership
-    from holdfast.ft.membership.view import Job, Member, View
-    from holdfast.ft.timeouts import Timeouts
+    from holdfast.ft.membership.view import Job, Member, Timeouts, View
 
     members = tuple(Member(f"m{index:03}", f"127.0.0.1:{index + 1}", Peer("host", index + 1, 1)) for index in range(64))
     job = Job("job", 64, 1, 128, ("shm",), "shm")

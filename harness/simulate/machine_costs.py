@@ -23,9 +23,8 @@ from holdfast.comms.communicator import Communicator
 from holdfast.comms.connect import KnownMembers, connect_members
 from holdfast.comms.system.paths import url_of
 from holdfast.ft.console.units import counted
-from holdfast.ft.control.connection import RpcConnection
-from holdfast.ft.control.loop import LoopThread
-from holdfast.ft.control.rpc import AsyncRpcServer, dial_rpc
+from holdfast.ft.control.event_loop import LoopThread
+from holdfast.ft.control.rpc import AsyncRpcServer, RpcConnection, dial_rpc
 from holdfast.ft.detectors.process_watch import ProcessWatch
 from holdfast.ft.membership.view import Job, Member, View
 from holdfast.ft.node.register import Register

@@ -29,9 +29,9 @@ import requests
 from etcd3gw.exceptions import Etcd3Exception
 
 from holdfast.comms.errors import HoldfastError
-from holdfast.ft.environment.listen_address import join_address
 from holdfast.ft.launch.held_directory import private_file
 from holdfast.ft.launch.job_contract import ReservedPort
+from holdfast.ft.listen_address import join_address
 from holdfast.ft.processes.zygote_start import die_with_parent
 from holdfast.harness.testbed.netns import EnterNamespace
 

@@ -79,8 +79,7 @@ def _views(job: str, register: str) -> tuple[Callable[[], Any], Callable[[Any], 
         from holdfast.harness.top.screen import render_run
 
         return lambda: read_status(status), lambda seen: render_run(Path(job), seen)
-    from holdfast.ft.diagnosis.job_state import Watcher
-    from holdfast.ft.diagnosis.jobs import locate
+    from holdfast.ft.diagnosis.jobs import Watcher, locate
     from holdfast.harness.top.screen import render
 
     watcher = Watcher(locate(job, register))

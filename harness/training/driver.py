@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 from holdfast.comms.errors import HoldfastError, describe
 from holdfast.ft.console.units import counted
-from holdfast.ft.environment.listen_address import choose_address, local_addresses
-from holdfast.ft.environment.slurm_hosts import found_hosts
+from holdfast.ft.listen_address import choose_address, local_addresses
 from holdfast.ft.processes.channel import ProcessChannel
 from holdfast.ft.processes.zygote_client import inherit_zygote, shut_down
+from holdfast.ft.schedulers import found_hosts
 from holdfast.harness.training.preload import PRELOAD
 from holdfast.rl.actors.engine import Engine
 from holdfast.rl.actors.local import LocalEngine

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.text import Text
 
 from holdfast.ft.console.console import FoldingTable, console, print_json
+from holdfast.ft.console.output import visible
 from holdfast.ft.console.units import coarse_seconds, counted, reward_text
-from holdfast.ft.console.visible import visible
 from holdfast.harness.training.command import configuration_of
 from holdfast.rl.config.named_code import load_code
 from holdfast.rl.config.run_config import RunConfig

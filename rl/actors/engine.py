@@ -25,13 +25,20 @@ import msgspec
 from holdfast.comms.system.descriptors import OwnedDescriptor
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import is_gone, start_time, this_host
-from holdfast.ft.control.loop import LoopThread
+from holdfast.ft.control.event_loop import LoopThread
 from holdfast.ft.detectors.process_watch import fatal_signal, open_threads_of
 from holdfast.ft.launch.held_directory import HeldDirectory
 from holdfast.ft.launch.launcher import StartFailed, how_it_ended
 from holdfast.ft.processes.child_process import ChildProcess
-from holdfast.ft.processes.packed_errors import pack_error, unpack_error
-from holdfast.ft.processes.remote_calls import CallResult, MethodCall, ObjectRecipe, pack, unpack
+from holdfast.ft.processes.remote_calls import (
+    CallResult,
+    MethodCall,
+    ObjectRecipe,
+    pack,
+    pack_error,
+    unpack,
+    unpack_error,
+)
 from holdfast.rl.actors.errors import (
     ActorDied,
     ActorProcessLost,

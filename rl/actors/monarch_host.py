@@ -24,18 +24,17 @@ from pathlib import Path
 from typing import cast
 from urllib.parse import urlsplit
 
-from holdfast.ft.control.bounded_listener import BoundedListener, Departure
-from holdfast.ft.control.loop import LoopThread
-from holdfast.ft.environment.listen_address import address_of, local_addresses
-from holdfast.ft.environment.slurm_hosts import WORD, own_slurm_host
+from holdfast.ft.control.event_loop import BoundedListener, Departure, LoopThread
 from holdfast.ft.launch.held_directory import HeldDirectory
 from holdfast.ft.launch.job_contract import ReservedPort
 from holdfast.ft.launch.launcher import StartFailed
 from holdfast.ft.launch.process_proxies import ProcessProxy, ProxyServer
 from holdfast.ft.launch.proxy_program import VARIABLE
+from holdfast.ft.listen_address import address_of, local_addresses
 from holdfast.ft.processes.channel import ProcessChannel
 from holdfast.ft.processes.child_process import ChildProcess, spawned
 from holdfast.ft.processes.zygote_client import zygote_with
+from holdfast.ft.schedulers import WORD, own_slurm_host
 from holdfast.rl.actors.engine import Child
 from holdfast.rl.actors.errors import HostNotServed
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from holdfast.comms.errors import BackendUnavailable
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.plugins.spec import BackendInfo, Unavailable
-from holdfast.ft.environment.slurm_hosts import WORD as SLURM
 from holdfast.ft.registers import schemes
+from holdfast.ft.schedulers import WORD as SLURM
 from holdfast.rl.config.named_code import ExtraNotInstalled, extra_python, file_of
 from holdfast.rl.config.run_config import (
     CriterionConfig,

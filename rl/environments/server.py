@@ -21,7 +21,7 @@ from websockets.http11 import Request as HttpRequest
 from websockets.http11 import Response
 
 from holdfast.ft.console.units import counted
-from holdfast.ft.control.bounded_listener import BoundedListener, Departure
+from holdfast.ft.control.event_loop import BoundedListener, Departure
 from holdfast.rl.environments import messages
 from holdfast.rl.environments.environment import Environment
 from holdfast.rl.environments.local import CallThread, LocalSession

@@ -17,8 +17,7 @@ from holdfast.comms.errors import HoldfastError, describe
 from holdfast.ft.launch.held_directory import HeldDirectory
 from holdfast.ft.processes.channel import ChannelClosed, FramedSocket, ProcessChannel
 from holdfast.ft.processes.child_process import ChildProcess, spawned
-from holdfast.ft.processes.packed_errors import pack_error, unpack_error
-from holdfast.ft.processes.remote_calls import CallResult, pack, unpack
+from holdfast.ft.processes.remote_calls import CallResult, pack, pack_error, unpack, unpack_error
 from holdfast.ft.processes.zygote_client import zygote_with
 from holdfast.rl.config.named_code import load_code
 from holdfast.rl.config.run_config import CriterionConfig, RunConfig

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from urllib.parse import urlencode
 
 from holdfast.ft import faultpoints
-from holdfast.ft.environment.listen_address import choose_address, local_addresses
+from holdfast.ft.listen_address import choose_address, local_addresses
 from holdfast.rl.actors.engine import Engine, endpoint
 from holdfast.rl.actors.errors import ServiceFailed
 from holdfast.rl.actors.replicas import ReplicaEvent, ServiceReplica

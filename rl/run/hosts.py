@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from holdfast.ft.timeouts import Timeouts
+from holdfast.ft.membership.view import Timeouts
 from holdfast.rl.actors.engine import Engine
 from holdfast.rl.actors.replicas import ServiceOptions
 from holdfast.rl.config.run_config import RunConfig

@@ -18,7 +18,7 @@ import msgspec
 import torch
 from torch.nn.functional import cross_entropy
 
-from holdfast.ft.processes.remote_calls import call_in_fork
+from holdfast.ft.processes.zygote_client import call_in_fork
 from holdfast.rl.config.run_config import ModelConfig, RunConfig
 from holdfast.rl.data.prompts import (
     ARITHMETIC_CHARACTERS,

@@ -24,8 +24,8 @@ import msgspec
 from holdfast.comms.errors import HoldfastError, again
 from holdfast.comms.transport.liveness import this_host
 from holdfast.ft import faultpoints
-from holdfast.ft.environment.slurm_hosts import found_hosts
 from holdfast.ft.launch.job_contract import LocalContract
+from holdfast.ft.schedulers import found_hosts
 from holdfast.rl.actors.engine import Engine
 from holdfast.rl.actors.service import ServiceStatus, metrics_if_asked
 from holdfast.rl.config.contradictions import check_plugins_run_here, staleness_rule

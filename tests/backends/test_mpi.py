@@ -35,7 +35,7 @@ from holdfast.comms import (
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.plugins.spec import OpEvent, hookimpl
 from holdfast.ft import Session
-from holdfast.ft.launch.mpirun import launch, mpirun_path
+from holdfast.ft.launch.launcher import launch, mpirun_path
 from holdfast.harness import LocalCluster
 from holdfast.harness.cluster.cluster_ranks import RankResult
 from support.waiting import PATIENCE, eventually

@@ -227,7 +227,7 @@ def _mentions_zero(node: ast.expr) -> bool:
 BUILDS_NAMED_TYPES_ONLY = Path("store/interop/dcp.py")
 """It unpickles the metadata of torch.distributed.checkpoint, and refuses every type but those in its list."""
 
-WRITES_ONLY = Path("ft/diagnosis/torch_trace.py")
+WRITES_ONLY = Path("ft/diagnosis/traces.py")
 """torch's analyser of flight recordings reads pickles; holdfast writes them for it and reads none."""
 
 PICKLE_FILES = (BUILDS_NAMED_TYPES_ONLY, WRITES_ONLY)
@@ -507,7 +507,7 @@ def test_an_attribute_error_in_a_module_imported_on_demand_is_shown(
 ) -> None:
     (tmp_path / "broken_module.py").write_text("import os\nos.nothing_of_this_name\n")
     (tmp_path / "lazy_package.py").write_text(
-        "from holdfast.ft.on_demand import on_demand\n__getattr__ = on_demand({'Name': 'broken_module'})\n"
+        "from holdfast.ft import on_demand\n__getattr__ = on_demand({'Name': 'broken_module'})\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ImportError, match=r"broken_module cannot be imported: .* 'nothing_of_this_name'") as caught:

@@ -39,22 +39,20 @@ LAYERS = {
         fake inproc shm gloo nccl mpi ucx nixl hier
     """,
     "ft": """
-        timeouts faultpoints console on_demand environment
+        faultpoints console listen_address schedulers
         events
         event_lines
         control
-        rendezvous
         registers
         membership
         telemetry
-        error_history
-        attempt
+        ports
         step_protocol
         state
         detectors
         settings
         node
-        departure communicators termination
+        departure communicators
         session
         launch
         processes

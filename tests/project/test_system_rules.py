@@ -63,7 +63,7 @@ def _is_copy(call: ast.Call) -> bool:
 
 LISTENERS = {
     "backends/gloo/onesided.py": "one connection at a time, closed within a second unless it knows the secret",
-    "ft/control/bounded_listener.py": "the one that bounds strangers",
+    "ft/control/event_loop.py": "the one that bounds strangers",
     "comms/rendezvous/tcp.py": "torch's TCPStore accepts",
     "ft/launch/process_proxies.py": "in a folder of this user alone",
 }
@@ -91,9 +91,8 @@ AS_THEY_COME = {
     "ft/telemetry/event_log.py": "a line is appended whole or taken back",
     "ft/registers/sqlite.py": "notifications are drained, not looked at",
     "harness/chaos/faults/disk.py": "it writes until the disk is full",
-    "ft/launch/guarded_process.py": "single bytes",
     "ft/launch/guardian.py": "a line that a pipe takes at once or not at all",
-    "ft/launch/local_launcher.py": "lines are put together from what has come",
+    "ft/launch/local_launcher.py": "single bytes, and lines are put together from what has come",
     "harness/testbed/netns.py": "single bytes",
     "rl/environments/sandbox/limits.py": "output is taken as it comes, up to its limit",
     "rl/environments/sandbox/inside/execute.py": "a loop of its own: the sandbox has the standard library alone",

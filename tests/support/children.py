@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from holdfast.ft.processes.packed_errors import unpack_error
+from holdfast.ft.processes.remote_calls import unpack_error
 from holdfast.harness.cluster.job import Job
 from support.waiting import PATIENCE, becomes_true
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from holdfast.comms.transport.liveness import HOST, this_host
-from holdfast.ft.launch.guarded_process import GuardedProcess
+from holdfast.ft.launch.local_launcher import GuardedProcess
 from holdfast.ft.processes.channel import ProcessChannel
 from holdfast.ft.processes.zygote_client import ForkedProcess, zygote
 from holdfast.harness.testbed.netns import Network

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from holdfast.ft.control.loop import LoopThread
+from holdfast.ft.control.event_loop import LoopThread
 from holdfast.ft.control.rpc import AsyncRpcServer, dial_rpc
 
 _SECONDS = 10.0

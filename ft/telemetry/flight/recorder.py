@@ -26,22 +26,21 @@ from holdfast.comms.system.environment import flag
 from holdfast.comms.system.mappings import map_file
 from holdfast.comms.transport.liveness import this_process
 from holdfast.ft.events import StepBegun
+from holdfast.ft.telemetry import flight
 from holdfast.ft.telemetry.event_log import DIRECTORY
-from holdfast.ft.telemetry.flight import layout
-from holdfast.ft.telemetry.flight.layout import OpStatus, RecordingState, Signature
+from holdfast.ft.telemetry.flight import SUFFIX, OpStatus, RecordingState, Signature
 
 SWITCH = "HOLDFAST_RECORD"
 """The environment variable that turns the recorder off ("0")."""
 
-SUFFIX = ".flight"
 CAPACITY = 2048
 TEXT_BYTES = 64 * 1024
 
 _log = logging.getLogger("holdfast.ft")
 _encode = msgspec.msgpack.Encoder().encode
-_begin = layout.BEGUN.pack_into
-_end = layout.ENDED.pack_into
-_detail = layout.DETAILS.pack_into
+_begin = flight.BEGUN.pack_into
+_end = flight.ENDED.pack_into
+_detail = flight.DETAILS.pack_into
 _STATUSES: tuple[tuple[type[BaseException], int], ...] = (
     (PeerFailed, OpStatus.PEER_FAILED),
     (Revoked, OpStatus.REVOKED),
@@ -73,7 +72,7 @@ class FlightRecorder:
         self.path = path
         self.step = -1
         self._now, self._capacity, self._text_bytes = now, capacity, text_bytes
-        size = layout.file_bytes(capacity, text_bytes)
+        size = flight.file_bytes(capacity, text_bytes)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(fd, 0, size)  # a hole would be a SIGBUS later, if the disk is full then
@@ -83,7 +82,7 @@ class FlightRecorder:
             raise
         finally:
             os.close(fd)
-        ring = range(layout.ring_at(text_bytes), size, layout.ENTRY_BYTES)
+        ring = range(flight.ring_at(text_bytes), size, flight.ENTRY_BYTES)
         self._next = zip(itertools.count(1), itertools.cycle(ring)).__next__
         """Returns the number of the next op and the offset of its entry; one call, so that it is atomic."""
         self._lock = threading.Lock()
@@ -99,13 +98,13 @@ class FlightRecorder:
             process = (me.host, me.pid, me.started)
         host, pid, started = process
         self._say()
-        static = layout.STATIC.pack(
-            layout.MAGIC,
-            layout.VERSION,
-            layout.ENTRY_BYTES,
+        static = flight.STATIC.pack(
+            flight.MAGIC,
+            flight.VERSION,
+            flight.ENTRY_BYTES,
             self._capacity,
             self._text_bytes,
-            layout.COMMUNICATORS,
+            flight.COMMUNICATORS,
             pid,
             started,
             self._now(),
@@ -114,13 +113,13 @@ class FlightRecorder:
             _clip(identity, 64),
             _clip(job, 128),
         )
-        layout.CRC.pack_into(self._memory, layout.STATIC.size, zlib.crc32(static))
+        flight.CRC.pack_into(self._memory, flight.STATIC.size, zlib.crc32(static))
         self._memory[: len(static)] = static
 
     def _say(self, ended: float = 0.0, note: bytes = b"") -> None:
-        layout.LIVE.pack_into(
+        flight.LIVE.pack_into(
             self._memory,
-            layout.LIVE_AT,
+            flight.LIVE_AT,
             self.step,
             self._text_used,
             self._state,
@@ -138,9 +137,9 @@ class FlightRecorder:
     def journal(self, name: str, epoch: int, rank: int, size: int, backend: str) -> FlightJournal:
         """A journal for a new communicator."""
         number = next(self._communicators)
-        at = layout.COMMUNICATORS_AT + (number - 1) % layout.COMMUNICATORS * layout.COMMUNICATOR_BYTES
+        at = flight.COMMUNICATORS_AT + (number - 1) % flight.COMMUNICATORS * flight.COMMUNICATOR_BYTES
         text = _clip(name, 80)
-        packed = layout.COMMUNICATOR.pack(number, epoch, rank, size, len(text), text, _clip(backend, 16), number)
+        packed = flight.COMMUNICATOR.pack(number, epoch, rank, size, len(text), text, _clip(backend, 16), number)
         self._memory[at : at + len(packed)] = packed
         return FlightJournal(self, number & 0xFFFF)
 
@@ -148,8 +147,8 @@ class FlightRecorder:
         """Mark the recording closed, in order or by `error`. The file stays for readers. Idempotent."""
         if self._state != RecordingState.OPEN:
             return
-        note = (error or "").encode()[: layout.NOTE_BYTES]
-        self._memory[layout.NOTE_AT : layout.NOTE_AT + len(note)] = note
+        note = (error or "").encode()[: flight.NOTE_BYTES]
+        self._memory[flight.NOTE_AT : flight.NOTE_AT + len(note)] = note
         self._state = RecordingState.CLOSED if error is None else RecordingState.FAILED
         self._say(self._now(), note)
 
@@ -177,19 +176,19 @@ class FlightRecorder:
             number = self._add(signature) or self._texts.get((op,)) or self._add(Signature(op)) or 0
             self._texts.setdefault((op,), number)
             signed = -number if op in POINT_TO_POINT else number
-            if len(self._texts) < 2 * layout.MAX_TEXTS:
+            if len(self._texts) < 2 * flight.MAX_TEXTS:
                 self._texts[key] = signed
             return signed
 
     def _add(self, signature: Signature) -> int:
         """Write a text; returns its number, or 0 if there is no room."""
         text = _encode(signature)
-        end = self._text_used + layout.TEXT_HEAD.size + len(text)
-        if len(text) > layout.MAX_TEXT_BYTES or end > self._text_bytes or self._text_count == layout.MAX_TEXTS:
+        end = self._text_used + flight.TEXT_HEAD.size + len(text)
+        if len(text) > flight.MAX_TEXT_BYTES or end > self._text_bytes or self._text_count == flight.MAX_TEXTS:
             return 0
-        at = layout.TEXTS_AT + self._text_used
-        layout.TEXT_HEAD.pack_into(self._memory, at, len(text), 0, zlib.crc32(text))
-        self._memory[at + layout.TEXT_HEAD.size : layout.TEXTS_AT + end] = text
+        at = flight.TEXTS_AT + self._text_used
+        flight.TEXT_HEAD.pack_into(self._memory, at, len(text), 0, zlib.crc32(text))
+        self._memory[at + flight.TEXT_HEAD.size : flight.TEXTS_AT + end] = text
         self._text_used = end
         self._text_count += 1
         self._say()
@@ -259,7 +258,7 @@ class FlightJournal:
         told = (number, tuple(ranks), tuple(gives), rounds)
         if told != self._waiting and number:
             self._waiting = told
-            self._note(at, number, layout.WAITS, ranks, gives, rounds)
+            self._note(at, number, flight.WAITS, ranks, gives, rounds)
 
     def _fail(self, error: BaseException) -> None:
         at, number = self._place()
@@ -269,16 +268,16 @@ class FlightJournal:
         elif isinstance(error, OpTimeout) and self._waiting[:1] != (number,):
             ranks = error.missing_ranks  # if the op's wait is recorded, that says more
         if ranks:
-            self._note(at, number, layout.FAILED_RANKS, ranks, (), 0)
+            self._note(at, number, flight.FAILED_RANKS, ranks, (), 0)
         status = next((status for kind, status in _STATUSES if isinstance(error, kind)), OpStatus.ERROR)
-        _end(self._memory, at + layout.ENDED_AT, self._now(), status, number)
+        _end(self._memory, at + flight.ENDED_AT, self._now(), status, number)
 
     def _note(self, at: int, number: int, kind: int, takes: Sequence[int], gives: Sequence[int], rounds: int) -> None:
-        takes = takes[: layout.MAX_RANKS]
-        gives = gives[: layout.MAX_RANKS - len(takes)]
-        ranks = [*takes, *gives, *[0] * (layout.MAX_RANKS - len(takes) - len(gives))]
-        at += layout.DETAILS_AT
-        _detail(self._memory, at, 0, 0.0, 0, 0, 0, 0, *[0] * layout.MAX_RANKS, 0)
+        takes = takes[: flight.MAX_RANKS]
+        gives = gives[: flight.MAX_RANKS - len(takes)]
+        ranks = [*takes, *gives, *[0] * (flight.MAX_RANKS - len(takes) - len(gives))]
+        at += flight.DETAILS_AT
+        _detail(self._memory, at, 0, 0.0, 0, 0, 0, 0, *[0] * flight.MAX_RANKS, 0)
         _detail(self._memory, at, number, self._now(), rounds, len(takes), len(gives), kind, *ranks, number)
 
 

@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.ft.launch.mpirun import memory_in, mpirun_path
+from holdfast.ft.launch.launcher import memory_in, mpirun_path
 
 OPENMPI, MPICH = "openmpi", "mpich"
 INSTALL_MPI = "pip install 'holdfast[mpi]'"

@@ -18,7 +18,7 @@ from msgspec import Meta
 from holdfast.comms.errors import BackendUnavailable, HoldfastError
 from holdfast.ft.console.units import counted
 from holdfast.ft.faultpoints import POINTS, WORKLOAD_POINTS
-from holdfast.ft.timeouts import Timeouts
+from holdfast.ft.membership.view import Timeouts
 from holdfast.harness.chaos.scenario.fault_type import FaultType, fault_types
 from holdfast.harness.chaos.scenario.workload import ReinforcementLearning, Workload
 from holdfast.rl.config.toml import lines_of, nearest_line

@@ -23,8 +23,8 @@ import xxhash
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.reproducible import sum_contributions
 from holdfast.ft import Session
-from holdfast.ft.attempt import Attempt
 from holdfast.ft.events import ResourcesUsed, SamplesTaken, StateDigested
+from holdfast.ft.session import Attempt
 from holdfast.ft.telemetry.event_log import CLOSE_SECONDS, EventLog
 from holdfast.harness.chaos.scenario.workload import AllReduce, Ddp, Python
 

@@ -12,14 +12,13 @@ from holdfast.comms.plugins.spec import Available, DetectorInfo
 from holdfast.comms.transport.base import Peer
 from holdfast.ft.detectors import plugin
 from holdfast.ft.detectors.detector import Detector, DetectorContext
-from holdfast.ft.detectors.heartbeat_page import OpPosition
-from holdfast.ft.detectors.process_watch import OnDeaths, death_of
+from holdfast.ft.detectors.process_watch import death_of
 from holdfast.ft.membership.events import CasFailed, ViewRead
 from holdfast.ft.membership.view import Member, View
 from holdfast.ft.node.connections import LATE_SECONDS, REDIAL_SECONDS, RETRY_SECONDS
 from holdfast.ft.node.messages import Beat
-from holdfast.ft.node.ports import Answer
 from holdfast.ft.node.register import WATCH_SECONDS
+from holdfast.ft.ports import Answer, OnDeaths, OpPosition
 
 if TYPE_CHECKING:
     from holdfast.harness.simulate.core.process import SimulatedProcess

@@ -14,7 +14,7 @@ from holdfast.ft.membership.state_machine import Membership
 from holdfast.ft.membership.view import View
 from holdfast.ft.node.epoch_guard import EpochGuard
 from holdfast.ft.node.node import Node
-from holdfast.ft.node.ports import Ports
+from holdfast.ft.ports import Ports
 from holdfast.harness.simulate.core.ports import (
     SimulatedLinks,
     SimulatedProcesses,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from holdfast.ft.membership.events import CasFailed, CasLost, CasWon
 from holdfast.ft.membership.view import View
-from holdfast.ft.node.ports import Answer
+from holdfast.ft.ports import Answer
 
 
 class SimulatedRegister:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.ft.membership.view import OnDeath
-from holdfast.ft.timeouts import Timeouts
+from holdfast.ft.membership.view import OnDeath, Timeouts
 from holdfast.harness.simulate.core.faults import Fault, KillShare, PartitionHosts
 
 

@@ -20,8 +20,7 @@ from holdfast.ft.membership.events import (
     Propose,
     Revoke,
 )
-from holdfast.ft.membership.next_view import NextMembers
-from holdfast.ft.membership.state_machine import Membership, Step
+from holdfast.ft.membership.state_machine import Membership, NextMembers, Step
 from holdfast.ft.membership.view import Member, View
 from holdfast.harness.simulate.known_bugs.known_bug import bad_result, known_bug
 

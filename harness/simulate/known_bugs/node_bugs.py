@@ -9,7 +9,7 @@ from holdfast.ft.detectors.watch import Detectors
 from holdfast.ft.membership.view import View
 from holdfast.ft.node.epoch_guard import EpochGuard
 from holdfast.ft.node.node import Node
-from holdfast.ft.node.register_client import RegisterClient
+from holdfast.ft.node.register import RegisterClient
 from holdfast.ft.node.table_sharing import TableSharing
 from holdfast.harness.simulate.known_bugs.known_bug import bad_result, known_bug
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.ft import listen_address
 from holdfast.ft.control.rpc import AsyncRpcServer
-from holdfast.ft.environment import listen_address
-from holdfast.ft.environment.listen_address import check_interface, check_ours
+from holdfast.ft.listen_address import check_interface, check_ours
 
 NONE_OF_OURS = "192.0.2.1"
 """An address reserved for documentation (RFC 5737): no machine has it."""

@@ -19,7 +19,7 @@ from holdfast import comms
 from holdfast.comms import Communicator, UsedAfterFork, Work
 from holdfast.comms.plan import OpDescription
 from holdfast.ft import Session
-from holdfast.ft.control.loop import LoopThread
+from holdfast.ft.control.event_loop import LoopThread
 from holdfast.ft.control.rpc import AsyncRpcServer
 from holdfast.harness import LocalCluster
 from holdfast.store import WeightStore

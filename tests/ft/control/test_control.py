@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed
 from holdfast.ft.control import frames, rpc
-from holdfast.ft.control.connection import Handler, RpcConnection
 from holdfast.ft.control.errors import (
     BadFrame,
     CallTimeout,
@@ -35,8 +34,8 @@ from holdfast.ft.control.errors import (
     WrongKey,
 )
 from holdfast.ft.control.frames import AuthenticatedSession, DiallerHandshake, ListenerHandshake
-from holdfast.ft.control.rpc import AsyncRpcServer, dial_rpc
-from holdfast.ft.environment.listen_address import split_address
+from holdfast.ft.control.rpc import AsyncRpcServer, Handler, RpcConnection, dial_rpc
+from holdfast.ft.listen_address import split_address
 from support.children import Child, children
 from support.leaks import descriptors
 from support.mutations import mutated

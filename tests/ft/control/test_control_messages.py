@@ -20,7 +20,7 @@ from holdfast.comms.plugins.registry import registry
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import this_process
 from holdfast.ft.detectors.detector import DetectorContext
-from holdfast.ft.detectors.heartbeat_page import HeartbeatPageReader, OpPosition
+from holdfast.ft.detectors.process_watch import HeartbeatPageReader, HostProcesses
 from holdfast.ft.detectors.watch import Detectors
 from holdfast.ft.membership.events import (
     Cleared,
@@ -31,10 +31,9 @@ from holdfast.ft.membership.events import (
     ViewDeltaReceived,
     ViewRead,
 )
-from holdfast.ft.membership.view import Job, Member, View
-from holdfast.ft.membership.view_delta import ViewDelta
+from holdfast.ft.membership.view import Job, Member, Timeouts, View, ViewDelta
 from holdfast.ft.node import messages
-from holdfast.ft.timeouts import Timeouts
+from holdfast.ft.ports import OpPosition
 from support.mutations import mutated
 
 ME = Member("p0", "x:1", this_process())
@@ -142,6 +141,7 @@ class DetectorSet:
             note=self.told.append,
             place=lambda: OpPosition(3, 7, True),
             lost=lambda member: False,
+            processes=HostProcesses(),
         )
         infos = [info for name, info in registry().detectors.items() if name != "pidfd"]
         self.detectors = Detectors(context, infos, lambda whom, body: self.said.append((whom, body)))

@@ -11,7 +11,7 @@ import pytest
 import requests
 
 from holdfast.ft.registers import RegisterAway, open_cell
-from holdfast.ft.registers.etcd_access import Unauthorised, parse
+from holdfast.ft.registers.etcd import Unauthorised, parse
 from holdfast.harness.testbed.etcd import Certificates, EtcdCluster
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl: apt-get install openssl")

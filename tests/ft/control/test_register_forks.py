@@ -10,8 +10,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from holdfast.ft.registers import open_cell, sqlite
-from holdfast.ft.registers.cell import RegisterAway
+from holdfast.ft.registers import RegisterAway, open_cell, sqlite
 from support.children import Child
 
 

@@ -20,10 +20,9 @@ from holdfast.comms.transport.base import Peer
 from holdfast.ft import Job, Member, Session, Timeouts, View, faultpoints
 from holdfast.ft.event_lines import event_of
 from holdfast.ft.membership.events import CasFailed, CasWon, ViewRead
-from holdfast.ft.node.register import Register, RegisterThreads
-from holdfast.ft.node.register_client import RegisterClient
+from holdfast.ft.node.register import Register, RegisterClient, RegisterThreads
+from holdfast.ft.node.rendezvous import RendezvousTable
 from holdfast.ft.registers import RegisterBusy, sqlite
-from holdfast.ft.rendezvous.table import RendezvousTable
 from holdfast.harness import LocalCluster
 from holdfast.harness.invariants import check
 from support.waiting import PATIENCE

@@ -19,8 +19,7 @@ import torch.distributed as dist
 from holdfast.comms.errors import OpTimeout, Revoked
 from holdfast.comms.system.keys import KeyRefused, create_key, load_key
 from holdfast.ft.control.errors import KeyTimeout, RemoteError
-from holdfast.ft.rendezvous.store import Ask, RendezvousStore, ask_here, ask_remotely, handlers
-from holdfast.ft.rendezvous.table import RendezvousTable
+from holdfast.ft.node.rendezvous import Ask, RendezvousStore, RendezvousTable, ask_here, ask_remotely, handlers
 from support.rpc_servers import RpcThread, rpc_server_thread
 from support.waiting import PATIENCE
 

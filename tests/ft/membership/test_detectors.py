@@ -29,10 +29,14 @@ from holdfast.comms.transport.liveness import is_stopped, this_process
 from holdfast.ft import Session, Timeouts, events
 from holdfast.ft.detectors import plugin as own_detectors
 from holdfast.ft.detectors.detector import Detector, DetectorContext
-from holdfast.ft.detectors.heartbeat_page import HeartbeatPage, HeartbeatPageReader, OpPosition
-from holdfast.ft.detectors.observers import NOT_LISTENING, ObserversDetector
-from holdfast.ft.detectors.partition import Conclusion, SuspicionGraph
-from holdfast.ft.detectors.process_watch import ProcessWatch, cpu_ticks
+from holdfast.ft.detectors.observers import NOT_LISTENING, Conclusion, ObserversDetector, SuspicionGraph
+from holdfast.ft.detectors.process_watch import (
+    HeartbeatPage,
+    HeartbeatPageReader,
+    HostProcesses,
+    ProcessWatch,
+    cpu_ticks,
+)
 from holdfast.ft.detectors.progress import ProgressDetector, StragglerTracker
 from holdfast.ft.detectors.watch import Detectors
 from holdfast.ft.events import LostMajority, ResignedItself
@@ -40,6 +44,7 @@ from holdfast.ft.membership.events import Event, ProvenDeaths, Stalled, Suspicio
 from holdfast.ft.membership.view import Job, Member, Phase, View
 from holdfast.ft.node.connections import MemberConnections
 from holdfast.ft.node.node import CALM_BEATS, CALM_BEATS_A_MESSAGE
+from holdfast.ft.ports import OpPosition
 from holdfast.harness import LocalCluster
 from support.children import children
 from support.hosts import be_alone_on_host
@@ -200,6 +205,7 @@ def detector_context(
         _ignore,
         lambda: OpPosition(3, 0, False),
         lambda who: False,
+        HostProcesses(),
     )
 
 

@@ -40,12 +40,9 @@ from holdfast.ft.membership.events import (
     ViewRead,
 )
 from holdfast.ft.membership.evidence import Evidence
-from holdfast.ft.membership.next_view import runnable_backends, successors
-from holdfast.ft.membership.state_machine import Membership
+from holdfast.ft.membership.state_machine import Membership, runnable_backends, successors
 from holdfast.ft.membership.topology import Shape, observers
-from holdfast.ft.membership.view import Job, Member, StepError, View
-from holdfast.ft.membership.view_delta import delta_between
-from holdfast.ft.timeouts import Timeouts
+from holdfast.ft.membership.view import Job, Member, StepError, Timeouts, View, delta_between
 from support.samples.membership_world import (
     Action,
     InvariantBroken,

@@ -20,10 +20,10 @@ from holdfast.comms import CorruptData, OpTimeout, PeerFailed, Unsupported
 from holdfast.comms.transport.base import Peer
 from holdfast.ft.detectors import nccl_ras
 from holdfast.ft.detectors.detector import DetectorContext
-from holdfast.ft.detectors.heartbeat_page import OpPosition
 from holdfast.ft.detectors.nccl_ras import NcclRasDetector, RasStatus, decode, lost_members, query
-from holdfast.ft.membership.view import Job, Member, View
-from holdfast.ft.timeouts import Timeouts
+from holdfast.ft.detectors.process_watch import HostProcesses
+from holdfast.ft.membership.view import Job, Member, Timeouts, View
+from holdfast.ft.ports import OpPosition
 
 
 def member(number: int, pid: int, host: str) -> Member:
@@ -196,6 +196,7 @@ def detector(
         ignore,
         lambda: OpPosition(3, 0, False),
         lambda who: False,
+        HostProcesses(),
     )
     found = NcclRasDetector(dataclasses.replace(context, suspect=lambda who, why: suspected.append((who, why))))
     found.address = address

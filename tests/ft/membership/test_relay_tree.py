@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from holdfast.comms.transport.base import Peer
 from holdfast.ft.membership.view import Job, Member, View
 from holdfast.ft.node import messages
-from holdfast.ft.node.ports import MemberLinks
+from holdfast.ft.node.rendezvous import encode
 from holdfast.ft.node.table_sharing import (
     ARITY,
     CHUNK_BYTES,
@@ -23,7 +23,7 @@ from holdfast.ft.node.table_sharing import (
     chunks,
     neighbour_ranks,
 )
-from holdfast.ft.rendezvous.store import encode
+from holdfast.ft.ports import MemberLinks
 
 SIZES = st.lists(st.integers(1, 20), min_size=1, max_size=30)
 

@@ -14,10 +14,9 @@ from holdfast.comms.transport.base import Peer
 from holdfast.ft.membership.dissemination import new_findings
 from holdfast.ft.membership.events import Cleared, Death, Event, ProvenDeaths, Suspicion
 from holdfast.ft.membership.evidence import Evidence
-from holdfast.ft.membership.next_view import next_size, successors
+from holdfast.ft.membership.state_machine import next_size, successors
 from holdfast.ft.membership.topology import Shape, heads, host_mates, observers
-from holdfast.ft.membership.view import Job, Member, StepError, View
-from holdfast.ft.membership.view_delta import ViewDelta, apply_delta, delta_between
+from holdfast.ft.membership.view import Job, Member, StepError, View, ViewDelta, apply_delta, delta_between
 
 SPARSE = Shape(mesh=1)
 

@@ -19,10 +19,10 @@ from holdfast.comms.errors import PeerFailed
 from holdfast.ft.diagnosis.analyse import analyse
 from holdfast.ft.diagnosis.evidence import JobEvidence, ProcessState, assemble
 from holdfast.ft.diagnosis.jobs import NoSuchJob, locate
-from holdfast.ft.diagnosis.perfetto import trace
-from holdfast.ft.diagnosis.torch_trace import PREFIX, write_dumps
+from holdfast.ft.diagnosis.traces import PREFIX, trace, write_dumps
 from holdfast.ft.events import Event
-from holdfast.ft.telemetry.flight import FlightRecorder, find, read
+from holdfast.ft.telemetry.flight import find, read
+from holdfast.ft.telemetry.flight.recorder import FlightRecorder
 from holdfast.harness.cli.app import app
 from support.blame.cases import KINDS, generated
 from support.blame.injected import FAULTS, injected

@@ -17,17 +17,9 @@ from hypothesis import strategies as st
 
 from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
 from holdfast.ft.events import StepBegun
-from holdfast.ft.telemetry.flight import (
-    BadRecording,
-    FlightRecorder,
-    OpStatus,
-    RecordingState,
-    find,
-    layout,
-    open_recorder,
-    read,
-)
-from holdfast.ft.telemetry.flight.reader import decode
+from holdfast.ft.telemetry import flight
+from holdfast.ft.telemetry.flight import BadRecording, OpStatus, RecordingState, decode, find, read
+from holdfast.ft.telemetry.flight.recorder import FlightRecorder, open_recorder
 from holdfast.harness import LocalCluster
 from support.waiting import PATIENCE
 
@@ -229,7 +221,7 @@ def test_a_damaged_recording_is_refused_or_reads_as_one(recorded: bytes, data: s
     """Any change of bytes gives a recording or `BadRecording`, and no other error."""
     damaged = bytearray(recorded)
     for _ in range(data.draw(st.integers(1, 8))):
-        at = data.draw(st.integers(0, len(damaged) - 1) | st.sampled_from(range(layout.NOTE_AT)))
+        at = data.draw(st.integers(0, len(damaged) - 1) | st.sampled_from(range(flight.NOTE_AT)))
         damaged[at] = data.draw(st.integers(0, 255))
     try:
         recording = decode(bytes(damaged), bytes(damaged), bytes(damaged))
@@ -256,7 +248,7 @@ def test_an_unknown_version_is_refused_by_its_number(recorded: bytes) -> None:
 
 
 def test_an_op_that_is_being_written_is_left_out_and_counted(recorded: bytes) -> None:
-    torn = _patched(recorded, layout.ring_at(512), (9).to_bytes(8, "little"))
+    torn = _patched(recorded, flight.ring_at(512), (9).to_bytes(8, "little"))
     recording = decode(torn, torn, torn)
     assert (len(recording.ops), recording.torn) == (3, 1)
 

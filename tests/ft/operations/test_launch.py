@@ -16,8 +16,7 @@ import pytest
 
 from holdfast.comms.system.environment import flag
 from holdfast.ft.launch import run_report
-from holdfast.ft.launch.guarded_process import GuardedProcess
-from holdfast.ft.launch.local_launcher import Grace, Launcher, LaunchPlan, launch, python_command
+from holdfast.ft.launch.local_launcher import Grace, GuardedProcess, Launcher, LaunchPlan, launch, python_command
 from holdfast.ft.launch.run_report import LastErrorLine, ProcessFailure, last_ranks, table, whereabouts
 from holdfast.ft.telemetry.flight import find
 from support.event_records import an_event

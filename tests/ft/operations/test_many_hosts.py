@@ -25,16 +25,21 @@ from holdfast.comms.errors import HoldfastError, Mismatch
 from holdfast.comms.system.keys import create_key, load_key
 from holdfast.ft import settings
 from holdfast.ft.control.errors import WrongKey
-from holdfast.ft.environment.placement import Placement
 from holdfast.ft.event_lines import read_events, to_record
-from holdfast.ft.launch.guarded_process import GuardedProcess
-from holdfast.ft.launch.hosts.host_agent import HostPlan, host_name
-from holdfast.ft.launch.hosts.host_registry import HostNameTaken, HostRanks, HostRegistry, check_view
+from holdfast.ft.launch.host_agent import HostNameTaken, HostPlan, HostRanks, HostRegistry, check_view, host_name
 from holdfast.ft.launch.job_contract import LocalContract, TorchEnvironment
-from holdfast.ft.launch.local_launcher import MOST_RESTART_SECONDS, LaunchPlan, RestartBudget, launch, python_command
+from holdfast.ft.launch.local_launcher import (
+    MOST_RESTART_SECONDS,
+    GuardedProcess,
+    LaunchPlan,
+    RestartBudget,
+    launch,
+    python_command,
+)
 from holdfast.ft.membership.view import Job, View
 from holdfast.ft.processes.zygote_client import ForkedProcess
 from holdfast.ft.registers import open_cell, tcp
+from holdfast.ft.schedulers import Placement
 from holdfast.ft.settings import identity_of, listen_address
 from holdfast.harness.cli.app import app
 from holdfast.harness.testbed import netns

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.ft.environment.slurm_hosts import NotUnderSlurm, found_hosts, own_slurm_host, slurm_hosts
 from holdfast.ft.launch.job_contract import ReservedPort
+from holdfast.ft.schedulers import NotUnderSlurm, found_hosts, own_slurm_host, slurm_hosts
 from holdfast.harness.testbed.etcd import EtcdCluster
 from holdfast.rl.config.toml import load_config
 from holdfast.rl.run.run_directory import RunDirectory

@@ -21,8 +21,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from holdfast.ft import Timeouts
-from holdfast.ft.diagnosis.job_state import JobState, LastFault, ProcessRow
-from holdfast.ft.diagnosis.jobs import NoSuchJob, locate
+from holdfast.ft.diagnosis.jobs import JobState, LastFault, NoSuchJob, ProcessRow, locate
 from holdfast.ft.event_lines import EventTail
 from holdfast.harness import LocalCluster
 from holdfast.harness.cli.app import app

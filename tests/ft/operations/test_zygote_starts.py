@@ -14,8 +14,7 @@ import pytest
 
 from holdfast.ft.launch.launcher import StartFailed
 from holdfast.ft.processes.channel import ProcessChannel
-from holdfast.ft.processes.remote_calls import call_in_fork
-from holdfast.ft.processes.zygote_client import inherit_zygote, zygote, zygote_pid
+from holdfast.ft.processes.zygote_client import call_in_fork, inherit_zygote, zygote, zygote_pid
 from support.waiting import eventually
 
 SECONDS = 60.0
@@ -114,7 +113,7 @@ print("torch" in sys.modules, zygote_start._early.process.pid)
 
 TAKEN = """
 from pathlib import Path
-from holdfast.ft.processes.remote_calls import call_in_fork
+from holdfast.ft.processes.zygote_client import call_in_fork
 from holdfast.ft.processes.zygote_client import zygote_pid
 has = call_in_fork(lambda: "colorsys" in sys.modules, name="call", output=Path("/dev/null"), timeout=60)
 print(zygote_pid(), has)

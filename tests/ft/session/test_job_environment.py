@@ -19,7 +19,7 @@ from holdfast.comms.errors import Mismatch
 from holdfast.comms.system.keys import create_key
 from holdfast.comms.transport.base import Peer
 from holdfast.ft import settings
-from holdfast.ft.environment.listen_address import (
+from holdfast.ft.listen_address import (
     AddressNeeded,
     LocalAddress,
     NoSuchInterface,
@@ -27,10 +27,10 @@ from holdfast.ft.environment.listen_address import (
     choose_address,
     local_addresses,
 )
-from holdfast.ft.environment.placement import Placement, placement
-from holdfast.ft.membership.next_view import refusal_reason
+from holdfast.ft.membership.state_machine import refusal_reason
 from holdfast.ft.membership.view import Job, Member, View
 from holdfast.ft.registers import RegisterAway, sqlite
+from holdfast.ft.schedulers import Placement, placement
 from support.source_tree import ROOT
 
 # -- schedulers

@@ -23,17 +23,15 @@ from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import this_process
 from holdfast.ft import events, faultpoints
 from holdfast.ft.communicators import collect_votes
-from holdfast.ft.detectors.silence import SilenceTracker
+from holdfast.ft.detectors.heartbeat import SilenceTracker
 from holdfast.ft.event_lines import to_record
 from holdfast.ft.events import EpochRevoked, Event, ViewInstalled
 from holdfast.ft.membership.events import Cleared, Stalled, Suspicion
-from holdfast.ft.membership.view import Job, Member, View
-from holdfast.ft.membership.view_delta import delta_between
+from holdfast.ft.membership.view import Job, Member, Timeouts, View, delta_between
 from holdfast.ft.node.epoch_guard import EpochGuard
 from holdfast.ft.step_protocol import HOLDER, Vote
 from holdfast.ft.telemetry import event_log
 from holdfast.ft.telemetry.event_log import EventLog
-from holdfast.ft.timeouts import Timeouts
 from holdfast.harness import LocalCluster
 from support.waiting import PATIENCE
 

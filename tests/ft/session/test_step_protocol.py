@@ -18,7 +18,6 @@ from msgspec import structs
 from holdfast.comms import HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked, StaleEpoch
 from holdfast.comms.transport.base import Peer
 from holdfast.ft import step_protocol as protocol
-from holdfast.ft.attempt import FAILURES
 from holdfast.ft.events import (
     CommunicatorBuilt,
     Event,
@@ -28,9 +27,8 @@ from holdfast.ft.events import (
     StepCommitted,
     StepPrepared,
 )
-from holdfast.ft.membership.view import Job, Member, OnDeath, View
-from holdfast.ft.step_protocol import BROKEN_EPOCHS, HOLDER, NEWCOMER, CommitState, Decision, Vote
-from holdfast.ft.timeouts import Timeouts
+from holdfast.ft.membership.view import Job, Member, OnDeath, Timeouts, View
+from holdfast.ft.step_protocol import BROKEN_EPOCHS, FAILURES, HOLDER, NEWCOMER, CommitState, Decision, Vote
 from holdfast.harness.simulate.known_bugs import KNOWN_BUGS
 
 JOB = Job("job", 3, 1, 3, ("shm",), "shm")

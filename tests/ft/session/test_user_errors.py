@@ -15,7 +15,7 @@ import pytest
 
 from holdfast.comms.system.keys import create_key
 from holdfast.ft import AlreadyJoined, Session, StepFailed, Timeouts
-from holdfast.ft.error_history import describe, note
+from holdfast.ft.departure import note_error, step_error
 from holdfast.ft.event_lines import event_of
 from holdfast.ft.node.register import Register
 from holdfast.harness import LocalCluster
@@ -132,15 +132,15 @@ def test_an_exception_is_a_repeat_if_type_message_place_and_step_are_the_same(tm
 
     register = f"sqlite://{tmp_path}/job.sqlite"
     with Register.open(register):
-        assert not note(register, describe(caught("x"), 3, 0))
-        assert not note(register, describe(caught("y"), 3, 0))
-        assert not note(register, describe(caught("x"), 5, 0)), "in a later step"
-        assert not note(register, describe(caught("x", KeyError), 3, 0))
-        assert not note(register, describe(ValueError("x"), 3, 0)), "raised elsewhere"
-        assert note(register, describe(caught("x"), 3, 1)), "on whatever rank"
-        assert note(register, describe(caught("x"), 4, 1)), "its step was committed without it"
-        assert not note(register, describe(caught("\ud800" + "long" * 1000), 3, 1))
-        assert note(register, describe(caught("\ud800" + "long" * 1000), 3, 1))
+        assert not note_error(register, step_error(caught("x"), 3, 0))
+        assert not note_error(register, step_error(caught("y"), 3, 0))
+        assert not note_error(register, step_error(caught("x"), 5, 0)), "in a later step"
+        assert not note_error(register, step_error(caught("x", KeyError), 3, 0))
+        assert not note_error(register, step_error(ValueError("x"), 3, 0)), "raised elsewhere"
+        assert note_error(register, step_error(caught("x"), 3, 1)), "on whatever rank"
+        assert note_error(register, step_error(caught("x"), 4, 1)), "its step was committed without it"
+        assert not note_error(register, step_error(caught("\ud800" + "long" * 1000), 3, 1))
+        assert note_error(register, step_error(caught("\ud800" + "long" * 1000), 3, 1))
 
 
 # -- stopping early

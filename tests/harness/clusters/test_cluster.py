@@ -21,7 +21,7 @@ from holdfast.comms import BackendUnavailable, Communicator, HoldfastError, OpTi
 from holdfast.ft import Session, Timeouts
 from holdfast.ft.events import Event
 from holdfast.ft.processes import zygote_client
-from holdfast.ft.processes.packed_errors import pack_error, unpack_error
+from holdfast.ft.processes.remote_calls import pack_error, unpack_error
 from holdfast.harness import LocalCluster, RankDied, RankFailed, RunTimeout
 from holdfast.harness.cluster.errors import rank_failure
 from holdfast.harness.cluster.spares import standing_by

@@ -13,9 +13,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from holdfast.ft.console.console import FoldingTable, console, panel, print_json, styled, working
-from holdfast.ft.console.output import LONGEST_LINE, LineSplitter
+from holdfast.ft.console.output import LONGEST_LINE, LineSplitter, visible, visible_but_colours
 from holdfast.ft.console.units import counted, format_seconds
-from holdfast.ft.console.visible import visible, visible_but_colours
 from holdfast.harness.chaos.outcome.compare import ComparedFigure
 from holdfast.harness.chaos.show import comparison
 from support.source_tree import ROOT

@@ -17,7 +17,7 @@ import torch
 
 from holdfast.comms.errors import HoldfastError
 from holdfast.ft.events import StepBegun
-from holdfast.ft.telemetry.flight import FlightRecorder
+from holdfast.ft.telemetry.flight.recorder import FlightRecorder
 
 NEVER = math.inf
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.ft.launch.mpirun import MpiJob
+from holdfast.ft.launch.launcher import MpiJob
 
 WORLD_SIZE = 3
 TRANSPORTS = ("shm", "gloo", "ucx", "mpi")

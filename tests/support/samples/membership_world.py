@@ -37,8 +37,7 @@ from holdfast.ft.membership.events import (
 )
 from holdfast.ft.membership.state_machine import Membership
 from holdfast.ft.membership.topology import Shape
-from holdfast.ft.membership.view import Job, Member, OnDeath, View
-from holdfast.ft.timeouts import Timeouts
+from holdfast.ft.membership.view import Job, Member, OnDeath, Timeouts, View
 
 Kind = Literal["start", "cas", "away", "deliver", "proof", "kill", "tick", "poll", "finish", "break"]
 

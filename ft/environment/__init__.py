@@ -1,1 +1,0 @@
-"""What a process finds around it: the variables of its job, its scheduler, and the addresses of its host."""

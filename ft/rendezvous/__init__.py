@@ -1,1 +1,0 @@
-"""The key-value table through which the members of an epoch build its communicator."""
