@@ -1,4 +1,4 @@
-"""Leave a job that is not over: with all members before the last step, by a user's exception, or at SIGTERM.
+"""Leave a job that is not over: with all members, by a user's exception, or at SIGTERM.
 
 The exceptions of user code are kept in a cell of the job's register, so that a repeated one ends the job: a spare that
 repeats the step may have joined after the first. SIGTERM is a request to leave: schedulers send it before they take a

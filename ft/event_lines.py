@@ -163,7 +163,7 @@ class EventTail:
 
 
 def read_events(where: Path, bad: Callable[[str], object] = lambda reason: None) -> list[Event]:
-    """The events of one log (.jsonl), in its order, or of all logs in a folder, by `time`; `bad` as in `EventTail`."""
+    """The events of one log (.jsonl), in its order, or of all logs in a folder, by time. `bad`: see `EventTail`."""
     return EventTail(where.parent, bad).new_in(where) if where.suffix == ".jsonl" else EventTail(where, bad).new()
 
 

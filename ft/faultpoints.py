@@ -1,4 +1,4 @@
-"""Named points where a process can be killed, or held while a fault is injected, at every step of a protocol.
+"""Named points of the protocols, where a process can be killed, or held while a fault is injected.
 
 `HOLDFAST_FAULT="point:step:rank"` (several separated by `;`) makes the process that is `rank` end itself with SIGKILL
 when it reaches `point` in `step` (-1 for both: any). A fourth part restricts it to one epoch: a spare that takes the

@@ -90,7 +90,7 @@ class Session:
     does not handle it, this process finishes its step, leaves the job and ends with status 143.
 
     `on_death` says what the living do when a member dies. "rebuild": they build the next communicator, and do the step
-    again. "finish_step": a step whose part is complete on all the living (`comms.experts` can do that) is committed by
+    again. "finish_step": a step that is complete on all the living (`comms.experts` can do that) is committed by
     them, and then they rebuild. "go_on": they do not rebuild, and do further steps in that degraded epoch, until
     `rebuild()`; spares wait. All members of a job have the same.
 
@@ -183,7 +183,7 @@ class Session:
 
     @property
     def view(self) -> View | None:
-        """The view whose members this process is connected with; None before its first view."""
+        """The view of the members that this process is connected with; None before its first view."""
         return self._view
 
     @property
@@ -408,7 +408,7 @@ class Session:
             return Attempt(self, self._open_comm(), request.step, self._view.job.shards)
 
     def end_attempt(self, failure: HoldfastError | None) -> bool:
-        """For the open attempt, whose body is done or ended in `failure`: commit or recover; whether it is committed.
+        """Commit or recover the open attempt, after its body is done or ended in `failure`; whether it is committed.
 
         Raises the error that ends this process's part in the job.
         """
@@ -605,7 +605,7 @@ class Attempt:
     for the job (default: its `size`), the same in every epoch. `shards` are the numbers of this rank's shards; each
     shard belongs to one rank. A mean over the whole step is the sum over all shards divided by `total_shards`.
 
-    `alive` says of each rank of `comm` whether it was a member when the attempt began. Nobody does the shards of one
+    `alive` says of each rank of `comm` whether it was a member when the attempt began. No rank does the shards of one
     that is not; only a session with `on_death="go_on"` has such attempts.
 
     After the `with` block, `committed` says whether the step is done, alike on all ranks. If it is not, a peer has

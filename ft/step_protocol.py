@@ -10,9 +10,9 @@ they can commit without anything from the dead. Otherwise no rank has committed,
 
 In a degraded view (`View.degraded_from`) the members build no communicator. A rank that holds its results prepares the
 step in that view, and the votes travel over the rendezvous table, of which the dead have no part. It is the same
-decision on the same votes: the register has the view, so whoever was left out commits nothing that the living undo. If
-the step cannot be committed, or a newcomer lacks the state, the members rebuild at once, and so none does a step twice
-over one communicator.
+decision on the same votes: the register has the view, so a rank that was left out commits nothing that the living undo.
+If the step cannot be committed, or a newcomer lacks the state, the members rebuild at once, and so none does a step
+twice over one communicator.
 
 A job that returns to a checkpoint repeats the steps after it. If an epoch fails just then, perhaps only some ranks
 have returned; the state of a rank that returned less often than others is obsolete.
@@ -170,7 +170,7 @@ class CommitState:
         self.pending = decision if decision.receivers else None
         if self.standing == FOUNDER and not decision.receivers:
             self.standing = HOLDER
-        elif self.standing == FOUNDER and decision.done:  # its own state is no longer the job's, whoever dies now
+        elif self.standing == FOUNDER and decision.done:  # its own state is no longer the job's
             self.standing = NEWCOMER
 
     def take_over(self, done: int) -> None:
@@ -252,7 +252,7 @@ class AwaitEnd(ProtocolRequest, frozen=True):
 
 
 class ReportFailure(ProtocolRequest, frozen=True):
-    """Nobody has ended the epoch yet: report the failure as evidence about other members."""
+    """No member has ended the epoch yet: report the failure as evidence about other members."""
 
     failure: HoldfastError
 

@@ -184,7 +184,7 @@ def _mac(key: bytes, label: bytes, *parts: bytes) -> bytes:
     return mac(key, b"control " + label, *parts)
 
 
-class _Handshake:
+class _ControlHandshake:
     """One side, until `session` is set. If `receive` raises, send the `farewell`, and drop the connection."""
 
     def __init__(self, key: bytes, job: str, identity: str) -> None:
@@ -220,7 +220,7 @@ class _Handshake:
         self.session = AuthenticatedSession(peer, send_key, receive_key, self._buffer)
 
 
-class DiallerHandshake(_Handshake):
+class DiallerHandshake(_ControlHandshake):
     """The handshake of the side that connects. Send `hello`, then what `receive` returns."""
 
     def __init__(self, key: bytes, job: str, identity: str) -> None:
@@ -248,7 +248,7 @@ class DiallerHandshake(_Handshake):
         raise BadFrame(f"{type(message).__name__} out of place in the handshake")
 
 
-class ListenerHandshake(_Handshake):
+class ListenerHandshake(_ControlHandshake):
     """The handshake of the side that accepts. Send what `receive` returns."""
 
     _claim: Hello | None = None

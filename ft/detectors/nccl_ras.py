@@ -2,8 +2,8 @@
 
 Each process with a communicator of NCCL (2.24 and later) has a thread that watches its peers, and one of them answers
 clients of its host at NCCL_RAS_ADDR, localhost:28028 by default. The protocol is one of lines, the answer JSON (2.28
-and later). A query goes to all processes of the job, so one member asks, now and then, and each member whose op failed
-without a culprit. What NCCL considers dead is reported as a suspicion: other processes have to agree.
+and later). A query goes to all processes of the job, so one member asks, now and then, and each member with a failed op
+that names no culprit. What NCCL considers dead is reported as a suspicion: other processes have to agree.
 """
 
 from __future__ import annotations

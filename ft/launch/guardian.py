@@ -60,7 +60,7 @@ def run(status: int, command: list[str], *, tied: bool) -> None:
     while not ended and not poll.poll(REAP_MILLISECONDS):
         _reap_others(pid)
     with contextlib.suppress(PermissionError):
-        os.kill(pid, signal.SIGKILL)  # nobody has reaped it yet
+        os.kill(pid, signal.SIGKILL)  # it is not reaped yet, so the number is its own
     with contextlib.suppress(BrokenPipeError):
         _say(status, _kill_all(pid))
 

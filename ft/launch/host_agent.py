@@ -1,4 +1,4 @@
-"""A host's part in a job on several hosts: its name and address in the register, its ranks, and its view of the job.
+"""A host's part in a job on several hosts: its entry in the register, and its view of the job.
 
 Each host agent enters the name of its host; no two have one name. The entry says where its agent listens. An agent that
 finds its name taken dials the other one: if that does not answer, it has ended, and the name is free. No clock is

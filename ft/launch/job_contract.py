@@ -1,4 +1,4 @@
-"""The environment that a process needs to join a job on this machine, and the files behind it; torch's `env://` too."""
+"""The environment that a process needs to join a job or a group of torch, and the files behind it."""
 
 from __future__ import annotations
 

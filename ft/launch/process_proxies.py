@@ -1,4 +1,4 @@
-"""Lets a foreign launcher's children be forks of the zygote: it starts a proxy for each, which asks here for it.
+"""Lets a foreign launcher's children be forks of the zygote: it starts a proxy for each.
 
 The launcher (mpirun, Monarch's host) starts `proxy_command(...)` as if it were the process. The proxy sends its
 environment and token over a Unix socket of its owner's, this process has the zygote fork, and the proxy ends as the

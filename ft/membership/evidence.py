@@ -36,7 +36,7 @@ class Evidence:
     statements: Mapping[str, Mapping[str, int]] = field(default_factory=lambda: _NO_STATEMENTS)
     """member -> observer -> the number of its last statement, so that a late message replaces no newer one."""
     unreachable: frozenset[str] = frozenset()
-    """Those of `dead` whose death is not proved: this process concluded from suspicions that the job goes on without.
+    """Those of `dead` without a proof of death: this process concluded from suspicions that the job goes on without.
     A proof replaces that later."""
 
     def __hash__(self) -> int:
@@ -163,7 +163,7 @@ class Evidence:
         return [member_id for member_id in near if member_id in self.suspected]
 
     def _with_losses(self, suspects: Iterable[str], view: View | None, shape: Shape) -> Evidence:
-        """Add as lost each suspect whose observers suspect it; losses that follow from these count too."""
+        """Add as lost each suspect that most of its observers suspect; losses that follow from these count too."""
         if view is None:
             return self
         state = self

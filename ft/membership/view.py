@@ -198,7 +198,7 @@ class View(msgspec.Struct, frozen=True, dict=True):
     if that is the cause).
 
     A view is degraded if its members build no communicator, but go on with what is left of that of an earlier epoch,
-    `degraded_from`, all of whose living members they are. 0: they build one.
+    `degraded_from`, of which they are all living members. 0: they build one.
 
     What is derived from a view is computed once and kept with it (`remember`), so that a question about one member
     takes no time that grows with their number.

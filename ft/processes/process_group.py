@@ -37,7 +37,7 @@ def kill_group(group: int) -> None:
 
 
 def end_group(group: int) -> None:
-    """End what is left of a group whose leader has just been reaped. Returns once its trackers have ended too.
+    """End the rest of a group, after its leader was reaped. Returns once its trackers have ended too.
 
     They are killed after `TRACKER_SECONDS`.
     """

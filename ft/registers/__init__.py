@@ -87,11 +87,11 @@ def change_cell(
     write: Callable[[int, Value], bool],
     transition: Callable[[Value], Value],
 ) -> tuple[int, Value, Value]:
-    """Replace what a cell of the register `url` holds by what `transition` makes of it, as often as others are faster.
+    """Replace the value of a cell by what `transition` makes of it, as often as others are faster.
 
-    `read()` gives version and value, `write(version, value)` compares and sets. Returns the version, what was there
-    before, and what is there now: the same object if nothing was to be changed. Raises what they raise, and
-    `RegisterAway` after `CHANGE_SECONDS`.
+    The cell is of the register `url`: `read()` gives version and value, `write(version, value)` compares and sets.
+    Returns the version, what was there before, and what is there now: the same object if nothing was to be changed.
+    Raises what they raise, and `RegisterAway` after `CHANGE_SECONDS`.
     """
     deadline = time.monotonic() + CHANGE_SECONDS
     while time.monotonic() < deadline:

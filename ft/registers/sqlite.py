@@ -372,7 +372,7 @@ class SqliteCell(Cell):
             raise RegisterAway(url, f"cannot open the file: {error}") from error
 
     def _open(self) -> tuple[int, int]:
-        """Open the database, whose files are checked before SQLite reads them and once it has made those it needs."""
+        """Open the database. Its files are checked before SQLite reads them, and once it has made those it needs."""
         with _private_folder(self._path, self._url) as folder:
             if not os.path.lexists(self._path):
                 _create(self._path)

@@ -26,7 +26,7 @@ from holdfast.comms.errors import CorruptData, Mismatch, describe
 from holdfast.comms.quantities import integer_in
 from holdfast.ft.state.boxes import shape_of
 from holdfast.ft.state.codec import decode_state
-from holdfast.ft.state.leaves import Leaf, Mesh, place
+from holdfast.ft.state.leaves import Leaf, RankMesh, place
 
 DESCRIPTION = "holdfast.description"
 KEPT = 2
@@ -124,7 +124,7 @@ class Checkpoints:
             for old in sorted(before)[:-KEPT]:
                 shutil.rmtree(self._path(old), ignore_errors=True)
 
-    def load(self, done: int, mesh: Mesh, devices: Any, rank: int, device: torch.device) -> dict[str, Any]:
+    def load(self, done: int, mesh: RankMesh, devices: Any, rank: int, device: torch.device) -> dict[str, Any]:
         """The state after `done` steps, sharded over `devices`; collective over the default group.
 
         `devices` is the DeviceMesh that `mesh` describes. Raises `CorruptData` for a checkpoint that is damaged or

@@ -25,7 +25,7 @@ Cuts = tuple[tuple[int, str], ...]
 """Pairs of a tensor dimension and the mesh dimension that divides it, in the order of the cuts."""
 
 
-class Mesh(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class RankMesh(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Named dimensions over ranks 0, 1, ..., the last dimension fastest, as in `init_device_mesh`."""
 
     names: tuple[str, ...]
@@ -51,13 +51,13 @@ class Mesh(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
         return found
 
 
-def all_ranks(size: int) -> Mesh:
+def all_ranks(size: int) -> RankMesh:
     """A mesh of one dimension, `ranks`."""
-    return Mesh(("ranks",), (size,))
+    return RankMesh(("ranks",), (size,))
 
 
 @lru_cache(maxsize=1 << 16)
-def box_of(shape: tuple[int, ...], cuts: Cuts, mesh: Mesh, rank: int) -> Box:
+def box_of(shape: tuple[int, ...], cuts: Cuts, mesh: RankMesh, rank: int) -> Box:
     """The box of a tensor that `rank` has."""
     box = list(whole(shape))
     place = mesh.place_of(rank)
@@ -69,7 +69,7 @@ def box_of(shape: tuple[int, ...], cuts: Cuts, mesh: Mesh, rank: int) -> Box:
 
 
 @lru_cache(maxsize=1 << 12)
-def holders_of_boxes(shape: tuple[int, ...], cuts: Cuts, mesh: Mesh) -> dict[Box, list[int]]:
+def holders_of_boxes(shape: tuple[int, ...], cuts: Cuts, mesh: RankMesh) -> dict[Box, list[int]]:
     """The boxes, without empty ones, that a tensor is cut into, each with the ranks that have it."""
     found: defaultdict[Box, list[int]] = defaultdict(list)
     for rank in range(mesh.size):
@@ -95,7 +95,7 @@ class Leaf(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     on: tuple[str, ...] = ()
     cuts: Cuts = ()
 
-    def box(self, mesh: Mesh, part: int) -> Box:
+    def box(self, mesh: RankMesh, part: int) -> Box:
         """The box of the tensor that part `part` has."""
         return box_of(self.shape, self.cuts, mesh, part)
 
@@ -111,7 +111,7 @@ class PartLayout(msgspec.Struct, frozen=True, dict=True):
     """The byte layout of part `part`: where its tensors lie, for ranks laid out as `mesh`."""
 
     leaves: tuple[Leaf, ...]
-    mesh: Mesh
+    mesh: RankMesh
     part: int
 
     @property
@@ -161,7 +161,7 @@ class PartLayout(msgspec.Struct, frozen=True, dict=True):
 
 
 def encode_local_shards(
-    state: Any, mesh: Mesh, rank: int, known: Mapping[str, Leaf]
+    state: Any, mesh: RankMesh, rank: int, known: Mapping[str, Leaf]
 ) -> tuple[EncodedState, tuple[Leaf, ...], list[torch.Tensor]]:
     """The encoded `state`, its leaves, and this rank's part of each leaf.
 
@@ -186,7 +186,7 @@ def encode_local_shards(
     return taken, tuple(leaves), mine
 
 
-def place(leaf: Leaf, local: torch.Tensor, mesh: Mesh, devices: Any) -> torch.Tensor:
+def place(leaf: Leaf, local: torch.Tensor, mesh: RankMesh, devices: Any) -> torch.Tensor:
     """The whole tensor of `leaf`, with `local` as this rank's part; `devices` is the DeviceMesh that `mesh` describes.
 
     Raises `Mismatch` for a leaf placed on dimensions that the mesh does not have.
@@ -210,7 +210,7 @@ def place(leaf: Leaf, local: torch.Tensor, mesh: Mesh, devices: Any) -> torch.Te
 
 
 def _placed(
-    path: str, tensor: torch.Tensor, mesh: Mesh, rank: int, meshes: dict[int, tuple[str, ...]], known: Leaf | None
+    path: str, tensor: torch.Tensor, mesh: RankMesh, rank: int, meshes: dict[int, tuple[str, ...]], known: Leaf | None
 ) -> tuple[tuple[str, ...], Cuts, torch.Tensor]:
     """The mesh dimensions that a tensor is placed on, how they cut it, and this rank's part of it.
 
@@ -230,7 +230,7 @@ def _placed(
     return on, _cuts(path, placements, on, mesh, max(tensor.dim(), 1)), tensor.to_local()
 
 
-def _dimensions(path: str, devices: Any, mesh: Mesh, rank: int) -> tuple[str, ...]:
+def _dimensions(path: str, devices: Any, mesh: RankMesh, rank: int) -> tuple[str, ...]:
     """The dimensions of `mesh` that a DeviceMesh consists of. Raises ValueError if it is another mesh."""
     names: tuple[str, ...] = tuple(devices.mesh_dim_names or ())
     place = mesh.place_of(rank)
@@ -248,7 +248,7 @@ def _dimensions(path: str, devices: Any, mesh: Mesh, rank: int) -> tuple[str, ..
     return names
 
 
-def _cuts(path: str, placements: Sequence[Any], on: tuple[str, ...], mesh: Mesh, dims: int) -> Cuts:
+def _cuts(path: str, placements: Sequence[Any], on: tuple[str, ...], mesh: RankMesh, dims: int) -> Cuts:
     """The cuts of a tensor with these placements, in order.
 
     A `_StridedShard` is cut after those dimensions to its right that give its split factor as the product of their
@@ -275,7 +275,7 @@ def _cuts(path: str, placements: Sequence[Any], on: tuple[str, ...], mesh: Mesh,
 
 
 @lru_cache(maxsize=1 << 12)
-def _placements(on: tuple[str, ...], cuts: Cuts, mesh: Mesh) -> tuple[Any, ...]:
+def _placements(on: tuple[str, ...], cuts: Cuts, mesh: RankMesh) -> tuple[Any, ...]:
     """torch's placements of a tensor with these cuts: the inverse of `_cuts`."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard

@@ -28,7 +28,7 @@ from holdfast.ft.state import transfer
 from holdfast.ft.state.checkpoints import Checkpoints
 from holdfast.ft.state.codec import decode_state, encode_state
 from holdfast.ft.state.fetching import Fetch, Fetched, Fetcher, MemoryPlanes
-from holdfast.ft.state.leaves import Leaf, Mesh, PartLayout, all_ranks, encode_local_shards, place
+from holdfast.ft.state.leaves import Leaf, PartLayout, RankMesh, all_ranks, encode_local_shards, place
 from holdfast.ft.state.restoring import PartStore, complete_size, restore, shifts
 from holdfast.ft.state.transfer import Stateful
 from holdfast.ft.step_protocol import FAILURES, Decision
@@ -95,7 +95,7 @@ class Sharded(Mapping[str, Any]):
         """Whether ranks may have equal parts; with a `mesh` function, known for sure only once built."""
         return self._shape is not None
 
-    def mesh(self, size: int) -> Mesh:
+    def mesh(self, size: int) -> RankMesh:
         """The mesh of `size` ranks. Raises ValueError, TypeError if the `mesh` function returns none of that size."""
         if self._shape is None:
             return all_ranks(size)
@@ -105,7 +105,7 @@ class Sharded(Mapping[str, Any]):
         sizes = tuple(integer(each, f"mesh({size})[{name!r}]") for name, each in asked.items())
         if any(each < 1 for each in sizes):
             raise ValueError(f"mesh({size}) gave {dict(asked)}: each size must be a whole number, 1 or more")
-        found = Mesh(tuple(asked), sizes)
+        found = RankMesh(tuple(asked), sizes)
         if not sizes or found.size != size:
             raise ValueError(f"mesh({size}) gave {dict(asked)}, which is a mesh of {found.size} ranks")
         if self._names not in ((), found.names):
@@ -126,11 +126,11 @@ class Sharded(Mapping[str, Any]):
         self._things = dict(made)
 
 
-def check_stateful(thing: object, whose: str) -> None:
-    """Raise TypeError, which begins with `whose`, for a thing without a state that can be given and taken."""
+def check_stateful(thing: object, subject: str) -> None:
+    """Raise TypeError, which begins with `subject`, for a thing without a state that can be given and taken."""
     for method in ("state_dict", "load_state_dict"):
         if not callable(getattr(thing, method, None)):
-            raise TypeError(f"{whose} no {method}()")
+            raise TypeError(f"{subject} no {method}()")
 
 
 _log = logging.getLogger("holdfast.ft")
@@ -164,7 +164,7 @@ class StateReplicator:
         self._planes, self._fetcher = MemoryPlanes(), Fetcher()
         self._part_store: PartStore | None = None
         self._epoch = -1
-        self._mesh = Mesh((), ())
+        self._mesh = RankMesh((), ())
         self._known: dict[str, Leaf] = {}
         self._layouts: dict[int, PartLayout] = {}
         self._seen: list[tuple[torch.Tensor, int]] = []

@@ -1,4 +1,4 @@
-"""Keeps parts of a sharded state in memory, and restores it from them for a new number and layout of ranks.
+"""Keeps parts of a sharded state in memory, and restores it for another number or layout of ranks.
 
 A process keeps its own part, and copies of its neighbours'. A part belongs to one version, the number of steps done. A
 step that is being committed adds the next version beside the current one, and its commit removes the current one. So at
@@ -24,7 +24,7 @@ from holdfast.comms.errors import CorruptData, Unsupported
 from holdfast.comms.memory_plane import Handle, MemoryPlane
 from holdfast.ft.state.boxes import Box, cover, stretch, within
 from holdfast.ft.state.fetching import BLOCK, Block, Fetch, Fetched, Source, blocks_of, digest
-from holdfast.ft.state.leaves import Leaf, Mesh, PartLayout, holders_of_boxes
+from holdfast.ft.state.leaves import Leaf, PartLayout, RankMesh, holders_of_boxes
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class StateDescription(msgspec.Struct, frozen=True, array_like=True, forbid_unkn
     """The leaves of a state, the mesh of its ranks, and its description: the same for all its parts."""
 
     leaves: tuple[Leaf, ...]
-    mesh: Mesh
+    mesh: RankMesh
     description: bytes
 
 
@@ -173,7 +173,7 @@ def restore(
     plane: MemoryPlane | None,
     kept: Sequence[StoredPart],
     size: int,
-    mesh: Mesh,
+    mesh: RankMesh,
     fetch: Fetch,
     patience: float,
 ) -> RestoredPart:
@@ -212,7 +212,7 @@ def restore(
     return RestoredPart(state.description, layout, tensors, frozenset(needs), fetched)
 
 
-def choose(layout: PartLayout, old: Mesh, mine: Collection[int], there: Collection[int]) -> list[list[BoxSource]]:
+def choose(layout: PartLayout, old: RankMesh, mine: Collection[int], there: Collection[int]) -> list[list[BoxSource]]:
     """For each leaf, the sources of the boxes that make up the new part `layout`.
 
     Sources are the parts that are `there`, of ranks that were laid out as `old`; parts of this rank (`mine`) are
@@ -236,7 +236,9 @@ def choose(layout: PartLayout, old: Mesh, mine: Collection[int], there: Collecti
     return found
 
 
-def needed(layout: PartLayout, old: Mesh, pieces: Sequence[Sequence[BoxSource]]) -> dict[int, list[tuple[int, int]]]:
+def needed(
+    layout: PartLayout, old: RankMesh, pieces: Sequence[Sequence[BoxSource]]
+) -> dict[int, list[tuple[int, int]]]:
     """The byte ranges of old parts that these pieces of the leaves need: (begin, end) by part, ascending."""
     found: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
     olds = {piece.part: PartLayout(layout.leaves, old, piece.part) for leaf in pieces for piece in leaf}
@@ -250,7 +252,7 @@ def needed(layout: PartLayout, old: Mesh, pieces: Sequence[Sequence[BoxSource]])
 
 
 def assemble(
-    layout: PartLayout, old: Mesh, pieces: Sequence[Sequence[BoxSource]], buffers: dict[int, torch.Tensor]
+    layout: PartLayout, old: RankMesh, pieces: Sequence[Sequence[BoxSource]], buffers: dict[int, torch.Tensor]
 ) -> list[torch.Tensor]:
     """The tensors of the new part `layout`, from their `pieces` in the bytes of the old parts (`buffers`)."""
     olds = {part: PartLayout(layout.leaves, old, part) for part in buffers}

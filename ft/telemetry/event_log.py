@@ -406,7 +406,7 @@ class EventLogger:
         self._window_ends, self._lines = 0.0, 0
 
     def wants(self, event: Event) -> bool:
-        """Whether the event may lead to a line, or changes who tells."""
+        """Whether the event may lead to a line, or changes which rank tells."""
         return type(event) in _TELLS_WHO or _log.isEnabledFor(event.level)
 
     def __call__(self, event: Event) -> None:

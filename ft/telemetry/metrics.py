@@ -121,7 +121,7 @@ FLUSH_SECONDS = 0.1
 Kind = Literal["gauge", "counter", "time"]
 
 
-class Figure(NamedTuple):
+class EventFigure(NamedTuple):
     """A number that the events of a process say. `otel` is its name in OpenTelemetry, "" if it has none there."""
 
     kind: Kind
@@ -132,23 +132,25 @@ class Figure(NamedTuple):
 
 
 FIGURES = {
-    "epoch": Figure("gauge", "The epoch that the process works in.", "epoch"),
-    "rank": Figure("gauge", "The rank of the process in its epoch; -1 without one."),
-    "members": Figure("gauge", "How many members the epoch has.", "members"),
-    "step": Figure("gauge", "The last step that was committed here."),
-    "epochs": Figure("counter", "Epochs that the process was a member of."),
-    "steps_aborted": Figure("counter", "Attempts at steps that were not committed and came again.", "steps.aborted"),
-    "failures_detected": Figure("counter", "Members found dead, stopped or unreachable.", "failures"),
-    "suspicions": Figure("counter", "Times that a member was suspected.", "suspicions"),
-    "register_away": Figure("counter", "Times that the register could not be reached.", "register.away"),
-    "steps_committed": Figure("counter", "Steps committed here, by how.", "steps"),
-    "detection": Figure(
+    "epoch": EventFigure("gauge", "The epoch that the process works in.", "epoch"),
+    "rank": EventFigure("gauge", "The rank of the process in its epoch; -1 without one."),
+    "members": EventFigure("gauge", "How many members the epoch has.", "members"),
+    "step": EventFigure("gauge", "The last step that was committed here."),
+    "epochs": EventFigure("counter", "Epochs that the process was a member of."),
+    "steps_aborted": EventFigure(
+        "counter", "Attempts at steps that were not committed and came again.", "steps.aborted"
+    ),
+    "failures_detected": EventFigure("counter", "Members found dead, stopped or unreachable.", "failures"),
+    "suspicions": EventFigure("counter", "Times that a member was suspected.", "suspicions"),
+    "register_away": EventFigure("counter", "Times that the register could not be reached.", "register.away"),
+    "steps_committed": EventFigure("counter", "Steps committed here, by how.", "steps"),
+    "detection": EventFigure(
         "time", "From the last sign of life of a member to the moment its failure was known: no less than it took."
     ),
-    "rebuild": Figure("time", "Time to build a communicator and settle the open step.", "rebuild"),
-    "recovery": Figure("time", "From the revocation of an epoch to the next communicator."),
-    "resume": Figure("time", "From the revocation of an epoch to the next committed step."),
-    "gap": Figure("time", "Time between two commits around a change of members.", "recovery", scraped=False),
+    "rebuild": EventFigure("time", "Time to build a communicator and settle the open step.", "rebuild"),
+    "recovery": EventFigure("time", "From the revocation of an epoch to the next communicator."),
+    "resume": EventFigure("time", "From the revocation of an epoch to the next committed step."),
+    "gap": EventFigure("time", "Time between two commits around a change of members.", "recovery", scraped=False),
 }
 _LABELLED = "steps_committed"
 """The figure with a value for each way in which a step is committed."""

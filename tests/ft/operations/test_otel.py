@@ -23,7 +23,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from holdfast.ft import events
 from holdfast.ft.events import Event, stamped
 from holdfast.ft.telemetry.event_log import EventLog
-from holdfast.ft.telemetry.metrics import FIGURES, Figure, Metrics, OpTally
+from holdfast.ft.telemetry.metrics import FIGURES, EventFigure, Metrics, OpTally
 from holdfast.ft.telemetry.otel import export
 from support.programs.forked_programs import run_forked
 
@@ -119,11 +119,11 @@ def test_both_libraries_get_the_same_figures(exported: Exported, monkeypatch: py
     for key, figure in FIGURES.items():
         points = found.get(f"holdfast.{figure.otel}", [])
         match figure:
-            case Figure(otel="") | Figure(scraped=False):
+            case EventFigure(otel="") | EventFigure(scraped=False):
                 continue
-            case Figure(kind="time"):
+            case EventFigure(kind="time"):
                 assert scraped(f"holdfast_{key}_seconds_sum") == sum(point.sum for point in points) > 0
-            case Figure(kind="gauge"):
+            case EventFigure(kind="gauge"):
                 assert [scraped(f"holdfast_{key}")] == [point.value for point in points]
             case _:
                 labels = {"how": "normal"} if key == "steps_committed" else {}

@@ -32,7 +32,7 @@ from holdfast.ft.state.boxes import shape_of
 from holdfast.ft.state.checkpoints import Checkpoints
 from holdfast.ft.state.fetching import BLOCK, Block, Fetcher, Source, blocks_of, digest
 from holdfast.ft.state.gradients import ShardSums
-from holdfast.ft.state.leaves import Leaf, Mesh, PartLayout, _cuts, _placements, all_ranks, box_of
+from holdfast.ft.state.leaves import Leaf, PartLayout, RankMesh, _cuts, _placements, all_ranks, box_of
 from holdfast.ft.state.restoring import PartStore, assemble, choose, complete_size, needed, shifts
 from holdfast.harness import LocalCluster
 from holdfast.harness.invariants import check
@@ -78,7 +78,7 @@ def test_a_version_is_kept_until_the_next_is_committed() -> None:
 # -- parts restored on other ranks
 
 NAMES = ("data", "tensor", "pipe")
-meshes = st.lists(st.integers(1, 3), min_size=3, max_size=3).map(lambda sizes: Mesh(NAMES, tuple(sizes)))
+meshes = st.lists(st.integers(1, 3), min_size=3, max_size=3).map(lambda sizes: RankMesh(NAMES, tuple(sizes)))
 
 
 @st.composite
@@ -91,7 +91,7 @@ def leaf(draw: st.DrawFn) -> Leaf:
     return Leaf(f"t{draw(st.integers())}", dtype, shape, NAMES, cuts)
 
 
-def cut(leaf: Leaf, tensor: torch.Tensor, mesh: Mesh, part: int) -> torch.Tensor:
+def cut(leaf: Leaf, tensor: torch.Tensor, mesh: RankMesh, part: int) -> torch.Tensor:
     """A rank's part of a tensor, by torch's chunks."""
     place = mesh.place_of(part)
     for dim, name in leaf.cuts:
@@ -102,7 +102,7 @@ def cut(leaf: Leaf, tensor: torch.Tensor, mesh: Mesh, part: int) -> torch.Tensor
 
 @given(st.lists(leaf(), min_size=1, max_size=4), meshes, meshes, st.data())
 def test_a_state_is_redistributed_from_the_needed_bytes_only(
-    made: list[Leaf], before: Mesh, after: Mesh, data: st.DataObject
+    made: list[Leaf], before: RankMesh, after: RankMesh, data: st.DataObject
 ) -> None:
     """One of the parts that are alike is available.
 
@@ -153,7 +153,7 @@ def test_an_error_names_a_piece_that_no_rank_has() -> None:
 )
 def test_parts_of_tensors_match_the_placements_of_torch(placements: list[Any], cuts: Any) -> None:
     """Each rank of a mesh of 3 x 2 has the part and the placements of DTensor."""
-    mesh, shape = Mesh(("data", "tensor"), (3, 2)), (12, 6)
+    mesh, shape = RankMesh(("data", "tensor"), (3, 2)), (12, 6)
     assert sorted(_cuts("w", placements, mesh.names, mesh, 2)) == sorted(cuts)
     assert _placements(mesh.names, _cuts("w", placements, mesh.names, mesh, 2), mesh) == tuple(placements)
     for rank in range(mesh.size):
