@@ -23,25 +23,19 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from typing import ClassVar
 
+import msgspec
 import torch
-from msgspec.structs import replace
 
-from holdfast.backends.common.block_copy import (
-    BlockCopy,
-    check_size,
-    contiguous_address,
-    run_in_threads,
-    thread_count,
-)
 from holdfast.backends.common.process_memory import HUGE_PAGE, permit_peers, read_process, write_process
 from holdfast.backends.common.region_table import (
     WRITABLE,
     RegionTable,
     TableAddress,
+    check_size,
     generation_in,
     held_open,
     open_table,
@@ -54,6 +48,8 @@ from holdfast.backends.common.shareable_memory import (
     descriptor_of,
     is_lent,
     move_to_huge_pages,
+    run_in_threads,
+    thread_count,
 )
 from holdfast.comms.errors import BackendUnavailable, OpTimeout, RegionGone, Unsupported
 from holdfast.comms.memory_plane import Handle, MemoryPlane, Region
@@ -62,6 +58,7 @@ from holdfast.comms.quantities import integer, seconds
 from holdfast.comms.system import forks
 from holdfast.comms.system.local_causes import MEMORY_HINT
 from holdfast.comms.tensors.exposed import ExposedMemory, moved_error
+from holdfast.comms.tensors.memory import plain_tensor
 from holdfast.comms.transport.liveness import this_host, this_process
 from holdfast.comms.work import Work
 
@@ -75,6 +72,52 @@ READERS = 256
 
 _Words = ctypes.c_uint64 * 4
 Withdraw = Callable[[], object]
+
+
+class BlockCopy(msgspec.Struct, frozen=True):
+    """Bytes to copy from a region to the memory at `address`, or the other way if `writing`.
+
+    `look()` raises if the plane was closed or the time is over.
+    """
+
+    handle: Handle
+    address: int
+    offset: int
+    nbytes: int
+    deadline: float
+    writing: bool
+    look: Callable[[], None]
+
+    def part(self, start: int, nbytes: int) -> BlockCopy:
+        """The copy of `nbytes` of the bytes, from number `start` on."""
+        if nbytes == self.nbytes:
+            return self
+        address, offset = self.address + start, self.offset + start
+        return BlockCopy(self.handle, address, offset, nbytes, self.deadline, self.writing, self.look)
+
+    def blocks(self, most: int) -> Iterator[BlockCopy]:
+        """The copies of its blocks, of at most so many bytes; one if it has no bytes."""
+        for start in range(0, self.nbytes, most) or (0,):
+            yield self.part(start, min(most, self.nbytes - start))
+
+
+class HeldUntil:
+    """Hold a lock, which another copy may hold for long; `copy.look` raises if it is not free by the deadline.
+
+    A class, since it is entered for each block.
+    """
+
+    __slots__ = ("_copy", "_lock")
+
+    def __init__(self, lock: threading.RLock, copy: BlockCopy) -> None:
+        self._lock, self._copy = lock, copy
+
+    def __enter__(self) -> None:
+        while not self._lock.acquire(timeout=max(self._copy.deadline - time.monotonic(), 0.001)):
+            self._copy.look()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
 
 class HostRegion(Region):
@@ -116,8 +159,9 @@ def _own_region(handle: Handle) -> HostRegion | None:
 
 
 class HostPlane(MemoryPlane):
-    """See the module. A forked child that uses its parent's plane has one without regions of its own."""
+    """See the module; this is the plane of shm. A forked child that uses its parent's has one without own regions."""
 
+    name = "shm"
     can_map = True
     beyond_host: ClassVar[str] = "use ucx or nixl"
     """What to do to reach a process of another host."""
@@ -168,7 +212,9 @@ class HostPlane(MemoryPlane):
             table = self._own_table()
             place = table.fill(memory.address, memory.nbytes, writable)
             try:
-                address, withdraw = self._offer(replace(place, memory=_memfd_of(memory.held)), memory, writable)
+                address, withdraw = self._offer(
+                    msgspec.structs.replace(place, memory=_memfd_of(memory.held)), memory, writable
+                )
             except BaseException:
                 table.invalidate(place.slot)
                 table.free(place.slot)
@@ -485,3 +531,16 @@ def _run(plane: str, copy: Callable[..., int], pid: int, *pieces: int) -> None:
         copied = 0
     if copied != sum(pieces[2::3]):
         raise RegionGone(f"process {pid} has unmapped the memory of this region; ask it for another one")
+
+
+def contiguous_address(tensor: torch.Tensor, what: str, plane: str) -> int:
+    """The address of a tensor.
+
+    Raises TypeError, ValueError or `Unsupported` unless it is contiguous CPU memory of its own.
+    """
+    flat = plain_tensor(tensor, what)
+    if flat.device.type != "cpu":
+        raise Unsupported(f"{what} on {flat.device.type} over memory plane {plane!r}", "copy it to the CPU")
+    if not flat.is_contiguous() or flat.is_conj() or flat.is_neg():
+        raise ValueError(f"{what} must be contiguous and resolved: call .contiguous() (or resolve_conj) first")
+    return flat.data_ptr()

@@ -23,12 +23,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Self
 
 import msgspec
+import xxhash
 
-from holdfast.backends.common.block_copy import forged
 from holdfast.comms._native import Words
-from holdfast.comms.errors import BackendUnavailable, OpTimeout, RegionGone, Unsupported
+from holdfast.comms.errors import BackendUnavailable, CorruptData, OpTimeout, RegionGone, Unsupported
+from holdfast.comms.memory_plane import Handle
 from holdfast.comms.onesided.region_owner import gone
 from holdfast.comms.system.cpu_wait import Wait
 from holdfast.comms.system.descriptors import OwnedDescriptor
@@ -89,6 +91,35 @@ class TableAddress(msgspec.Struct, frozen=True, array_like=True):
 
 
 _addresses = msgspec.msgpack.Decoder(TableAddress)
+
+
+class SealedAddress(msgspec.Struct, frozen=True, array_like=True):
+    """The address of a region, with a checksum: for a library that would trust any bytes."""
+
+    def encode(self) -> bytes:
+        body = msgspec.msgpack.encode(self)
+        return xxhash.xxh3_64_digest(body) + body
+
+    @classmethod
+    def decode(cls, data: bytes) -> Self:
+        """Decode an address. Raises `CorruptData` for anything but what `encode` made."""
+        if xxhash.xxh3_64_digest(data[8:]) != data[:8]:
+            raise forged("the checksum of its address is wrong")
+        try:
+            return msgspec.msgpack.decode(data[8:], type=cls)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise forged(error) from error
+
+
+def forged(why: object) -> CorruptData:
+    """The error of a handle that no owner of a region can have made."""
+    return CorruptData(f"the handle of a region is forged or damaged: {why}; ask the owner for it again")
+
+
+def check_size(handle: Handle, nbytes: int) -> None:
+    """Raise `CorruptData` unless a handle has the size of its region."""
+    if handle.nbytes != nbytes:
+        raise forged(f"it names {handle.nbytes} bytes, and its region has {nbytes}")
 
 
 class RegionTable:

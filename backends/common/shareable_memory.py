@@ -19,12 +19,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
-from holdfast.backends.common.block_copy import SHARE_BYTES, forged, run_in_threads, thread_count
 from holdfast.backends.common.process_memory import HUGE_PAGE, put_on_huge_pages
+from holdfast.backends.common.region_table import forged
 from holdfast.comms.errors import BackendUnavailable, RegionGone
 from holdfast.comms.system.descriptors import OwnedDescriptor
 from holdfast.comms.system.mappings import SHAREABLE_MEMORY, Mapping, own_mapping
@@ -32,6 +33,8 @@ from holdfast.comms.system.signal_safety import shared_lock
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import start_time
 
+SHARE_BYTES = 8 << 20
+"""The least bytes of a large read for each thread that shares it: a thread costs 0.1 ms."""
 _POPULATE_READ, _POPULATE_WRITE = 22, 23
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _PROT_NONE = 0
@@ -271,3 +274,26 @@ def _mmap(address: int | None, nbytes: int, protection: int, flags: int, descrip
 
 def _touch(address: int, nbytes: int, advice: int) -> None:
     _libc.madvise(address, nbytes, advice)  # before Linux 5.14 it fails, and the first access is slower
+
+
+def thread_count(nbytes: int) -> int:
+    """The number of threads that share a large read: as many as torch would use."""
+    return max(1, min(torch.get_num_threads(), nbytes // SHARE_BYTES))
+
+
+def run_in_threads(nbytes: int, count: int, copy: Callable[[int, int, int], None]) -> None:
+    """Run `copy(number, start, nbytes)` for `count` pieces, the first in this thread, each other in its own.
+
+    Returns or raises only after all of them have ended.
+    """
+    if count == 1:
+        copy(0, 0, nbytes)
+        return
+    share = -(-nbytes // count)
+    with ThreadPoolExecutor(count - 1, "holdfast-read") as pool:
+        others = [
+            pool.submit(copy, number, number * share, min(share, nbytes - number * share)) for number in range(1, count)
+        ]
+        copy(0, 0, share)
+    for other in others:
+        other.result()

@@ -22,10 +22,16 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
 from holdfast.backends.common.torch_group import TorchGroup, bytes_of, options
-from holdfast.backends.gloo.connecting import THREADS, abandoned_groups, connect_group
-from holdfast.backends.gloo.errors import meaning_of
+from holdfast.backends.gloo.connecting import (
+    THREADS,
+    abandoned_groups,
+    are_lost,
+    connect_group,
+    meaning_of,
+    shut_down,
+    sockets,
+)
 from holdfast.backends.gloo.onesided import TcpChannel
-from holdfast.backends.gloo.sockets import are_lost, shut_down, sockets
 from holdfast.comms import _native, arithmetic
 from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked, Unsupported, describe
 from holdfast.comms.execution.argument_checks import TAGS

@@ -29,7 +29,6 @@ from holdfast.comms.plan import OpTensors
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.transport.base import Context, Transport
 from holdfast.comms.transport.liveness import is_gone
-from holdfast.comms.transport.window_memory import WindowMemory
 from holdfast.comms.work import Work
 
 Tensor = torch.Tensor
@@ -90,6 +89,15 @@ class _PartJournal:
     def waits(self, ranks: Sequence[int], gives: Sequence[int] = (), rounds: int = 0) -> None:
         members = self._members
         self._journal.waits([members[rank] for rank in ranks], [members[rank] for rank in gives], rounds)
+
+
+def _of_flat(name: str) -> Any:
+    """A method that the flat transport has, too, and carries out."""
+
+    def call(transport: HierarchicalTransport, *arguments: Any) -> Any:
+        return getattr(transport._flat, name)(*arguments)
+
+    return call
 
 
 class HierarchicalTransport(Transport):
@@ -220,43 +228,19 @@ class HierarchicalTransport(Transport):
 
     # -- the flat ops
 
-    def reduce(self, tensor: Tensor, dst: int, op: ReduceOp, deadline: float) -> None:
-        self._flat.reduce(tensor, dst, op, deadline)
-
-    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], deadline: float) -> None:
-        self._flat.all_to_all(outputs, inputs, deadline)
-
-    def all_to_all_single(self, output: Tensor, tensor: Tensor, deadline: float) -> None:
-        self._flat.all_to_all_single(output, tensor, deadline)
-
-    def gather(self, tensor: Tensor, outputs: Sequence[Tensor] | None, dst: int, deadline: float) -> None:
-        self._flat.gather(tensor, outputs, dst, deadline)
-
-    def scatter(self, tensor: Tensor, inputs: Sequence[Tensor] | None, src: int, deadline: float) -> None:
-        self._flat.scatter(tensor, inputs, src, deadline)
-
-    def barrier(self, deadline: float) -> None:
-        self._flat.barrier(deadline)
-
-    def send(self, tensor: Tensor, dst: int, tag: int, deadline: float) -> None:
-        self._flat.send(tensor, dst, tag, deadline)
-
-    def recv(self, tensor: Tensor, src: int, tag: int, deadline: float) -> None:
-        self._flat.recv(tensor, src, tag, deadline)
-
-    def batch_send_recv(
-        self,
-        sends: Sequence[tuple[Tensor, int, int]],
-        recvs: Sequence[tuple[Tensor, int, int]],
-        deadline: float,
-    ) -> None:
-        self._flat.batch_send_recv(sends, recvs, deadline)
+    reduce = _of_flat("reduce")
+    all_to_all = _of_flat("all_to_all")
+    all_to_all_single = _of_flat("all_to_all_single")
+    gather = _of_flat("gather")
+    scatter = _of_flat("scatter")
+    barrier = _of_flat("barrier")
+    send = _of_flat("send")
+    recv = _of_flat("recv")
+    batch_send_recv = _of_flat("batch_send_recv")
+    window = _of_flat("window")
 
     def register(self, tensor: Tensor) -> str:
         return self._flat.register(tensor) if self._inner is None else self._inner.transport.register(tensor)
-
-    def window(self, tensor: Tensor, deadline: float) -> WindowMemory:
-        return self._flat.window(tensor, deadline)
 
     # -- the end
 

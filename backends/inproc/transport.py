@@ -10,18 +10,21 @@ import threading
 
 import torch
 
+from holdfast.backends.common.host_plane import HostPlane
+from holdfast.backends.common.region_table import TableAddress
 from holdfast.comms._native import Words
 from holdfast.comms.algorithms.shared_memory.board import HINTS, Board, layout_of
 from holdfast.comms.algorithms.shared_memory.direct import DirectTransport
 from holdfast.comms.arithmetic import REDUCIBLE
 from holdfast.comms.errors import CorruptData, Unsupported
+from holdfast.comms.memory_plane import Handle
 from holdfast.comms.onesided.mapped import OPEN, MappedWindow, Part, WindowLock, header_words, holder_word
 from holdfast.comms.plugins.spec import API_VERSION, Available, BackendInfo, Capabilities, hookimpl
 from holdfast.comms.rendezvous import fetch
 from holdfast.comms.tensors.exposed import ExposedMemory
 from holdfast.comms.tensors.packing import DTYPES, names
 from holdfast.comms.transport.base import Context
-from holdfast.comms.transport.liveness import Liveness
+from holdfast.comms.transport.liveness import Liveness, this_process
 
 _boards: dict[str, mmap.mmap] = {}
 _lock = threading.Lock()
@@ -86,6 +89,20 @@ _windows: dict[int, list[_OwnPart | None]] = {}
 _window_numbers = itertools.count()
 
 
+class InprocPlane(HostPlane):
+    """The memory plane inside one process: that of a host, for the regions of this process alone."""
+
+    name = "inproc"
+
+    def _place(self, handle: Handle) -> TableAddress:
+        place = super()._place(handle)
+        if place.owner != this_process():
+            raise Unsupported(
+                f"the inproc plane cannot reach process {place.owner.pid}", "between processes use plane 'shm'"
+            )
+        return place
+
+
 def connect(context: Context) -> InprocTransport:
     """Use the board that rank 0 makes, and wait until all ranks have entered it."""
     if context.device.type != "cpu":
@@ -118,8 +135,6 @@ def connect(context: Context) -> InprocTransport:
 
 @hookimpl
 def holdfast_backends() -> list[BackendInfo]:
-    from holdfast.backends.inproc.memory_plane import open_plane
-
     return [
         BackendInfo(
             name="inproc",
@@ -137,7 +152,7 @@ def holdfast_backends() -> list[BackendInfo]:
             ),
             probe=Available,
             connect=connect,
-            memory=open_plane,
+            memory=InprocPlane,
             hints=HINTS,
         )
     ]

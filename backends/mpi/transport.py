@@ -1,26 +1,63 @@
-"""Collectives of Open MPI itself, by its nonblocking calls, where it has them and they are fast.
+"""Collectives and messages over an MPI communicator of their own, and how its ops complete or end.
 
-The algorithms of `MessageTransport` run the rest: what MPI lacks (16-bit floats, minima that keep NaNs), and what it
-does slowly (large reductions). Every choice depends only on what all ranks know alike.
+A loop that can be left completes every request. No blocking call of MPI is used: a large send to a stopped process
+cannot be cancelled, and would block its caller for as long as the process is stopped.
+
+Open MPI's own collectives run, by its nonblocking calls, where it has them and they are fast. The algorithms of
+`MessageTransport` run the rest: what MPI lacks (16-bit floats, minima that keep NaNs), and what it does slowly (large
+reductions). Every choice depends only on what all ranks know alike.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import threading
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate
 
 import torch
 from mpi4py import MPI
 
-from holdfast.backends.mpi.base import MpiMessages, abandon
-from holdfast.backends.mpi.buffers import buffer_of, copy_out, counts, gathered_buffer, receive_buffer
+from holdfast.backends.common.process_memory import permit_peers
+from holdfast.backends.mpi.handshake import create_group, duplicate
+from holdfast.backends.mpi.onesided import MpiChannel
+from holdfast.backends.mpi.out_of_band import StatusMessage, ended, mailbox
 from holdfast.comms import arithmetic
 from holdfast.comms._native import OpCall
 from holdfast.comms.algorithms.message_passing.algorithms import segmented_all_reduce
+from holdfast.comms.algorithms.message_passing.exchange import Posted
+from holdfast.comms.algorithms.message_passing.messages import MessageTransport
+from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
+from holdfast.comms.onesided.host_window import try_window
+from holdfast.comms.onesided.mapped import MappedWindow
+from holdfast.comms.onesided.peer_watch import PeerWatch
+from holdfast.comms.onesided.request_window import RequestService
 from holdfast.comms.ops import ReduceOp
 from holdfast.comms.plan import OpPlan
+from holdfast.comms.system.cpu_wait import POLL, yield_cpu
+from holdfast.comms.tensors.packing import span
 from holdfast.comms.transport.base import Context, Transport
+from holdfast.comms.transport.liveness import Liveness
+from holdfast.comms.transport.window_memory import WindowMemory
 
 Tensor = torch.Tensor
+
+_log = logging.getLogger("holdfast.backends")
+
+_SPINS, _CROWDED_SPINS = 2000, 50
+"""Checks before the first yield: with more ranks than cores, the others need the processor."""
+_TESTS_PER_SPIN = 3
+"""Compiled code tests a request this many times while Python tests it once."""
+_LOOK_SECONDS = 0.001
+_WAITING_SECONDS = 0.01
+_PATIENT_SECONDS = 0.1
+_SLEEP_SECONDS = 5e-5
+_GRACE_SECONDS = 0.2
+"""How long a failed call waits for the status message that explains it."""
+
 
 STAGED_BYTES = 8 << 10
 """Up to this size, a persistent all_reduce on its own buffer, with two copies, is faster than a nonblocking one."""
@@ -65,14 +102,281 @@ _NATIVE: dict[tuple[torch.dtype, str], Native] = {
 }
 
 
-class MpiTransport(MpiMessages):
-    """An MPI communicator's collectives."""
+_abandoned: list[tuple[MPI.Request, object]] = []
+"""Requests that were abandoned, with the memory that MPI may still access."""
+
+
+def abandon(request: MPI.Request, memory: object) -> None:
+    """Keep the memory that MPI may still access, unless the request has ended."""
+    _abandoned.append((request, memory))
+    _settle()
+
+
+def _settle() -> None:
+    """Release abandoned requests that have ended since."""
+    _abandoned[:] = [left for left in _abandoned if not _released(left[0])]
+
+
+def _released(request: MPI.Request) -> bool:
+    """Whether a request has ended. A persistent one, which outlives its ops, is freed."""
+    if not ended(request):
+        return False
+    if request != MPI.REQUEST_NULL:
+        request.Free()
+    return True
+
+
+class _P2PMessage:
+    """A send or receive under way, with its tensor. A receive has a request once its message is there."""
+
+    __slots__ = ("peer", "request", "tag", "tensor")
+
+    def __init__(self, request: MPI.Request | None, tensor: Tensor, peer: int, tag: int) -> None:
+        self.request, self.tensor, self.peer, self.tag = request, tensor, peer, tag
+
+
+class MpiTransport(MessageTransport):
+    """An MPI communicator that can be aborted."""
+
+    medium = "Open MPI"
 
     def __init__(self, context: Context) -> None:
+        self._epoch = context.epoch
         self._prepared: dict[tuple[torch.dtype, str, int], OpCall] = {}
         self._requests: list[tuple[MPI.Prequest, bytearray]] = []
         self._segmented_bytes: int = context.hints.get("segmented_bytes", SEGMENTED_BYTES)
-        super().__init__(context)
+        self._error: HoldfastError | None = None
+        self._ending = threading.RLock()  # a signal handler may abort in the middle of an abort
+        here = sum(peer.host == context.peers[context.rank].host for peer in context.peers)
+        self._spins = _SPINS if here <= len(os.sched_getaffinity(0)) else _CROWDED_SPINS
+        self._everybody = range(context.size)
+        self._unmatched: list[_P2PMessage] = []
+        """Receives whose message has not arrived, oldest first."""
+        self._status = MPI.Status()
+        self._arrived = [0] * context.size
+        self._built: set[int] = set()
+        self._closed: dict[int, int] = {}
+        self._aborted = ""
+        _settle()
+        self._liveness = Liveness(context.peers, context.rank, context.over)
+        try:
+            super().__init__(context, context.link("mpi"))
+            meeting = create_group(context, self._liveness)
+        except BaseException:
+            self._liveness.close()
+            raise
+        self._token, self._comm = meeting.token, meeting.comm
+        self._others = [process for rank, process in enumerate(meeting.processes) if rank != context.rank]
+        self._peers = context.peers
+        self._service: RequestService | None = None
+        self._run = self._op_call(self._begin, self._finish_begun)
+        """run(op, memory, start, given, deadline): complete a collective of MPI's own that `start(*given)` begins.
+
+        `memory` is kept until then.
+        """
+        self._watch = PeerWatch(self._liveness, self._check_live)
+        mailbox.open(self._token)
+        mailbox.send(StatusMessage(self._token, self.rank, "built"), self._others)
+
+    # -- completing and ending an op
+
+    def _op_call(
+        self, start: Callable[..., MPI.Request], finish_late: Callable[..., None], stage: bytearray | None = None
+    ) -> OpCall:
+        """The calls of a collective that `start` begins; the tests of its request are compiled."""
+        return OpCall(start, MPI.Request.Test, finish_late, _TESTS_PER_SPIN * self._spins, stage)
+
+    def _begin(
+        self, op: str, memory: object, start: Callable[..., MPI.Request], given: tuple[object, ...], deadline: float
+    ) -> MPI.Request:
+        self._op += 1
+        if self._error is not None:
+            raise self._error.again()
+        return start(*given)
+
+    def _finish_begun(
+        self,
+        request: MPI.Request | None,
+        error: RuntimeError | None,
+        op: str,
+        memory: object,
+        start: object,
+        given: object,
+        deadline: float,
+    ) -> None:
+        self._finish_late(op, memory, request, error, deadline)
+
+    def _finish_late(
+        self, op: str, memory: object, request: MPI.Request | None, error: RuntimeError | None, deadline: float
+    ) -> None:
+        """Complete a collective that was begun, or raise why it failed. Without a `request` it was not begun."""
+        self._rounds = 0
+        if request is None:
+            assert error is not None
+            raise self._explain(op, self._op, error) if isinstance(error, MPI.Exception) else error
+        self._finish(request, op, self._op, deadline, self._everybody, memory, error=error)
+
+    def _finish(
+        self,
+        request: MPI.Request,
+        op: str,
+        seq: int,
+        deadline: float,
+        awaited: Sequence[int],
+        memory: object,
+        error: BaseException | None = None,
+    ) -> None:
+        """Complete a request, unless an `error` has occurred already."""
+        test = request.Test
+        try:
+            if error is not None:
+                raise error
+            for _ in range(self._spins):
+                if test():
+                    return
+            self._wait(test, op, seq, deadline, awaited)
+        except BaseException as error:
+            if request != MPI.REQUEST_NULL:
+                _abandoned.append((request, memory))
+            if isinstance(error, MPI.Exception):
+                raise self._explain(op, seq, error) from error
+            raise
+
+    def _wait(self, test: Callable[[], bool], op: str, seq: int, deadline: float, awaited: Sequence[int]) -> None:
+        began = time.monotonic()
+        next_look, said = began + _LOOK_SECONDS, False
+        while True:
+            for _ in range(16):
+                yield_cpu()
+                if test():
+                    return
+            now = time.monotonic()
+            if self._error is not None:
+                raise self._error.again()
+            if now >= next_look:
+                if not said and now - began > _WAITING_SECONDS:
+                    mailbox.send(StatusMessage(self._token, self.rank, "waits", seq), self._others)
+                    said = True
+                verdict = self._look(seq, awaited)
+                if verdict is not None:
+                    if test():
+                        return
+                    raise verdict
+                if said and self._journal is not None:
+                    self._journal.waits(self._missing(seq, awaited), rounds=self._rounds)
+                next_look = now + _LOOK_SECONDS
+            if now >= deadline:
+                raise OpTimeout(op, seq, now - began, self._missing(seq, awaited))
+            if now - began > _PATIENT_SECONDS:
+                time.sleep(_SLEEP_SECONDS)
+
+    def _look(self, seq: int, awaited: Sequence[int]) -> HoldfastError | None:
+        """Why an op that is not complete never will be; None as far as this rank can tell."""
+        if dead := self._liveness.dead():
+            return PeerFailed(dead, "the kernel says that the process is gone")
+        closed = dict(self._closed)
+        self._read_messages()
+        if self._aborted:
+            return Revoked(self._epoch, self._aborted)
+        for rank, number in closed.items():
+            if rank in awaited and (number < seq or len(awaited) < self.size):
+                return Revoked(self._epoch, f"rank {rank} closed it")
+        return None
+
+    def _read_messages(self) -> None:
+        """Record the status messages of the other ranks."""
+        for word in mailbox.read(self._token):
+            if word.kind == "built":
+                self._built.add(word.rank)
+            elif word.kind == "waits":
+                self._arrived[word.rank] = max(self._arrived[word.rank], word.number)
+            elif word.kind == "closed":
+                self._closed[word.rank] = word.number
+            else:
+                self._aborted = self._aborted or f"rank {word.rank} aborted: {word.reason}"
+
+    def _missing(self, seq: int, awaited: Sequence[int]) -> list[int]:
+        if len(awaited) < self.size:
+            return sorted(set(awaited))
+        return [rank for rank in range(self.size) if rank != self.rank and self._arrived[rank] < seq]
+
+    def _explain(self, op: str, seq: int, error: MPI.Exception) -> HoldfastError:
+        """Translate an error of MPI: this rank's abort, that of another, a death, or ranks that disagree."""
+        if error.Get_error_class() == MPI.ERR_TRUNCATE:
+            return Mismatch(f"{op}: another rank sent more than this one takes; all must pass the same shape and dtype")
+        cause: HoldfastError | None = None
+
+        def explained() -> bool:
+            nonlocal cause
+            own = self._error
+            cause = self._look(1 << 62, range(self.size)) or self._failed() if own is None else own.again()
+            return cause is not None
+
+        if POLL.reaches(explained, time.monotonic() + _GRACE_SECONDS) and cause is not None:
+            return cause
+        if error.Get_error_class() == MPI.ERR_REVOKED:
+            return Revoked(self._epoch, "another rank aborted it")
+        return PeerFailed((), f"{op} (op {seq}): {error.Get_error_string()}")
+
+    def _failed(self) -> PeerFailed | None:
+        failed = self._comm.Get_failed()
+        ranks = failed.Translate_ranks(None, self._comm.Get_group()) if failed.size else []
+        failed.Free()
+        return PeerFailed(sorted(ranks), "MPI says that the process has failed") if ranks else None
+
+    # -- windows
+
+    def window(self, tensor: Tensor, deadline: float) -> WindowMemory:
+        if len({peer.host for peer in self._peers}) == 1:
+            permit_peers()
+            window = try_window("mpi", self, self._peers, tensor, deadline, self._watch.check)
+            if isinstance(window, MappedWindow):
+                return window
+            _log.warning("rank %d reaches windows by messages, since it cannot map them: %s", self.rank, window)
+        if self._service is None:
+            comm = duplicate(self._comm, deadline, self._liveness, self._check_live)
+            self._service = RequestService(self.rank, self.size, self._watch, partial(MpiChannel, comm, abandon))
+        return self._service.window(self, tensor, deadline)
+
+    def _check_live(self) -> Sequence[int]:
+        """Raise if this communicator has ended, here or on another rank."""
+        if self._error is not None:
+            raise self._error.again()
+        self._read_messages()
+        if self._aborted or self._comm.Is_revoked():
+            raise self._look(0, ()) or Revoked(self._epoch, "another rank aborted it")
+        return ()
+
+    # -- the end
+
+    def abort(self, error: HoldfastError) -> None:
+        """Tell the other ranks, and revoke the communicator if all of them have built it.
+
+        A process that is still building it would crash in a revocation (Open MPI 5.0.11, `ompi_comm_revoke_local`
+        before there is anything to revoke).
+        """
+        with self._ending:
+            if self._error is None:
+                self._error = error
+            reason = error.reason if isinstance(error, Revoked) else str(error)
+            mailbox.send(StatusMessage(self._token, self.rank, "aborted", reason=reason[:1000]), self._others)
+            self._read_messages()
+            if len(self._built) == self.size - 1 and not self._comm.Is_revoked():
+                self._comm.Revoke()
+
+    def close(self) -> None:
+        """Release the transport. A revoked communicator is not freed: messages under way could reach its successor."""
+        self._prepared.clear()
+        for request, stage in self._requests:
+            abandon(request, stage)
+        if self._service is not None:
+            self._service.close()
+        self.__dict__.pop("_run", None)  # it refers to this transport
+        self._liveness.close()
+        mailbox.close(self._token)
+        if self._error is None and not self._comm.Is_revoked():
+            mailbox.send(StatusMessage(self._token, self.rank, "closed", self._op), self._others)
+            self._comm.Free()
 
     # -- reductions
 
@@ -93,7 +397,7 @@ class MpiTransport(MpiMessages):
         elif kind is not None:
             mpi, reduce = kind
             given = MPI.IN_PLACE, [buffer_of(tensor), mpi], reduce
-            self._run("all_reduce", self._comm.Iallreduce, given, deadline, tensor)
+            self._run("all_reduce", tensor, self._comm.Iallreduce, given, deadline)
         arithmetic.postscale(tensor, op, self.size)
 
     def _prepare(self, dtype: torch.dtype, op: ReduceOp, nbytes: int) -> OpCall | None:
@@ -143,12 +447,12 @@ class MpiTransport(MpiMessages):
         contribution = arithmetic.prescale(tensor, op)
         memory = [buffer_of(contribution), contribution.numel(), mpi]
         if self.rank != dst:
-            self._run("reduce", self._comm.Ireduce, (memory, None, reduce, dst), deadline, contribution)
+            self._run("reduce", contribution, self._comm.Ireduce, (memory, None, reduce, dst), deadline)
             return
         if contribution is not tensor:
             tensor.copy_(contribution)
             memory[0] = buffer_of(tensor)
-        self._run("reduce", self._comm.Ireduce, (MPI.IN_PLACE, memory, reduce, dst), deadline, tensor)
+        self._run("reduce", tensor, self._comm.Ireduce, (MPI.IN_PLACE, memory, reduce, dst), deadline)
         arithmetic.postscale(tensor, op, self.size)
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp, deadline: float) -> None:
@@ -162,13 +466,13 @@ class MpiTransport(MpiMessages):
         sizes = [tensor.numel() for tensor in inputs]
         source, target = [memory, sum(sizes), mpi], [buffer_of(output), output.numel(), mpi]
         kept = kept, contributions, output
-        self._run("reduce_scatter", self._comm.Ireduce_scatter, (source, target, sizes, reduce), deadline, kept)
+        self._run("reduce_scatter", kept, self._comm.Ireduce_scatter, (source, target, sizes, reduce), deadline)
         arithmetic.postscale(output, op, self.size)
 
     # -- moves
 
     def broadcast(self, tensor: Tensor, src: int, deadline: float) -> None:
-        self._run("broadcast", self._comm.Ibcast, ([buffer_of(tensor), MPI.BYTE], src), deadline, tensor)
+        self._run("broadcast", tensor, self._comm.Ibcast, ([buffer_of(tensor), MPI.BYTE], src), deadline)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, deadline: float) -> None:
         if sum(output.nbytes for output in outputs) >= GATHERED_BYTES:
@@ -180,10 +484,10 @@ class MpiTransport(MpiMessages):
         kept = outputs, staged, tensor
         if len(set(sizes)) == 1:
             target = [memory, sizes[0], MPI.BYTE]
-            self._run("all_gather", self._comm.Iallgather, (source, target), deadline, kept)
+            self._run("all_gather", kept, self._comm.Iallgather, (source, target), deadline)
         else:
             uneven = [memory, counts(sizes), MPI.BYTE]
-            self._run("all_gather", self._comm.Iallgatherv, (source, uneven), deadline, kept)
+            self._run("all_gather", kept, self._comm.Iallgatherv, (source, uneven), deadline)
         copy_out(staged, outputs)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, deadline: float) -> None:
@@ -191,37 +495,37 @@ class MpiTransport(MpiMessages):
             super().all_gather_single(output, tensor, deadline)
             return
         given = [buffer_of(tensor), MPI.BYTE], [buffer_of(output), tensor.nbytes, MPI.BYTE]
-        self._run("all_gather", self._comm.Iallgather, given, deadline, (output, tensor))
+        self._run("all_gather", (output, tensor), self._comm.Iallgather, given, deadline)
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], deadline: float) -> None:
         memory, kept = gathered_buffer(inputs)
         into, staged = receive_buffer(outputs)
         source = [memory, counts([tensor.nbytes for tensor in inputs]), MPI.BYTE]
         target = [into, counts([tensor.nbytes for tensor in outputs]), MPI.BYTE]
-        self._run("all_to_all", self._comm.Ialltoallv, (source, target), deadline, (kept, staged, outputs))
+        self._run("all_to_all", (kept, staged, outputs), self._comm.Ialltoallv, (source, target), deadline)
         copy_out(staged, outputs)
 
     def gather(self, tensor: Tensor, outputs: Sequence[Tensor] | None, dst: int, deadline: float) -> None:
         source = [buffer_of(tensor), MPI.BYTE]
         if outputs is None:
-            self._run("gather", self._comm.Igatherv, (source, None, dst), deadline, tensor)
+            self._run("gather", tensor, self._comm.Igatherv, (source, None, dst), deadline)
             return
         memory, staged = receive_buffer(outputs)
         target = [memory, counts([output.nbytes for output in outputs]), MPI.BYTE]
-        self._run("gather", self._comm.Igatherv, (source, target, dst), deadline, (tensor, staged, outputs))
+        self._run("gather", (tensor, staged, outputs), self._comm.Igatherv, (source, target, dst), deadline)
         copy_out(staged, outputs)
 
     def scatter(self, tensor: Tensor, inputs: Sequence[Tensor] | None, src: int, deadline: float) -> None:
         target = [buffer_of(tensor), MPI.BYTE]
         if inputs is None:
-            self._run("scatter", self._comm.Iscatterv, (None, target, src), deadline, tensor)
+            self._run("scatter", tensor, self._comm.Iscatterv, (None, target, src), deadline)
             return
         memory, kept = gathered_buffer(inputs)
         source = [memory, counts([part.nbytes for part in inputs]), MPI.BYTE]
-        self._run("scatter", self._comm.Iscatterv, (source, target, src), deadline, (tensor, kept, inputs))
+        self._run("scatter", (tensor, kept, inputs), self._comm.Iscatterv, (source, target, src), deadline)
 
     def barrier(self, deadline: float) -> None:
-        self._run("barrier", self._comm.Ibarrier, (), deadline)
+        self._run("barrier", None, self._comm.Ibarrier, (), deadline)
 
     # -- prepared functions for usual ops
 
@@ -242,15 +546,142 @@ class MpiTransport(MpiMessages):
 
         return self._all_reduce_call(start)
 
-    # -- the end
+    # -- messages, for the algorithms
 
-    def close(self) -> None:
-        self._prepared.clear()
-        for request, stage in self._requests:
-            abandon(request, stage)
-        super().close()
+    def _post_send(self, tensor: Tensor, dst: int, tag: int) -> Posted:
+        if self._error is not None:
+            raise self._error.again()
+        try:
+            request = self._comm.Isend([buffer_of(tensor), MPI.BYTE], dst, tag)
+        except MPI.Exception as error:
+            raise self._explain("send", self._op, error) from error
+        return _P2PMessage(request, tensor, dst, tag)
+
+    def _post_recv(self, tensor: Tensor, src: int, tag: int) -> Posted:
+        if self._error is not None:
+            raise self._error.again()
+        message = _P2PMessage(None, tensor, src, tag)
+        self._unmatched.append(message)
+        return message
+
+    def _match(self, op: str) -> None:
+        """Begin to receive the messages that have arrived, in the order of their receives; raises `Mismatch`.
+
+        Open MPI 5 copies a large message whole, past the end of a shorter receive (its RGET protocol). So the length is
+        looked at before there is a receive.
+        """
+        improbe, status = self._comm.Improbe, self._status
+        late: list[tuple[int, int]] = []
+        for message in tuple(self._unmatched):
+            way = (message.peer, message.tag)
+            if way in late:
+                continue
+            if (arrived := improbe(message.peer, message.tag, status)) is None:
+                late.append(way)
+                continue
+            self._unmatched.remove(message)
+            if (count := status.Get_count(MPI.BYTE)) != message.tensor.nbytes:
+                scratch = torch.empty(count, dtype=torch.uint8, device="cpu")
+                abandon(arrived.Irecv([buffer_of(scratch), MPI.BYTE]), scratch)
+                raise Mismatch(
+                    f"{op}: rank {message.peer} sent {count} bytes, rank {self.rank} takes {message.tensor.nbytes}; "
+                    "both must pass the same shape and dtype"
+                )
+            message.request = arrived.Irecv([buffer_of(message.tensor), MPI.BYTE])
+
+    def _complete(self, posted: Sequence[Posted], deadline: float, op: str, seq: int) -> None:
+        self._rounds += 1
+        for number, message in enumerate(posted):
+            assert isinstance(message, _P2PMessage)
+            try:
+                self._complete_one(message, deadline, op, seq)
+            except BaseException as error:
+                for left in posted[number:]:
+                    assert isinstance(left, _P2PMessage)
+                    self._drop(left)
+                if isinstance(error, MPI.Exception):
+                    raise self._explain(op, seq, error) from error
+                raise
+
+    def _complete_one(self, message: _P2PMessage, deadline: float, op: str, seq: int) -> None:
+        test = partial(self._is_complete, message, op)
+        for _ in range(self._spins):
+            if test():
+                return
+        self._wait(test, op, seq, deadline, (message.peer,))
+
+    def _is_complete(self, message: _P2PMessage, op: str) -> bool:
+        if self._unmatched:  # also while a send is waited for: its receiver may wait for a send of ours in turn
+            self._match(op)
+        request = message.request
+        return request is not None and request.Test()
+
+    def _drop(self, message: _P2PMessage) -> None:
+        """Give a message up, with the memory that MPI may still access."""
+        if message in self._unmatched:
+            self._unmatched.remove(message)
+        elif message.request:
+            _abandoned.append((message.request, message.tensor))
 
 
 def _native_op(dtype: torch.dtype, op: ReduceOp) -> Native | None:
     """MPI's datatype and operation; None where MPI has none, or its results differ from torch's."""
     return _NATIVE.get((dtype, op.name))
+
+
+Counts = tuple[list[int], list[int]]
+"""Sizes and offsets, one of each per rank."""
+
+
+def buffer_of(tensor: Tensor) -> MPI.buffer:
+    """The memory of a contiguous tensor. The caller keeps the tensor."""
+    return MPI.buffer.fromaddress(*span(tensor))
+
+
+def counts(sizes: Sequence[int]) -> Counts:
+    """Sizes, and the offset at which each begins."""
+    return list(sizes), [0, *accumulate(sizes)][:-1]
+
+
+def adjacent(tensors: Sequence[Tensor]) -> MPI.buffer | None:
+    """The memory of tensors that lie one behind the other; None if they do not."""
+    start = end = 0
+    for tensor in tensors:
+        if size := tensor.nbytes:
+            address = tensor.data_ptr()
+            if not start:
+                start = end = address
+            if address != end:
+                return None
+            end += size
+    return MPI.buffer.fromaddress(start, end - start)
+
+
+def gathered_buffer(tensors: Sequence[Tensor]) -> tuple[MPI.buffer, object]:
+    """One buffer with the bytes of all tensors, and the object that the caller has to keep."""
+    if (memory := adjacent(tensors)) is not None:
+        return memory, tensors
+    staged = torch.cat([_bytes(tensor) for tensor in tensors])
+    return buffer_of(staged), staged
+
+
+def receive_buffer(tensors: Sequence[Tensor]) -> tuple[MPI.buffer, Tensor | None]:
+    """One buffer for the bytes of all tensors, and its tensor if `copy_out` must copy from it afterwards."""
+    if (memory := adjacent(tensors)) is not None:
+        return memory, None
+    staged = torch.empty(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8, device="cpu")
+    return buffer_of(staged), staged
+
+
+def copy_out(staged: Tensor | None, tensors: Sequence[Tensor]) -> None:
+    """Copy the bytes received into `receive_buffer` to their tensors."""
+    if staged is None:
+        return
+    start = 0
+    for tensor in tensors:
+        _bytes(tensor).copy_(staged[start : start + tensor.nbytes])
+        start += tensor.nbytes
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)

@@ -19,18 +19,16 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions, FakeProcessGroup
+from torch._C._distributed_c10d import FakeProcessGroup
 
-from holdfast.backends.common.torch_group import TorchGroup, bytes_of, wait_for_ranks
+from holdfast.backends.common.torch_group import TorchGroup
 from holdfast.backends.common.torch_group import options as options_of
-from holdfast.backends.gloo.connecting import abandoned_groups, connect_group
-from holdfast.backends.gloo.sockets import shut_down
-from holdfast.backends.nccl import transport
-from holdfast.backends.nccl.ending import ends
+from holdfast.backends.gloo.connecting import abandoned_groups, connect_group, shut_down
 from holdfast.backends.nccl.streams import StreamWork, wait_for
-from holdfast.backends.nccl.transport import NcclTransport
+from holdfast.backends.nccl.torch_groups import ends
+from holdfast.backends.nccl.transport import NcclTransport, connected
 from holdfast.comms.arithmetic import EIGHT_BIT_FLOATS, REDUCIBLE
-from holdfast.comms.errors import HoldfastError, OpTimeout, StillRunning
+from holdfast.comms.errors import HoldfastError, StillRunning
 from holdfast.comms.plan import OpPlan
 from holdfast.comms.plugins.spec import API_VERSION, Available, BackendInfo, Capabilities, hookimpl
 from holdfast.comms.tensors.packing import DTYPES, names
@@ -168,26 +166,12 @@ class OnTheHost(NcclTransport):
         return NcclTransport.function(self, plan)
 
     def _passed(self) -> Any:
-        """An event after all ops that were queued."""
         return SimpleNamespace(query=lambda: True)
-
-    def _wait(self, op: str, deadline: float) -> None:
-        self._check()
 
     def _forget_peers(self) -> None:
         """Does nothing: this transport watches no peers."""
 
-    def _all_gather_of_host(self, outputs: Any, tensor: Tensor, deadline: float) -> None:
-        """Gather as device memory is."""
-        if len({output.nbytes for output in outputs}) > 1:
-            self._exchange("all_gather", outputs, [tensor] * self.size, deadline)
-        elif tensor.numel():
-            limit, given = AllgatherOptions(), bytes_of(tensor)
-            if (whole := transport._adjacent(outputs)) is not None:
-                self._call("all_gather", deadline, self._group._allgather_base, whole, given, limit)
-            else:
-                taken = [[bytes_of(output) for output in outputs]]
-                self._call("all_gather", deadline, self._group.allgather, taken, [given], limit)
+    _all_gather_of_host = NcclTransport._all_gather_of_device
 
 
 class HostWork(StreamWork):
@@ -319,13 +303,6 @@ class StandInTransport(OnTheHost):
         self._begin(QueuedGroup(connected.group, connected.connections, 60.0))
         self._watch_peers(NAME)
 
-    def _wait(self, op: str, deadline: float) -> None:
-        """Wait for the queue as for a stream, though by the deadline of the watchdog as well."""
-        began = time.monotonic()
-        if not wait_for(self._passed(), deadline, self._check):
-            raise OpTimeout(op, self._seq, time.monotonic() - began)
-        self._check()
-
     def _passed(self) -> Any:
         queue, count = self._group.queue, self._group.queue.count
         return SimpleNamespace(query=lambda: queue.done >= count)
@@ -350,15 +327,7 @@ def connect(context: Context) -> NcclTransport:
     ends.check()
     if context.size == 1:
         return OnTheHost(0, 1, context.store, OneRank())
-    stand_in = StandInTransport(context)
-    try:
-        wait_for_ranks(context, stand_in._liveness, f"{NAME}/")
-        stand_in.connect_ranks(context.deadline, context.over)
-    except BaseException as error:
-        stand_in.abort(error if isinstance(error, HoldfastError) else HoldfastError(f"connecting failed: {error!r}"))
-        stand_in.close()
-        raise
-    return stand_in
+    return connected(StandInTransport(context), context, NAME)
 
 
 @hookimpl

@@ -4,14 +4,17 @@ Ops have torch's stream semantics: a synchronous op is queued on the current str
 runs beside it, and neither waits for the device, so CUDA graphs can hold them. A hung op ends by `abort` from any
 thread, by a peer's death, which a watcher learns from the kernel, or by its timeout, which torch's watchdog notices.
 The next op, or a wait, raises the failure. Barriers and objects wait for the device. The group of an aborted
-communicator ends beside the program (`ending.py`): the next one connects meanwhile.
+communicator ends beside the program (`torch_groups.BackgroundEnds`): the next one connects meanwhile.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
+import functools
 import math
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,13 +26,21 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
 from holdfast.backends.common.torch_group import TorchGroup, bytes_of, options, wait_for_ranks
-from holdfast.backends.nccl import cuda_devices
-from holdfast.backends.nccl.cuda_devices import own_device
 from holdfast.backends.nccl.device_reduction import PLAIN, combine, device_reduction_of
-from holdfast.backends.nccl.ending import ends, failure_of_end
-from holdfast.backends.nccl.grouped_calls import CallingThread, marks_open_group, run_as_group, this_thread
 from holdfast.backends.nccl.streams import LONGEST_SECONDS, SideStream, passed, until, wait_for, within
-from holdfast.backends.nccl.torch_groups import LEGACY, blocks, kind_of_group, make_group, set_timeout
+from holdfast.backends.nccl.torch_groups import (
+    LEGACY,
+    CallingThread,
+    blocks,
+    ends,
+    failure_of_end,
+    kind_of_group,
+    make_group,
+    marks_open_group,
+    run_as_group,
+    set_timeout,
+    this_thread,
+)
 from holdfast.comms._native import OpCall
 from holdfast.comms.arithmetic import EIGHT_BIT_FLOATS, REDUCIBLE
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Unsupported, again
@@ -70,7 +81,9 @@ HINTS = (
     Hint("split_share", bool, "share resources with communicators split from this one (ncclConfig_t.splitShare)"),
 )
 
-_log = logging.getLogger("holdfast.nccl")
+_ASKING_SECONDS = 60.0
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+_cuda: Any = torch.cuda
 
 
 class NcclTransport(TorchGroup):
@@ -315,9 +328,10 @@ class NcclTransport(TorchGroup):
             self._call("broadcast", deadline, self._group.broadcast, [bytes_of(tensor)], limit)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, deadline: float) -> None:
-        if tensor.device.type == "cpu":
-            self._all_gather_of_host(outputs, tensor, deadline)
-            return
+        of = self._all_gather_of_host if tensor.device.type == "cpu" else self._all_gather_of_device
+        of(outputs, tensor, deadline)
+
+    def _all_gather_of_device(self, outputs: Sequence[Tensor], tensor: Tensor, deadline: float) -> None:
         if len({output.nbytes for output in outputs}) > 1:
             self._exchange("all_gather", outputs, [tensor] * self.size, deadline)
             return
@@ -334,7 +348,7 @@ class NcclTransport(TorchGroup):
     def _all_gather_of_host(self, outputs: Sequence[Tensor], tensor: Tensor, deadline: float) -> None:
         """Gather host memory for the agreement checks: through the device, waiting for it."""
         taken = [output.to(self._device) for output in outputs]
-        self.all_gather(taken, tensor.to(self._device), deadline)
+        self._all_gather_of_device(taken, tensor.to(self._device), deadline)
         self._wait("all_gather", deadline)
         for output, there in zip(outputs, taken, strict=True):
             output.copy_(there)
@@ -351,9 +365,13 @@ class NcclTransport(TorchGroup):
         self._call("barrier", deadline, self._group.allreduce, [self._flag], limit)
         self._wait("barrier", deadline)
 
+    def _passed(self) -> Any:
+        """An event after all ops that were queued."""
+        return passed(self._device)
+
     def _wait(self, op: str, deadline: float) -> None:
         began = time.monotonic()
-        if not wait_for(passed(self._device), deadline, self._check):
+        if not wait_for(self._passed(), deadline, self._check):
             raise OpTimeout(op, self._seq, time.monotonic() - began)
         self._check()
 
@@ -422,7 +440,61 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat([part.view(-1) for part in parts]) if whole is None else whole.view(parts[0].dtype)
 
 
-def probe_torch(library: str) -> Available | Unavailable:
+def count_gpus() -> int:
+    """The number of GPUs that torch sees, found without initialising CUDA in this process.
+
+    A process that has initialised CUDA cannot use it in a forked child. So if the driver's library does not tell, a
+    child process is asked.
+    """
+    if not _cuda._is_compiled():
+        return 0
+    if not _cuda.is_initialized():
+        listed = int(_cuda._device_count_amdsmi() if torch.version.hip else _cuda._device_count_nvml())
+        if listed < 0:
+            return _asked_in_a_child(tuple(os.environ.get(name, "") for name in _VISIBLE))
+    return int(_cuda.device_count())
+
+
+@functools.lru_cache(maxsize=1)
+def _asked_in_a_child(visible: tuple[str, ...]) -> int:
+    asking = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    try:
+        answer = subprocess.run(asking, capture_output=True, text=True, timeout=_ASKING_SECONDS, check=True).stdout
+        return int(answer)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return 0
+
+
+def own_device(context: Context) -> torch.device:
+    """Choose the GPU of this rank.
+
+    That is the named one, else the current one, LOCAL_RANK's, or the one at the rank's place among the ranks of its
+    host. Raises ValueError if the GPU does not exist: with all ranks on the first one, NCCL would refuse them or be
+    slow.
+    """
+    there, index = count_gpus(), context.device.index
+    if index is not None:
+        if index >= there:
+            raise ValueError(f"device={str(context.device)!r}, but torch sees {there} GPUs here")
+        return context.device
+    if there == 1:
+        return torch.device("cuda", 0)
+    if _cuda.is_initialized() and (current := _cuda.current_device()) != 0:
+        return torch.device("cuda", current)
+    host = context.peers[context.rank].host
+    place = sum(peer.host == host for peer in context.peers[: context.rank])
+    said = os.environ.get("LOCAL_RANK", "")
+    for number in (int(said) if said.isdecimal() else place, place):
+        if number < there:
+            return torch.device("cuda", number)
+    raise ValueError(
+        f"device='cuda' does not say which GPU rank {context.rank} uses: it is number {place} of its host"
+        f"{f', LOCAL_RANK={said}' if said else ''}, and torch sees {there} GPUs; pass device='cuda:<number>', or call "
+        "torch.cuda.set_device() first"
+    )
+
+
+def probe(library: str) -> Available | Unavailable:
     """Whether this torch was built with `library` (nccl or rccl), and sees a GPU."""
     hip = getattr(torch.version, "hip", None)
     hint = {
@@ -435,7 +507,7 @@ def probe_torch(library: str) -> Available | Unavailable:
         return Unavailable("this torch is not built for ROCm", hint)
     if not dist.is_available() or not dist.is_nccl_available():
         return Unavailable(f"this torch ({torch.__version__}) was built without {library.upper()}", hint)
-    gpus = cuda_devices.count()
+    gpus = count_gpus()
     if gpus == 0:
         maker, variable = ("AMD", "HIP_VISIBLE_DEVICES") if hip else ("NVIDIA", "CUDA_VISIBLE_DEVICES")
         return Unavailable("torch sees no GPU", f"it needs an {maker} GPU: check the driver, and {variable}")
@@ -458,48 +530,39 @@ def connect_over(context: Context, library: str) -> NcclTransport:
     if context.device.type != "cuda":
         raise Unsupported(f"{library} on {context.device}", "pass device='cuda', or use shm or gloo for CPU tensors")
     ends.check()
-    transport = NcclTransport(context, library)
+    return connected(NcclTransport(context, library), context, library)
+
+
+def connected(transport: NcclTransport, context: Context, name: str) -> NcclTransport:
+    """Connect a transport to all its ranks, once they are there; if that fails, end it, and raise."""
     try:
-        wait_for_ranks(context, transport._liveness, f"{library}/")
+        wait_for_ranks(context, transport._liveness, f"{name}/")
         transport.connect_ranks(context.deadline, context.over)
     except BaseException as error:
-        over = error if isinstance(error, HoldfastError) else HoldfastError(f"connecting failed: {error!r}")
-        transport.abort(over)
+        transport.abort(error if isinstance(error, HoldfastError) else HoldfastError(f"connecting failed: {error!r}"))
         transport.close()
         raise
     return transport
 
 
-def capabilities() -> Capabilities:
-    """Move anything as bytes; reduce what NCCL reduces, and convert the rest (see `device_reduction`)."""
-    return Capabilities(
-        reduces={"cuda": names((*REDUCIBLE, *EIGHT_BIT_FLOATS))},
-        moves={"cuda": names(DTYPES)},
-        finds_failures=finds_failures(),
+def backend(library: str, gpus: str, priority: int) -> BackendInfo:
+    """What the plugin announces: the library moves anything as bytes, and reduces what `device_reduction` converts."""
+    return BackendInfo(
+        name=library,
+        api=API_VERSION,
+        description=f"torch's own group over {library.upper()}, between {gpus} GPUs; no windows, no symmetric memory",
+        capabilities=Capabilities(
+            reduces={"cuda": names((*REDUCIBLE, *EIGHT_BIT_FLOATS))},
+            moves={"cuda": names(DTYPES)},
+            finds_failures=finds_failures(),
+        ),
+        probe=partial(probe, library),
+        connect=partial(connect_over, library=library),
+        auto={"cuda": priority},
+        hints=HINTS,
     )
-
-
-def probe() -> Available | Unavailable:
-    """Whether NCCL can run here."""
-    return probe_torch("nccl")
-
-
-def connect(context: Context) -> NcclTransport:
-    """See `connect_over`."""
-    return connect_over(context, "nccl")
 
 
 @hookimpl
 def holdfast_backends() -> list[BackendInfo]:
-    return [
-        BackendInfo(
-            name="nccl",
-            api=API_VERSION,
-            description="torch's own group over NCCL, between NVIDIA GPUs; no windows, no symmetric memory",
-            capabilities=capabilities(),
-            probe=probe,
-            connect=connect,
-            auto={"cuda": 100},
-            hints=HINTS,
-        )
-    ]
+    return [backend("nccl", "NVIDIA", 100)]

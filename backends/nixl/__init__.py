@@ -16,10 +16,10 @@ _LIBRARIES = ("nixl_cu12", "nixl_cu13", "nixl_rocm")
 
 
 def memory() -> MemoryPlane:
-    """See `holdfast.backends.nixl.plane.open_plane`."""
-    from holdfast.backends.nixl.plane import open_plane
+    """See `holdfast.backends.nixl.plane`."""
+    from holdfast.backends.nixl.plane import NixlPlane
 
-    return open_plane()
+    return NixlPlane()
 
 
 def probe() -> Available | Unavailable:

@@ -13,50 +13,73 @@ NIXL has no atomics with which the owner's `close` could wait for a writer on an
 from __future__ import annotations
 
 import ctypes
+import importlib
+import os
+import secrets
+import threading
+import time
+import weakref
 import zlib
+from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar
 
-import msgspec
 import torch
 
-from holdfast.backends.common.block_copy import BlockCopy, HeldUntil, SealedAddress, check_size, forged
-from holdfast.backends.common.host_plane import HostPlane, Withdraw
-from holdfast.backends.common.region_table import TableAddress, open_table, slot_address
-from holdfast.backends.nixl.agent import NixlAgent
+from holdfast.backends.common.host_plane import BlockCopy, Withdraw
+from holdfast.backends.common.region_table import TableAddress, forged, open_table, slot_address
+from holdfast.backends.ucx.memory_plane import REMEMBERED, NetworkPlane, RemoteAddress
 from holdfast.backends.ucx.worker import Transports
-from holdfast.comms.errors import OpTimeout, RegionGone, Unsupported
+from holdfast.comms.errors import BackendUnavailable, OpTimeout, RegionGone
 from holdfast.comms.memory_plane import Handle
 from holdfast.comms.onesided.region_owner import RegionOwner, closed
 from holdfast.comms.system import forks
+from holdfast.comms.system.cpu_wait import Wait
+from holdfast.comms.system.environment import set_meanwhile
 from holdfast.comms.tensors.exposed import ExposedMemory
 
 BLOCK_BYTES = 4 << 20
-"""Bytes between two checks of deadline and generation."""
-REMEMBERED = 256
-"""The number of remote regions that a plane caches."""
 _WORD = 8
 """Bytes of a generation, before those of a block, in the memory through which they pass."""
 _MOST_METADATA_BYTES = 1 << 16
+_FIRST_SECONDS, _SLEEP_SECONDS = 0.00001, 0.0001
+"""Each check of a transfer follows a sleep: it takes the lock of UCX's worker, which the progress thread needs.
+
+Without the pause, reads took 1.3 times the processor time or more. The first ten are short: a small read takes 0.1 ms.
+"""
+_FIRST = 10
+_WAIT = Wait(spins=10, yields=0, sleep_seconds=_SLEEP_SECONDS)
+
+_UNREACHABLE = "NIXL cannot reach the process that exposed this region any more"
+
+_agents: weakref.WeakSet[NixlAgent] = weakref.WeakSet()
 
 
-def open_plane() -> NixlPlane:
-    """A memory plane of this process. What it exposes is open until it is closed."""
-    return NixlPlane()
+@forks.run_in_children
+def _keep_all() -> None:
+    """Keep all agents alive in a forked child: destroying one would spoil memory that the parent still uses.
+
+    That includes agents that the parent has dropped and the collector has yet to find. NIXL's UCX ended the parent with
+    a segmentation fault.
+    """
+    forks.never_destroy(list(_agents))
 
 
-class NixlAddress(SealedAddress, frozen=True, array_like=True):
-    """The address of a region, in under 512 bytes: its place, and where the owner has its table and the memory.
+def _settings(over: Transports) -> dict[str, str]:
+    """The variables that choose the transports of NIXL's UCX, and silence it."""
+    quiet = {name: os.environ.get(name, "fatal") for name in ("NIXL_LOG_LEVEL", "UCX_LOG_LEVEL")}
+    return {"UCX_TLS": over.tls, **{f"UCX_{name}": value for name, value in over.options.items()}, **quiet}
 
-    `metadata` is NIXL's, of the agent `agent` with these two memories; it compresses well. "" on one host.
+
+class NixlAddress(RemoteAddress, frozen=True, array_like=True):
+    """The address of a region, in under 512 bytes, with the places of the owner's table and of the memory.
+
+    `metadata` is NIXL's, of the agent `peer` with these two memories; it compresses well. "" on one host.
     """
 
-    place: bytes
     table: int
     memory: int
-    nbytes: int
-    agent: str = ""
-    metadata: bytes = b""
+    metadata: bytes
 
     def unpacked(self) -> bytes:
         """The metadata as NIXL takes it. Raises `CorruptData`."""
@@ -92,126 +115,192 @@ class _RemoteRegion(RegionOwner):
                 pass
 
 
-class NixlPlane(HostPlane):
-    """See the module. A forked child that uses its parent's plane has one without regions of its own."""
+class NixlAgent:
+    """An agent with NIXL's UCX backend, and a thread of NIXL's that answers for it.
 
-    name = "nixl"
-    beyond_host: ClassVar[str] = (
-        "to read, set UCX_TLS=tcp,self (or what your network has) for both processes; to write, let its owner read, or "
-        "use ucx"
-    )
+    Raises `BackendUnavailable` if NIXL does not load.
+    """
 
-    def reset_in_child(self) -> None:
-        forks.never_destroy((self._agent, self._remote))  # destroying them would free resources of the parent
-        super().reset_in_child()
-
-    def _begin(self) -> None:
-        super()._begin()
-        self._over = Transports.choose(one_host=True).connecting_in_background()
-        self._agent: NixlAgent | None = None
+    def __init__(self, over: Transports) -> None:
+        _agents.add(self)
+        self.name, self._over, self.lock = secrets.token_hex(6), over, threading.RLock()
         self._registered: list[Any] = []
         self._stage: torch.Tensor | None = None
-        self._remote: dict[Handle, _RemoteRegion] = {}
+        self._found: dict[Handle, _RemoteRegion] = {}
+        with set_meanwhile(partial(_settings, over)):
+            try:
+                nixl: Any = importlib.import_module("nixl._api")
+            except (ImportError, OSError) as error:
+                raise BackendUnavailable("nixl", f"NIXL does not load: {error}") from error
+            try:
+                settings = nixl.nixl_agent_config(enable_prog_thread=True, backends=[])
+                self._api: Any = nixl.nixl_agent(self.name, settings)
+                self._api.create_backend("UCX", {"ucx_error_handling_mode": "peer"})
+            except Exception as error:
+                reason = f"the UCX backend of NIXL does not start over {over.tls}: {error}"
+                raise BackendUnavailable("nixl", reason) from error
 
-    def _started(self) -> NixlAgent:
-        """The agent, made on first use. The lock is held."""
-        if self._agent is None:
-            self._agent = NixlAgent(self._over)
-        return self._agent
+    def register(self, address: int, nbytes: int) -> Any:
+        return self._api.register_memory([(address, nbytes, 0, "")], "DRAM")
 
-    def _offer(self, place: TableAddress, memory: ExposedMemory, writable: bool) -> tuple[bytes, Withdraw]:
-        table, exposed = self._own_table().memory, (memory.address, memory.nbytes)
-        address = NixlAddress(place.encode(), table[0], *exposed)
-        if self._over.local:
-            return address.encode(), lambda: None
-        agent = self._started()
-        if not self._registered:
-            self._registered.append(agent.register(*table))
-        registered = agent.register(*exposed) if memory.nbytes else None
-        metadata = agent.describe(table, *[exposed] if memory.nbytes else [])
-        address = msgspec.structs.replace(address, agent=agent.name, metadata=zlib.compress(metadata, 9))
-        return address.encode(), (lambda: None) if registered is None else partial(agent.deregister, registered)
+    def offer(self, table: tuple[int, int], memory: tuple[int, int]) -> tuple[bytes, Withdraw]:
+        """Register memory (address, size), and the table of this process.
 
-    def _place(self, handle: Handle) -> TableAddress:
-        return TableAddress.decode(NixlAddress.decode(handle.address).place)
+        Returns the compressed metadata with which other agents reach both, and what to call when the region is closed.
+        """
+        with self.lock:
+            if not self._registered:
+                self._registered.append(self.register(*table))
+            memories = [table, memory] if memory[1] else [table]
+            registered = self.register(*memory) if memory[1] else None
+            descriptors = self._api.get_reg_descs([(*each, 0, "") for each in memories], "DRAM")
+            metadata = zlib.compress(self._api.get_partial_agent_metadata(descriptors, True, ["UCX"]), 9)
 
-    def _in_blocks(self, copy: BlockCopy) -> None:
-        if self._over.local or copy.writing:
-            super()._in_blocks(copy)
-            return
-        for block in copy.blocks(BLOCK_BYTES):
-            with HeldUntil(self._lock, block):
-                block.look()
-                region = self._remote.get(block.handle) or self._find(block.handle)
-                try:
-                    self._read(region, block)
-                except (RegionGone, OpTimeout):
-                    self._forget(region)
-                    raise
+        def withdraw() -> None:
+            with self.lock:
+                self._api.deregister_memory(registered)
+
+        return metadata, withdraw if registered is not None else lambda: None
+
+    def move(self, block: BlockCopy) -> None:
+        """Read a block, and then its region's generation."""
+        region = self._found.get(block.handle) or self._find(block.handle)
+        try:
+            region.look()
+            self._read(region, block)
+        except (RegionGone, OpTimeout):
+            self._forget(region)
+            raise
 
     def _read(self, region: _RemoteRegion, block: BlockCopy) -> None:
-        """Read a block, and then its region's generation. The lock is held."""
-        region.look()
-        agent, address = self._started(), region.address
+        address = region.address
         if self._stage is None:
             self._stage = torch.empty(_WORD + BLOCK_BYTES, dtype=torch.uint8, device="cpu")
-            self._registered.append(agent.register(self._stage.data_ptr(), self._stage.nbytes))
+            self._registered.append(self.register(self._stage.data_ptr(), self._stage.nbytes))
         word = self._stage.data_ptr()
         try:
             if block.nbytes:
-                bytes_of_block = agent.prepare(address.agent, address.memory + block.offset, word + _WORD, block.nbytes)
-                agent.run(bytes_of_block, block.deadline, region.look, self._stage)
+                self._run(
+                    self._prepare(address, address.memory + block.offset, word + _WORD, block.nbytes), region, block
+                )
             if region.transfer is None:
-                region.transfer = agent.prepare(address.agent, region.row, word, _WORD)
-            agent.run(region.transfer, block.deadline, region.look, self._stage)
+                region.transfer = self._prepare(address, region.row, word, _WORD)
+            self._run(region.transfer, region, block)
         except (RegionGone, OpTimeout):
             self._stage = None  # a transfer may still write to it
-            for known in self._remote.values():
+            for known in self._found.values():
                 known.transfer = None
             raise
         if ctypes.c_uint64.from_address(word).value != region.place.generation:
             raise closed(region.pid)
         ctypes.memmove(block.address, word + _WORD, block.nbytes)
 
+    def _prepare(self, address: NixlAddress, there: int, here: int, nbytes: int) -> Any:
+        """Prepare to copy registered memory of a region's owner here, any number of times. Raises `RegionGone`."""
+        local, remote = (self._api.get_xfer_descs([(at, nbytes, 0)], "DRAM") for at in (here, there))
+        try:
+            return self._api.initialize_xfer("READ", local, remote, address.peer.decode())
+        except Exception as error:
+            raise RegionGone(_UNREACHABLE) from error
+
+    def _run(self, transfer: Any, region: _RemoteRegion, block: BlockCopy) -> None:
+        """Copy what was prepared, to the stage. Raises `RegionGone`, `OpTimeout`.
+
+        A transfer that has not ended may still be carried out: it is kept, with the memory that it writes to.
+        """
+        state, failure, checks = "PROC", None, 0
+
+        def step(call: Any) -> bool:
+            """Whether the transfer has ended."""
+            nonlocal state, failure
+            try:
+                state = call(transfer)
+            except Exception as error:
+                state, failure = "ERR", error
+            return state != "PROC"
+
+        def ended() -> bool:
+            nonlocal checks
+            time.sleep(_FIRST_SECONDS if checks < _FIRST else _SLEEP_SECONDS)
+            checks += 1
+            return step(self._api.check_xfer_state)
+
+        if not step(self._api.transfer):
+            try:
+                _WAIT.until(ended, region.look, block.deadline, lambda seconds: OpTimeout("memory read", 0, seconds))
+            except (RegionGone, OpTimeout):
+                forks.never_destroy((transfer, self._stage))
+                raise
+        if state != "DONE":
+            region.look()
+            raise RegionGone(_UNREACHABLE) from failure
+
     def _find(self, handle: Handle) -> _RemoteRegion:
-        address, agent = NixlAddress.decode(handle.address), self._started()
-        place = TableAddress.decode(address.place)
-        check_size(handle, address.nbytes)
-        if not address.agent:
-            raise Unsupported(
-                f"reaching process {place.owner.pid} over {self._over.tls}", "set the same UCX_TLS for both"
-            )
-        metadata = address.unpacked()
-        if len(self._remote) >= REMEMBERED:
-            for other in list(self._remote.values()):
+        address = NixlAddress.decode(handle.address)
+        place, metadata = address.place_within(handle, self._over), address.unpacked()
+        if len(self._found) >= REMEMBERED:
+            for other in list(self._found.values()):
                 self._forget(other)
         region = _RemoteRegion(address, place)
         try:
-            if address.agent != agent.name:
-                agent.add_peer(metadata, address.agent)
+            if address.peer != self.name.encode():
+                self._add_peer(metadata, address.peer.decode(errors="replace"))
         except BaseException:
             region.close()
             raise
-        self._remote[handle] = region
+        self._found[handle] = region
         return region
 
+    def _add_peer(self, metadata: bytes, name: str) -> None:
+        """Load another agent's metadata. Raises `RegionGone` if it is not that of agent `name`."""
+        try:
+            found = self._api.add_remote_agent(metadata)
+        except Exception as error:
+            raise RegionGone(f"NIXL cannot reach the process that exposed this region: {error}") from error
+        if found not in (name, name.encode()):
+            raise RegionGone(
+                f"the region is of NIXL agent {name!r}, and {found!r} answers at its address: that process is gone"
+            )
+
     def _forget(self, region: _RemoteRegion) -> None:
-        """Drop the connection to a region's owner, and its cached regions."""
-        agent = self._started()
-        for handle, known in list(self._remote.items()):
-            if known.address.agent == region.address.agent:
-                del self._remote[handle]
+        """Drop the connection to a region's owner, unless NIXL has dropped it already, and its cached regions."""
+        peer = region.address.peer
+        for handle, known in list(self._found.items()):
+            if known.address.peer == peer:
+                del self._found[handle]
                 known.close()
-        if region.address.agent != agent.name:
-            agent.forget(region.address.agent)
+        if peer != self.name.encode():
+            with suppress(Exception):
+                self._api.remove_remote_agent(peer.decode())
 
-    # -- the end
-
-    def _release(self) -> None:
-        with self._lock:
-            for region in list(self._remote.values()):
+    def close(self) -> None:
+        with self.lock:
+            for region in list(self._found.values()):
                 self._forget(region)
-            agent, self._agent, self._stage = self._agent, None, None
-            while self._registered and agent is not None:
-                agent.deregister(self._registered.pop())
-        super()._release()
+            self._stage = None
+            while self._registered:
+                self._api.deregister_memory(self._registered.pop())
+
+
+class NixlPlane(NetworkPlane):
+    """See the module."""
+
+    name = "nixl"
+    beyond_host: ClassVar[str] = (
+        "to read, set UCX_TLS=tcp,self (or what your network has) for both processes; to write, let its owner read, or "
+        "use ucx"
+    )
+    address = NixlAddress
+    access = NixlAgent
+    block_bytes = BLOCK_BYTES
+    writes = False
+
+    def _offer(self, place: TableAddress, memory: ExposedMemory, writable: bool) -> tuple[bytes, Withdraw]:
+        table, exposed = self._own_table().memory, (memory.address, memory.nbytes)
+        withdraw: Withdraw = lambda: None  # noqa: E731
+        peer, metadata = b"", b""
+        if not self._over.local:
+            agent: NixlAgent = self._access()
+            peer, (metadata, withdraw) = agent.name.encode(), agent.offer(table, exposed)
+        address = NixlAddress(place.encode(), memory.nbytes, peer, table[0], exposed[0], metadata)
+        return address.encode(), withdraw

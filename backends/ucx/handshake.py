@@ -13,8 +13,8 @@ import time
 
 import msgspec
 
-from holdfast.backends.ucx import libucp, prewarmed_worker
-from holdfast.backends.ucx.endpoints import Connections, name_of
+from holdfast.backends.ucx import libucp
+from holdfast.backends.ucx.endpoints import Connections, name_of, prewarm
 from holdfast.backends.ucx.farewells import WORDS, HelloReceived, WorkerHello
 from holdfast.backends.ucx.libucp import UcxError
 from holdfast.backends.ucx.transport import UcxTransport, announced_link
@@ -52,7 +52,7 @@ def connect(context: Context) -> UcxTransport:
         transport.close()
         raise
     if context.previous is None:
-        prewarmed_worker.make(over)
+        prewarm(over)
     return transport
 
 

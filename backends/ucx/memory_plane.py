@@ -13,14 +13,12 @@ import threading
 from functools import partial
 from typing import Any, ClassVar
 
-from holdfast.backends.common.block_copy import BlockCopy, HeldUntil, SealedAddress, check_size, forged
-from holdfast.backends.common.host_plane import HostPlane, Withdraw, read_only
+from holdfast.backends.common.host_plane import BlockCopy, HeldUntil, HostPlane, Withdraw, read_only
 from holdfast.backends.common.process_memory import permit_peers
-from holdfast.backends.common.region_table import TableAddress
+from holdfast.backends.common.region_table import SealedAddress, TableAddress, check_size, forged
 from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.onesided import UcxChannel
-from holdfast.backends.ucx.progress import ProgressThread
-from holdfast.backends.ucx.worker import Transports, UcxWorker
+from holdfast.backends.ucx.worker import ProgressThread, Transports, UcxWorker
 from holdfast.comms.errors import HoldfastError, OpTimeout, RegionGone, Unsupported
 from holdfast.comms.memory_plane import Handle
 from holdfast.comms.onesided.region_owner import RegionOwner, closed
@@ -28,25 +26,31 @@ from holdfast.comms.onesided.requests import GONE, Exposed, Owner, Requests
 from holdfast.comms.system import forks
 from holdfast.comms.tensors.exposed import ExposedMemory
 
-BLOCK_BYTES = 16 << 20
-"""Bytes between two checks of the deadline and of a closed plane."""
 ATTEMPTS = 3
 """The number of attempts for a block, each over a new connection."""
 REMEMBERED = 256
 """The number of remote regions that a plane caches."""
 
 
-def open_plane() -> UcxPlane:
-    """A memory plane of this process. What it exposes is open until it is closed."""
-    return UcxPlane()
-
-
-class UcxAddress(SealedAddress, frozen=True, array_like=True):
-    """The address of a region: its place in the owner's table, and the worker that answers, if any."""
+class RemoteAddress(SealedAddress, frozen=True, array_like=True):
+    """The address of a region: its place in the owner's table, and the worker or agent that answers, if any."""
 
     place: bytes
-    worker: bytes
     nbytes: int
+    peer: bytes
+
+    def place_within(self, handle: Handle, over: Transports) -> TableAddress:
+        """The decoded place of the region of a handle. Raises `CorruptData`, and `Unsupported` if no peer answers."""
+        place = TableAddress.decode(self.place)
+        check_size(handle, self.nbytes)
+        if not self.peer:
+            raise Unsupported(f"reaching process {place.owner.pid} over {over.tls}", "set the same UCX_TLS for both")
+        return place
+
+
+class UcxAddress(RemoteAddress, frozen=True, array_like=True):
+    """The address of a region; `peer` is the address of the owner's worker."""
+
     writable: bool
 
 
@@ -143,17 +147,11 @@ class _Messenger:
 
     def _find(self, handle: Handle) -> _Region:
         address = UcxAddress.decode(handle.address)
-        place = TableAddress.decode(address.place)
-        check_size(handle, address.nbytes)
-        if not address.worker:
-            raise Unsupported(
-                f"reaching process {place.owner.pid} over {self.worker.over.tls}",
-                "set the same UCX_TLS for both",
-            )
-        connection = self._connections.get(address.worker)
+        place = address.place_within(handle, self.worker.over)
+        connection = self._connections.get(address.peer)
         if connection is None:
-            connection = _Connection(self.worker, address.worker, place)
-            self._connections[address.worker] = connection
+            connection = _Connection(self.worker, address.peer, place)
+            self._connections[address.peer] = connection
         if len(self._found) >= REMEMBERED:
             self._found.clear()
         region = _Region(connection, place.generation, address.writable, self.requests)
@@ -181,53 +179,72 @@ class _Messenger:
             self.worker.close()
 
 
-class UcxPlane(HostPlane):
-    """See the module. A forked child that uses its parent's plane has one without regions of its own."""
+class NetworkPlane(HostPlane):
+    """The plane of a host; if UCX_TLS crosses hosts, one that reaches them by a library.
 
-    name = "ucx"
-    beyond_host: ClassVar[str] = "set UCX_TLS=tcp,self (or what your network has) for both processes"
+    A forked child that uses its parent's plane has one without regions of its own.
+    """
+
+    address: ClassVar[type[RemoteAddress]]
+    access: ClassVar[type[Any]]
+    """Starts the library. What it returns has a `lock`, to be held for `move(block)`, and `close()`."""
+    block_bytes: ClassVar[int]
+    """Bytes between two checks of the deadline and of a closed plane."""
+    writes: ClassVar[bool]
+    """Whether the library also writes. If not, only regions of this host are written to."""
 
     def _begin(self) -> None:
         super()._begin()
         self._over = Transports.choose(one_host=True).connecting_in_background()
-        self._made: _Messenger | None = None
+        self._opened: Any = None
 
     def reset_in_child(self) -> None:
-        forks.never_destroy((self._made, self._regions))
+        forks.never_destroy((self._opened, self._regions))  # destroying them would free resources of the parent
         super().reset_in_child()
 
-    def _messenger(self) -> _Messenger | None:
-        """What asks and answers between hosts, made on first use; None on one host, where the kernel copies."""
-        if self._over.local:
-            return None
+    def _access(self) -> Any:
+        """What reaches other processes, made on first use."""
         with self._lock:
             self._check_open()
-            if self._made is None:
-                self._made = _Messenger(self._over)
-            return self._made
-
-    def _offer(self, place: TableAddress, memory: ExposedMemory, writable: bool) -> tuple[bytes, Withdraw]:
-        worker, withdraw = b"", lambda: None
-        if (messenger := self._messenger()) is not None:
-            worker, withdraw = messenger.worker.address, partial(messenger.requests.withdraw, place.generation)
-            messenger.requests.expose(place.generation, Exposed(memory, writable))
-        return UcxAddress(place.encode(), worker, memory.nbytes, writable).encode(), withdraw
+            if self._opened is None:
+                self._opened = self.access(self._over)
+            return self._opened
 
     def _place(self, handle: Handle) -> TableAddress:
-        return TableAddress.decode(UcxAddress.decode(handle.address).place)
+        return TableAddress.decode(self.address.decode(handle.address).place)
 
     def _in_blocks(self, copy: BlockCopy) -> None:
-        if (messenger := self._messenger()) is None:
+        if self._over.local or (copy.writing and not self.writes):
             super()._in_blocks(copy)
             return
-        for block in copy.blocks(BLOCK_BYTES):
-            with HeldUntil(messenger.lock, block):
+        access = self._access()
+        for block in copy.blocks(self.block_bytes):
+            with HeldUntil(access.lock, block):
                 block.look()
-                messenger.move(block)
+                access.move(block)
 
     def _release(self) -> None:
-        super()._release()
         with self._lock:
-            if self._made is not None:
-                self._made.close()
-                self._made = None
+            if self._opened is not None:
+                self._opened.close()
+                self._opened = None
+        super()._release()
+
+
+class UcxPlane(NetworkPlane):
+    """See the module."""
+
+    name = "ucx"
+    beyond_host: ClassVar[str] = "set UCX_TLS=tcp,self (or what your network has) for both processes"
+    address = UcxAddress
+    access = _Messenger
+    block_bytes = 16 << 20
+    writes = True
+
+    def _offer(self, place: TableAddress, memory: ExposedMemory, writable: bool) -> tuple[bytes, Withdraw]:
+        worker, withdraw = b"", (lambda: None)
+        if not self._over.local:
+            messenger: _Messenger = self._access()
+            worker, withdraw = messenger.worker.address, partial(messenger.requests.withdraw, place.generation)
+            messenger.requests.expose(place.generation, Exposed(memory, writable))
+        return UcxAddress(place.encode(), memory.nbytes, worker, writable).encode(), withdraw

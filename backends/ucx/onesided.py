@@ -18,8 +18,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from holdfast.backends.ucx import libucp
-from holdfast.backends.ucx.progress import ProgressThread
-from holdfast.backends.ucx.worker import Endpoint, Transports, UcxWorker, explain
+from holdfast.backends.ucx.worker import Endpoint, ProgressThread, Transports, UcxWorker, explain
 from holdfast.comms.errors import HoldfastError, OpTimeout, RegionGone
 from holdfast.comms.onesided.peer_watch import PeerWatch
 from holdfast.comms.onesided.requests import HEAD, PIECE_BYTES, REPLY, Channel, Pending, Requests, Source

@@ -47,19 +47,17 @@ def prepare() -> None:
 
 
 def _load() -> None:
-    from holdfast.backends.ucx import (
-        handshake,  # noqa: F401  # to import it is half of the work
-        prewarmed_worker,
-    )
+    from holdfast.backends.ucx import handshake  # noqa: F401  # to import it is half of the work
+    from holdfast.backends.ucx.endpoints import warm_up
 
-    prewarmed_worker.warm_up()
+    warm_up()
 
 
 def memory() -> MemoryPlane:
-    """See `holdfast.backends.ucx.memory_plane.open_plane`."""
-    from holdfast.backends.ucx.memory_plane import open_plane
+    """See `holdfast.backends.ucx.memory_plane`."""
+    from holdfast.backends.ucx.memory_plane import UcxPlane
 
-    return open_plane()
+    return UcxPlane()
 
 
 def probe() -> Available | Unavailable:

@@ -22,8 +22,7 @@ from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.endpoints import Connections, PeerLink
 from holdfast.backends.ucx.farewells import ABORTED, CLOSED, Notices, Tags
 from holdfast.backends.ucx.onesided import RankChannel
-from holdfast.backends.ucx.progress import ProgressThread
-from holdfast.backends.ucx.worker import TURNS
+from holdfast.backends.ucx.worker import TURNS, ProgressThread
 from holdfast.comms.algorithms.message_passing.exchange import Posted
 from holdfast.comms.algorithms.message_passing.messages import MessageTransport
 from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked

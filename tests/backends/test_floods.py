@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.backends.gloo.sockets import sockets
+from holdfast.backends.gloo.connecting import sockets
 from holdfast.comms import Communicator
 from holdfast.ft import Session
 from holdfast.ft.telemetry import metrics

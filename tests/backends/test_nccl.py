@@ -26,7 +26,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast import comms
-from holdfast.backends.nccl import rccl
 from holdfast.backends.nccl import stand_in as stand_in_plugin
 from holdfast.backends.nccl import transport as nccl
 from holdfast.backends.nccl.device_reduction import DeviceReduction, combine, device_reduction_of
@@ -60,8 +59,8 @@ OPS_BY_NAME = {each.name: each for each in (*map(ReduceOp, NAMES), ReduceOp.prem
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_nccl_and_rccl_say_what_is_missing_and_what_to_install() -> None:
-    for module, maker in ((nccl, "NVIDIA"), (rccl, "AMD")):
-        status = module.probe()
+    for library, maker in (("nccl", "NVIDIA"), ("rccl", "AMD")):
+        status = nccl.probe(library)
         assert isinstance(status, Unavailable) and maker in status.install_hint
     with pytest.raises(BackendUnavailable, match="NVIDIA GPU"):
         comms.connect("nccl", rank=0, size=1, rendezvous=dist.HashStore(), device="cuda")
@@ -70,16 +69,16 @@ def test_without_a_gpu_nccl_and_rccl_say_what_is_missing_and_what_to_install() -
 
 def test_a_rocm_build_of_torch_has_rccl_and_no_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    refused = nccl.probe()
+    refused = nccl.probe("nccl")
     assert isinstance(refused, Unavailable) and "rccl" in refused.install_hint
-    asked = rccl.probe()
+    asked = nccl.probe("rccl")
     assert "ROCm" not in (asked.reason if isinstance(asked, Unavailable) else "")
 
 
 def test_nccl_and_rccl_refuse_host_tensors() -> None:
     context = SimpleNamespace(device=torch.device("cpu"))
     with pytest.raises(Unsupported, match="device='cuda'"):
-        nccl.connect(cast(Context, context))
+        nccl.connect_over(cast(Context, context), "nccl")
 
 
 def test_the_options_are_those_of_the_installed_torch() -> None:

@@ -22,11 +22,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from holdfast.backends.nccl import cuda_devices, ending, streams, torch_groups
-from holdfast.backends.nccl import settings as nccl_settings
+from holdfast.backends.nccl import streams, torch_groups
 from holdfast.backends.nccl import transport as nccl
-from holdfast.backends.nccl.grouped_calls import this_thread
 from holdfast.backends.nccl.stand_in import LikeNccl, OnTheHost
+from holdfast.backends.nccl.torch_groups import this_thread
 from holdfast.comms import HoldfastError, OpTimeout, PeerFailed, ReduceOp
 from holdfast.comms.execution.argument_checks import ArgumentChecks
 from holdfast.comms.plugins.registry import registry
@@ -194,16 +193,16 @@ def test_an_abort_that_raises_does_not_end_the_watcher(caplog: pytest.LogCapture
 
 
 @pytest.fixture
-def ends(monkeypatch: pytest.MonkeyPatch) -> ending.BackgroundEnds:
+def ends(monkeypatch: pytest.MonkeyPatch) -> torch_groups.BackgroundEnds:
     """The ends of this test alone."""
-    fresh = ending.BackgroundEnds(most=2)
+    fresh = torch_groups.BackgroundEnds(most=2)
     monkeypatch.setattr(nccl, "ends", fresh)
     return fresh
 
 
 def test_an_abort_has_time_of_its_own_and_is_left_behind_if_it_takes_longer(
     blocked: Callable[..., None],
-    ends: ending.BackgroundEnds,
+    ends: torch_groups.BackgroundEnds,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -264,7 +263,7 @@ def test_what_the_device_may_still_use_is_kept_until_the_group_has_ended() -> No
 
 
 def test_no_more_groups_end_at_once_than_the_limit_and_too_many_left_behind_stop_new_ones(
-    blocked: Callable[..., None], ends: ending.BackgroundEnds, monkeypatch: pytest.MonkeyPatch
+    blocked: Callable[..., None], ends: torch_groups.BackgroundEnds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running: list[int] = []
 
@@ -308,9 +307,9 @@ def test_the_error_tells_what_torchs_watchdog_found_or_that_it_cannot_be_asked(m
     assert over(Recording(get_error=lambda: SimpleNamespace(name="SUCCESS")))._own_failure() is None
     assert "cannot report" in str(over(Recording(get_error=fail))._own_failure())
     monkeypatch.setattr(dist, "ProcessGroupNCCL", type("WithoutGetError", (), {}), raising=False)
-    assert not nccl.capabilities().finds_failures
+    assert not nccl.finds_failures()
     monkeypatch.setattr(dist, "ProcessGroupNCCL", type("With", (), {"get_error": None}), raising=False)
-    assert nccl.capabilities().finds_failures
+    assert nccl.finds_failures()
 
 
 def test_an_error_of_this_process_is_not_told_as_a_peers_death() -> None:
@@ -428,7 +427,7 @@ def test_a_group_that_torch_left_open_itself_does_not_hold_the_next_communicator
 def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     for name in [each for each in os.environ if each.startswith("TORCH_NCCL_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr(nccl_settings, "_said", set())
+    monkeypatch.setattr(torch_groups, "_said", set())
     return monkeypatch
 
 
@@ -439,7 +438,7 @@ def variables() -> dict[str, str]:
 def test_a_group_is_made_so_that_its_failures_neither_wait_nor_end_the_process(
     environment: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with nccl_settings.settings_of_a_group():
+    with torch_groups.settings_of_a_group():
         assert variables() == {
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
             "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
@@ -461,7 +460,7 @@ def test_variables_that_a_user_has_set_stay_or_a_warning_says_otherwise(
     for name, value in theirs.items():
         environment.setenv(name, value)
     for _ in range(2):
-        with nccl_settings.settings_of_a_group():
+        with torch_groups.settings_of_a_group():
             assert variables()["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2"
             assert variables()["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
         assert variables() == theirs
@@ -566,7 +565,7 @@ from holdfast.backends.nccl.transport import probe
 place = SimpleNamespace(store=dist.HashStore(), rank=0, size=1, deadline=time.monotonic() + 9, hints={})
 group = torch_groups.make_group(place, torch.device("cuda", 0))
 torch_groups.set_timeout(group, 3.0)
-print(torch_groups.kind_of_group(), type(group).__name__, group.get_error().name, group.options._timeout, probe())
+print(torch_groups.kind_of_group(), type(group).__name__, group.get_error().name, group.options._timeout, probe("nccl"))
 sys.stdout.flush()
 os._exit(0)  # to destroy it takes a driver
 """
@@ -614,22 +613,22 @@ def context(rank: int, device: str, hosts: str = "aaaa") -> Any:
 def test_plain_cuda_gives_each_rank_of_a_host_a_gpu_of_its_own(
     monkeypatch: pytest.MonkeyPatch, rank: int, hosts: str, gpus: int, local_rank: str, current: int, expected: int
 ) -> None:
-    monkeypatch.setattr(cuda_devices, "count", lambda: gpus)
+    monkeypatch.setattr(nccl, "count_gpus", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: current > 0)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
     monkeypatch.setenv("LOCAL_RANK", local_rank)
-    assert cuda_devices.own_device(context(rank, "cuda", hosts)) == torch.device("cuda", expected)
+    assert nccl.own_device(context(rank, "cuda", hosts)) == torch.device("cuda", expected)
 
 
 def test_a_rank_without_a_gpu_of_its_own_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_devices, "count", lambda: 2)
+    monkeypatch.setattr(nccl, "count_gpus", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setenv("LOCAL_RANK", "3")
     with pytest.raises(ValueError, match=r"rank 3 uses: it is number 3 of its host, LOCAL_RANK=3.*2 GPUs"):
-        cuda_devices.own_device(context(3, "cuda"))
+        nccl.own_device(context(3, "cuda"))
     with pytest.raises(ValueError, match=r"'cuda:5', but torch sees 2 GPUs"):
-        cuda_devices.own_device(context(0, "cuda:5"))
-    assert cuda_devices.own_device(context(0, "cuda:1")) == torch.device("cuda", 1)
+        nccl.own_device(context(0, "cuda:5"))
+    assert nccl.own_device(context(0, "cuda:1")) == torch.device("cuda", 1)
 
 
 @pytest.mark.parametrize("listed", [2, -1], ids=["the driver's library says", "a child is asked"])
@@ -645,9 +644,9 @@ def test_probing_does_not_touch_cuda_in_this_process(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(stdout="2\n"))
-    cuda_devices._asked_in_a_child.cache_clear()
-    found = nccl.probe()
-    cuda_devices._asked_in_a_child.cache_clear()
+    nccl._asked_in_a_child.cache_clear()
+    found = nccl.probe("nccl")
+    nccl._asked_in_a_child.cache_clear()
     assert isinstance(found, Available) and "NCCL 2.28.9, 2 GPUs" in str(found)
 
 

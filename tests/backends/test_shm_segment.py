@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.backends.shm.segment import BOARD_SLOTS, SharedSegment, decode_address
-from holdfast.backends.shm.transport import ShmTransport
+from holdfast.backends.shm.transport import BOARD_SLOTS, SharedSegment, ShmTransport, decode_address
 from holdfast.comms import Communicator
 from holdfast.comms.algorithms.shared_memory.board import layout_of
 from holdfast.comms.errors import CorruptData, PeerFailed, Revoked

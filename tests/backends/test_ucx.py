@@ -18,13 +18,11 @@ import torch.distributed as dist
 
 from holdfast import comms
 from holdfast.backends.common.region_table import WRITER_SECONDS
-from holdfast.backends.ucx import memory_plane as memory
-from holdfast.backends.ucx import plugin, prewarmed_worker
+from holdfast.backends.ucx import endpoints, plugin
 from holdfast.backends.ucx.endpoints import Connections
-from holdfast.backends.ucx.memory_plane import UcxAddress
-from holdfast.backends.ucx.progress import ProgressThread
+from holdfast.backends.ucx.memory_plane import UcxAddress, UcxPlane
 from holdfast.backends.ucx.transport import UcxTransport
-from holdfast.backends.ucx.worker import Transports
+from holdfast.backends.ucx.worker import ProgressThread, Transports
 from holdfast.comms import Communicator, HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
 from holdfast.comms.connect import KnownMembers, connect_members
 from holdfast.comms.errors import BackendUnavailable, CorruptData, RegionGone
@@ -249,7 +247,7 @@ def start(tls: str, monkeypatch: pytest.MonkeyPatch, start: Callable[..., Child]
 
 
 def _expose(pipe: Connection) -> None:
-    with memory.open_plane() as plane:
+    with UcxPlane() as plane:
         tensor = torch.arange(1_000_000)
         region = plane.expose(tensor, writable=True)
         pipe.send(region.handle.encode())
@@ -267,7 +265,7 @@ def test_a_stopped_owner_is_used_over_shared_memory_and_times_out_over_tcp(
     handle = Handle.decode(child.hear())
     into, whole = torch.zeros(1_000_000, dtype=torch.int64), torch.arange(1_000_000)
     held = entries("/proc/self/fd")
-    with memory.open_plane() as plane:
+    with UcxPlane() as plane:
         plane.read(handle, into[:10]).wait()
         child.stop()
         if tls == SHARED_MEMORY:
@@ -295,7 +293,7 @@ def test_a_stopped_owner_is_used_over_shared_memory_and_times_out_over_tcp(
 def _write_for_ever(pipe: Connection) -> None:
     handle = Handle.decode(pipe.recv())
     source = torch.zeros(handle.nbytes, dtype=torch.uint8)
-    with memory.open_plane() as plane:
+    with UcxPlane() as plane:
         plane.write(handle, source[:8]).wait()
         pipe.send("writing")
         while True:
@@ -304,7 +302,7 @@ def _write_for_ever(pipe: Connection) -> None:
 
 def test_a_writer_that_dies_does_not_delay_others(start: Callable[..., Child]) -> None:
     writers, waited = [start(_write_for_ever) for _ in range(5)], []
-    with memory.open_plane() as plane:
+    with UcxPlane() as plane:
         for child in writers:
             region = plane.expose(torch.ones(4 << 20, dtype=torch.uint8), writable=True)
             child.tell(region.handle.encode())
@@ -319,7 +317,7 @@ def test_a_writer_that_dies_does_not_delay_others(start: Callable[..., Child]) -
 
 
 def _try_to_read(pipe: Connection) -> None:
-    with memory.open_plane() as plane:
+    with UcxPlane() as plane:
         try:
             plane.read(Handle.decode(pipe.recv()), torch.zeros(8)).wait()
         except BackendUnavailable as error:
@@ -335,7 +333,7 @@ def test_a_prewarmed_worker_is_reused_and_closed_with_the_last_communicator(star
             return connect_members("ucx", members)
 
         def waiting() -> bool:
-            return prewarmed_worker._waiting is not None
+            return endpoints._waiting is not None
 
         first, other = one(1, None), one(1, None)
         found = [waiting()]
@@ -360,7 +358,7 @@ def test_a_prewarmed_worker_is_reused_and_closed_with_the_last_communicator(star
 
 @pytest.mark.parametrize("tls", [TCP])
 def test_ucx_over_tcp_is_refused_in_a_forked_child(start: Callable[..., Child]) -> None:
-    with memory.open_plane() as plane, plane.expose(torch.zeros(8)) as region:
+    with UcxPlane() as plane, plane.expose(torch.zeros(8)) as region:
         child = start(_try_to_read)
         child.tell(region.handle.encode())
         assert "forked" in child.hear()
@@ -458,7 +456,7 @@ def test_the_caller_of_an_atomic_survives_the_death_of_its_target(two: LocalClus
 def _use_for_ever(pipe: Connection) -> None:
     handle = Handle.decode(pipe.recv())
     memory_of = torch.zeros(handle.nbytes, dtype=torch.uint8)
-    with memory.open_plane() as plane:
+    with UcxPlane() as plane:
         plane.read(handle, memory_of[:8]).wait()
         pipe.send("using")
         for turn in range(1_000_000):

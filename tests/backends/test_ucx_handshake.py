@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.backends.ucx import handshake, prewarmed_worker
+from holdfast.backends.ucx import handshake
 from holdfast.backends.ucx.endpoints import Connections, PeerLink
 from holdfast.backends.ucx.farewells import HelloReceived, WorkerHello, parse
 from holdfast.backends.ucx.libucp import UcxError
@@ -260,7 +260,7 @@ def test_a_process_survives_a_peer_that_connects_and_dies_before_it_is_heard(
                 patch.setattr(handshake._Handshake, "_exchange_addresses", look_late)
             else:
                 patch.setattr(handshake, "Connections", type("Leaving", (Connections,), {"link": leave}))
-                patch.setattr(prewarmed_worker, "make", lambda over: None)
+                patch.setattr(handshake, "prewarm", lambda over: None)
             with pytest.raises((PeerFailed, OpTimeout)):
                 epochs.enter(1, [0, 1], timeout=1.0)
         gone.touch()

@@ -202,7 +202,7 @@ def test_only_a_view_keeps_what_is_derived_from_it() -> None:
 
 READS_SWITCHES_OF_OTHERS = {
     Path("backends/mpi/__init__.py"),
-    Path("backends/nccl/settings.py"),
+    Path("backends/nccl/torch_groups.py"),
 }
 """Files that read variables of Open MPI and torch, which have their own words for on and off."""
 

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.backends.common import shareable_memory
-from holdfast.backends.shm import memory_plane as shm_memory
+from holdfast.backends.common.host_plane import HostPlane
 
 
 @pytest.mark.parametrize("regions", [1, 9, 40])
 def test_memory_that_is_read_again_is_mapped_once(regions: int) -> None:
     """A reader maps each memory of its publishers once, however often they reuse it in turn."""
-    with shm_memory.open_plane() as owner, shm_memory.open_plane() as reader, ExitStack() as opened:
+    with HostPlane() as owner, HostPlane() as reader, ExitStack() as opened:
         exposed = [opened.enter_context(owner.expose(owner.empty(4096, mappable=True))) for _ in range(regions)]
         mapped = [[reader.map(region.handle, lasting=False) for region in exposed] for _ in range(3)]
         first, *others = [[each.data_ptr() for each in round_] for round_ in mapped]
@@ -28,7 +28,7 @@ def test_memory_that_is_read_again_is_mapped_once(regions: int) -> None:
 
 def test_only_so_many_mappings_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shareable_memory, "MOST_MAPPED", 3)
-    with shm_memory.open_plane() as owner, shm_memory.open_plane() as reader, ExitStack() as opened:
+    with HostPlane() as owner, HostPlane() as reader, ExitStack() as opened:
         exposed = [opened.enter_context(owner.expose(owner.empty(4096, mappable=True))) for _ in range(4)]
         mapped = [reader.map(region.handle, lasting=False) for region in exposed]
         again = [reader.map(region.handle, lasting=False).data_ptr() for region in exposed[1:]]
@@ -46,7 +46,7 @@ HUGE = 2 << 20
     lasting=st.booleans(),
 )
 def test_any_part_of_any_memory_is_mapped_as_it_is(nbytes: int, start: float, lasting: bool) -> None:
-    with shm_memory.open_plane() as owner, shm_memory.open_plane() as reader:
+    with HostPlane() as owner, HostPlane() as reader:
         memory = owner.empty(nbytes, mappable=True)
         assert memory.nbytes == nbytes
         memory.copy_((torch.arange(nbytes) * 31 >> 3).to(torch.uint8))
@@ -63,7 +63,7 @@ def huge_bytes(address: int) -> int:
 
 def test_memory_on_huge_pages_is_mapped_with_few_faults() -> None:
     nbytes = 16 * HUGE
-    with shm_memory.open_plane() as owner, shm_memory.open_plane() as reader:
+    with HostPlane() as owner, HostPlane() as reader:
         memory = owner.empty(nbytes, mappable=True)
         if huge_bytes(memory.data_ptr()) < nbytes:
             pytest.skip("the kernel has no huge pages for shared memory now")

@@ -17,13 +17,12 @@ import msgspec
 import pytest
 import torch
 
-from holdfast.backends.common import block_copy, host_plane, process_memory
+from holdfast.backends.common import host_plane, process_memory, shareable_memory
+from holdfast.backends.common.host_plane import HostPlane
 from holdfast.backends.common.region_table import TableAddress
-from holdfast.backends.inproc import memory_plane
-from holdfast.backends.nixl import plane as nixl_plane
-from holdfast.backends.nixl.agent import NixlAgent
-from holdfast.backends.shm import memory_plane as shm_memory
-from holdfast.backends.ucx import memory_plane as ucx_memory
+from holdfast.backends.inproc.transport import InprocPlane
+from holdfast.backends.nixl.plane import NixlAgent, NixlPlane
+from holdfast.backends.ucx.memory_plane import UcxPlane
 from holdfast.backends.ucx.worker import Transports
 from holdfast.comms.errors import BackendUnavailable, CorruptData, OpTimeout, RegionGone, Unsupported
 from holdfast.comms.memory_plane import Handle, MemoryPlane, memory
@@ -33,10 +32,10 @@ from support.memory import needs_huge_pages, smaps_field
 from support.waiting import eventually
 
 OPENERS: dict[str, Callable[[], MemoryPlane]] = {
-    "inproc": memory_plane.open_plane,
-    "shm": shm_memory.open_plane,
-    "ucx": ucx_memory.open_plane,
-    "nixl": nixl_plane.open_plane,
+    "inproc": InprocPlane,
+    "shm": HostPlane,
+    "ucx": UcxPlane,
+    "nixl": NixlPlane,
 }
 
 
@@ -176,7 +175,7 @@ def two_threads() -> Iterator[None]:
 @pytest.mark.usefixtures("two_threads")
 def test_a_large_read_is_shared_among_threads_and_ends_with_them(plane: MemoryPlane) -> None:
     """Sizes and offset are odd. If the region closes during the read, all threads stop."""
-    tensor = torch.arange(2 * block_copy.SHARE_BYTES + 12_345, dtype=torch.int32).view(torch.uint8)
+    tensor = torch.arange(2 * shareable_memory.SHARE_BYTES + 12_345, dtype=torch.int32).view(torch.uint8)
     into = torch.zeros(tensor.nbytes - 7, dtype=torch.uint8)
     with plane.expose(tensor) as region:
         plane.read(region.handle, into, 7).wait()
@@ -195,11 +194,11 @@ def test_a_large_read_is_shared_among_threads_and_ends_with_them(plane: MemoryPl
 def test_an_inproc_handle_is_refused_in_another_process(start: Callable[..., Child]) -> None:
     def child(pipe: Connection, handle: Handle) -> None:
         try:
-            memory_plane.open_plane().read(handle, torch.zeros(8)).wait()
+            InprocPlane().read(handle, torch.zeros(8)).wait()
         except Unsupported as error:
             pipe.send(str(error))
 
-    with memory_plane.open_plane() as plane, plane.expose(torch.zeros(8)) as region:
+    with InprocPlane() as plane, plane.expose(torch.zeros(8)) as region:
         assert "shm" in start(child, region.handle).hear()
 
 
@@ -208,7 +207,7 @@ def test_an_inproc_handle_is_refused_in_another_process(start: Callable[..., Chi
 
 def _owner(pipe: Connection, nbytes: int = 1 << 20) -> None:
     """Expose a tensor of ones, and execute commands from the pipe until it closes."""
-    plane = shm_memory.open_plane()
+    plane = HostPlane()
     tensor = torch.ones(nbytes, dtype=torch.uint8)
     region = plane.expose(tensor, writable=True)
     pipe.send(region.handle)
@@ -224,7 +223,7 @@ def _owner(pipe: Connection, nbytes: int = 1 << 20) -> None:
 def test_a_read_by_several_threads_notices_that_its_owner_was_killed_meanwhile(start: Callable[..., Child]) -> None:
     owner = start(_owner, 64 << 20)
     handle, into = owner.hear(), torch.zeros(64 << 20, dtype=torch.uint8)
-    with shm_memory.open_plane() as plane:
+    with HostPlane() as plane:
         killer = threading.Timer(0.1, owner.kill)
         killer.start()
         with pytest.raises(RegionGone, match=str(owner.pid)):
@@ -239,18 +238,18 @@ def test_a_process_that_runs_another_program_exposes_nothing(start: Callable[...
     """Same pid, same start time, other memory."""
     owner = start(_owner)
     handle, into = owner.hear(), torch.zeros(1 << 20, dtype=torch.uint8)
-    with shm_memory.open_plane() as plane:
+    with HostPlane() as plane:
         plane.read(handle, into).wait()
         owner.tell("exec")
         eventually(lambda: Path(f"/proc/{owner.pid}/comm").read_text() == "sleep\n", 10.0)
         with pytest.raises(RegionGone):
             plane.read(handle, into).wait()
-        with shm_memory.open_plane() as fresh, pytest.raises(RegionGone):
+        with HostPlane() as fresh, pytest.raises(RegionGone):
             fresh.read(handle, into).wait()
 
 
 def _mappable_owner(pipe: Connection) -> None:
-    with shm_memory.open_plane() as plane:
+    with HostPlane() as plane:
         memory = plane.empty(1 << 20, mappable=True)
         memory.zero_()
         with plane.expose(memory, writable=True) as region, plane.expose(memory[:4096]) as read_only:
@@ -262,7 +261,7 @@ def _mappable_owner(pipe: Connection) -> None:
 def test_what_is_written_into_a_writable_mapping_is_in_the_region(start: Callable[..., Child]) -> None:
     owner = start(_mappable_owner)
     handle, read_only = owner.hear()
-    with shm_memory.open_plane() as plane:
+    with HostPlane() as plane:
         mapped = plane.map_writable(handle)
         mapped[100:200] = 1
         assert plane.map_writable(handle).data_ptr() == mapped.data_ptr(), "mapped once"
@@ -298,7 +297,7 @@ def test_forged_handles_access_no_memory(start: Callable[..., Child]) -> None:
     ]
     earlier = msgspec.structs.replace(true.owner, started=true.owner.started - 1)
     recycled = Handle("shm", msgspec.structs.replace(true, owner=earlier).encode(), handle.nbytes)
-    with shm_memory.open_plane() as plane:
+    with HostPlane() as plane:
         with pytest.raises(RegionGone):
             plane.read(recycled, torch.zeros(8)).wait()
         for forgery in forgeries:
@@ -334,7 +333,7 @@ def test_a_forked_child_does_not_own_its_parents_regions(start: Callable[..., Ch
         pipe.send("closed")
         pipe.recv()
 
-    with shm_memory.open_plane() as plane, plane.expose(torch.ones(8)) as region:
+    with HostPlane() as plane, plane.expose(torch.ones(8)) as region:
         forked = start(child)
         theirs, into = forked.hear(), torch.zeros(8)
         assert forked.hear() == [1.0] * 8
@@ -374,7 +373,7 @@ def test_close_waits_for_a_block_that_is_being_written(start: Callable[..., Chil
 
     def writer(pipe: Connection, handle: Handle) -> None:
         source = torch.ones(handle.nbytes, dtype=torch.uint8)
-        with shm_memory.open_plane() as mine:
+        with HostPlane() as mine:
             pipe.send("writing")
             try:
                 while True:
@@ -382,7 +381,7 @@ def test_close_waits_for_a_block_that_is_being_written(start: Callable[..., Chil
             except RegionGone:
                 pipe.send("gone")
 
-    with shm_memory.open_plane() as plane:
+    with HostPlane() as plane:
         for _ in range(3):
             tensor = plane.empty(16 << 20).zero_()
             region = plane.expose(tensor, writable=True)
@@ -405,7 +404,7 @@ def test_close_times_out_on_a_writer_stopped_in_the_middle_of_a_block(
         pipe.recv()
 
     monkeypatch.setattr("holdfast.backends.common.region_table.WRITER_SECONDS", 0.2)
-    with shm_memory.open_plane() as plane:
+    with HostPlane() as plane:
         region = plane.expose(torch.zeros(8), writable=True)
         child = start(writer, TableAddress.decode(region.handle.address).descriptor)
         child.hear()
@@ -416,7 +415,7 @@ def test_close_times_out_on_a_writer_stopped_in_the_middle_of_a_block(
 
 
 def test_thousands_of_regions_reuse_their_slots() -> None:
-    with shm_memory.open_plane() as plane:
+    with HostPlane() as plane:
         tensor, into = torch.ones(8), torch.zeros(8)
         open_now = [plane.expose(tensor) for _ in range(3000)]
         slots = {region.slot for region in open_now}
@@ -437,7 +436,7 @@ def test_a_forbidden_read_says_what_to_do(monkeypatch: pytest.MonkeyPatch, start
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(host_plane, "read_process", forbidden)
-    with shm_memory.open_plane() as plane, pytest.raises(BackendUnavailable, match="ptrace_scope"):
+    with HostPlane() as plane, pytest.raises(BackendUnavailable, match="ptrace_scope"):
         plane.read(handle, torch.zeros(8)).wait()
 
 
@@ -447,11 +446,11 @@ def test_a_process_of_another_user_may_not_read(start: Callable[..., Child]) -> 
         os.setgid(65534)
         os.setuid(65534)
         try:
-            shm_memory.open_plane().read(handle, torch.zeros(8)).wait()
+            HostPlane().read(handle, torch.zeros(8)).wait()
         except BackendUnavailable as error:
             pipe.send(str(error))
 
-    with shm_memory.open_plane() as plane, plane.expose(torch.ones(8)) as region:
+    with HostPlane() as plane, plane.expose(torch.ones(8)) as region:
         assert "one user" in start(reader, region.handle).hear()
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from holdfast import comms
-from holdfast.backends.gloo.errors import meaning_of
+from holdfast.backends.gloo.connecting import meaning_of
 from holdfast.comms import BackendUnavailable, Communicator, HoldfastError, PeerFailed, ResourceExhausted, Revoked
 from holdfast.comms.errors import describe
 from holdfast.comms.system.local_causes import local_cause, resource_exhausted, unopenable_file, unreadable_memory

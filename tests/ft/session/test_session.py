@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.backends.gloo.sockets import shut_down
+from holdfast.backends.gloo.connecting import shut_down
 from holdfast.comms import HoldfastError
 from holdfast.comms.system.keys import create_key
 from holdfast.ft import Session, Timeouts

@@ -18,7 +18,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from holdfast.backends.inproc.memory_plane import InprocPlane
+from holdfast.backends.inproc.transport import InprocPlane
 from holdfast.comms.errors import BackendUnavailable, CorruptData, Unsupported
 from holdfast.comms.memory_plane import Handle
 from holdfast.comms.tensors.plain_tensors import PlainTensors

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.backends.inproc.memory_plane import InprocPlane
+from holdfast.backends.inproc.transport import InprocPlane
 from holdfast.comms.errors import RegionGone, Unsupported
 from holdfast.comms.memory_plane import Handle
 from holdfast.comms.transport import liveness
