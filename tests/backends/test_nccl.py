@@ -10,6 +10,7 @@ import os
 import pickle
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -372,28 +373,43 @@ def test_an_abort_reaches_torchs_group_once_and_names_its_reason_in_later_ops() 
 # With a GPU -------------------------------------------------------------------------------------------------------
 
 
+def ON_A_GPU(test: Callable[..., None]) -> Callable[..., None]:  # noqa: N802  (as a mark)
+    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")(test))
+
+
 def unchecked(comm: Communicator) -> None:
     """Let ops take the usual way, which the checks of the tests rule out."""
     comm._executor._agreement = None
     comm._fast = comm._executor.fast_path(comm._check)
 
 
+def connected(outer: Communicator, place: str, timeout: float = 20.0, size: int = 2) -> Communicator:
+    """Rank `outer.rank` of `size` on GPU 0. NCCL refuses two ranks on one GPU unless each says it is another host."""
+    os.environ["NCCL_HOSTID"] = f"rank-{outer.rank}"
+    library = "rccl" if torch.version.hip else "nccl"
+    return comms.connect(
+        library, rank=outer.rank, size=size, rendezvous=f"file://{place}", device="cuda:0", timeout=timeout
+    )
+
+
+def sums_alone(outer: Communicator, folder: Path) -> None:
+    with connected(outer, f"{folder}/alone", size=1) as alone:
+        ones = torch.ones(4, device="cuda:0")
+        alone.all_reduce(ones)
+        assert ones.tolist() == [1, 1, 1, 1]
+
+
 @pytest.fixture(params=[1, 2])
 def on_gpu(
     request: pytest.FixtureRequest, tmp_path: Path
 ) -> Iterator[Callable[[Callable[[Communicator], Any]], list[Any]]]:
-    """`run(body)` on 1 or 2 ranks of GPU 0. NCCL refuses two ranks on one GPU unless each says it is another host."""
+    """`run(body)` on 1 or 2 ranks of GPU 0."""
     size = int(request.param)
-    library = "rccl" if torch.version.hip else "nccl"
     with LocalCluster(size, "gloo", timeout=120.0) as cluster:
 
         def run(body: Callable[[Communicator], Any]) -> list[Any]:
             def on_rank(outer: Communicator) -> Any:
-                os.environ["NCCL_HOSTID"] = f"rank-{outer.rank}"
-                place = f"file://{tmp_path}/meet"
-                with comms.connect(
-                    library, rank=outer.rank, size=size, rendezvous=place, device="cuda", timeout=30
-                ) as comm:
+                with connected(outer, f"{tmp_path}/meet", 30.0, size) as comm:
                     return body(comm)
 
             return cluster.run(on_rank)
@@ -401,8 +417,7 @@ def on_gpu(
         yield run
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@ON_A_GPU
 def test_gpu_ops_are_right_and_in_stream_order(on_gpu: Callable[..., list[Any]]) -> None:
     def body(comm: Communicator) -> None:
         for dtype in (torch.float32, torch.bfloat16, torch.int16, torch.bool, torch.complex64):
@@ -425,8 +440,7 @@ def test_gpu_ops_are_right_and_in_stream_order(on_gpu: Callable[..., list[Any]])
     on_gpu(body)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@ON_A_GPU
 def test_gpu_a_graph_holds_an_all_reduce(on_gpu: Callable[..., list[Any]]) -> None:
     def body(comm: Communicator) -> None:
         unchecked(comm)  # checks go through the host, which a graph cannot
@@ -452,8 +466,7 @@ def test_gpu_a_graph_holds_an_all_reduce(on_gpu: Callable[..., list[Any]]) -> No
     on_gpu(body)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@ON_A_GPU
 def test_gpu_overhead_over_torchs_own_group_is_small(
     on_gpu: Callable[..., list[Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -490,16 +503,11 @@ def test_gpu_overhead_over_torchs_own_group_is_small(
         assert ours < theirs + 100e-6
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@ON_A_GPU
 @pytest.mark.parametrize("how", ["abort", "kill", "timeout"])
 def test_gpu_a_hung_collective_ends_and_the_next_communicator_works(how: str, tmp_path: Path) -> None:
-    library = "rccl" if torch.version.hip else "nccl"
-
     def body(outer: Communicator) -> str:
-        os.environ["NCCL_HOSTID"] = f"rank-{outer.rank}"
-        place = f"file://{tmp_path}/meet"
-        comm = comms.connect(library, rank=outer.rank, size=2, rendezvous=place, device="cuda", timeout=20)
+        comm = connected(outer, f"{tmp_path}/meet")
         if outer.rank == 1:
             if how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -516,11 +524,7 @@ def test_gpu_a_hung_collective_ends_and_the_next_communicator_works(how: str, tm
             comm.barrier(timeout=2 * PATIENCE)
         assert time.monotonic() - began < PATIENCE
         comm.close()
-        alone = comms.connect(library, rank=0, size=1, rendezvous=f"file://{tmp_path}/alone", device="cuda", timeout=20)
-        fresh = torch.ones(4, device="cuda")
-        alone.all_reduce(fresh)
-        assert fresh.tolist() == [1, 1, 1, 1]
-        alone.close()
+        sums_alone(outer, tmp_path)
         return type(caught.value).__name__
 
     with LocalCluster(2, "gloo", timeout=120.0) as cluster:
@@ -529,3 +533,68 @@ def test_gpu_a_hung_collective_ends_and_the_next_communicator_works(how: str, tm
         assert (
             outcome.value in {"abort": ("Revoked",), "kill": ("PeerFailed",), "timeout": ("OpTimeout", "Revoked")}[how]
         )
+
+
+@ON_A_GPU
+def test_gpu_a_close_that_the_other_rank_does_not_join_is_bounded(tmp_path: Path) -> None:
+    def body(outer: Communicator) -> float:
+        comm = connected(outer, f"{tmp_path}/meet")
+        comm.all_reduce(torch.ones(8, device="cuda:0"))
+        torch.cuda.synchronize()
+        if outer.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        began = time.monotonic()
+        comm.close()
+        return time.monotonic() - began
+
+    with LocalCluster(2, "gloo", timeout=120.0) as cluster:
+        outcome = cluster.outcomes(body)[0]
+        assert outcome.error is None and outcome.value < 20
+
+
+@ON_A_GPU
+def test_gpu_connecting_to_a_rank_that_dies_is_bounded_and_the_next_connect_works(tmp_path: Path) -> None:
+    def body(outer: Communicator) -> None:
+        if outer.rank == 1:
+
+            def die(*_: Any) -> Any:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            nccl.NcclTransport = die  # type: ignore[misc,assignment]
+            connected(outer, f"{tmp_path}/meet")
+        began = time.monotonic()
+        with pytest.raises(HoldfastError):
+            connected(outer, f"{tmp_path}/meet", timeout=8.0)
+        assert time.monotonic() - began < PATIENCE
+        sums_alone(outer, tmp_path)
+
+    with LocalCluster(2, "gloo", timeout=120.0) as cluster:
+        outcome = cluster.outcomes(body)[0]
+        assert outcome.error is None, outcome.error
+
+
+@ON_A_GPU
+def test_gpu_a_process_that_has_probed_can_fork_children_that_use_cuda() -> None:
+    program = (
+        "import os, torch\nfrom holdfast.comms.plugins.registry import registry\n"
+        "print([str(registry().backend(each).status) for each in ('nccl', 'rccl')])\n"
+        "child = os.fork()\nif child == 0:\n    torch.ones(2, device='cuda').sum().item()\n    os._exit(0)\n"
+        "raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
+def test_gpu_a_tensor_of_another_gpu_is_refused() -> None:
+    with LocalCluster(1, "gloo", timeout=120.0) as cluster:
+
+        def body(outer: Communicator) -> None:
+            with comms.connect("nccl", rank=0, size=1, rendezvous=dist.HashStore(), device="cuda:0") as comm:
+                assert comm.device == torch.device("cuda", 0)
+                with pytest.raises(ValueError, match="cuda:1"):
+                    comm.all_reduce(torch.ones(2, device="cuda:1"))
+                comm.all_reduce(torch.ones(2, device="cuda:0"))
+
+        cluster.run(body)

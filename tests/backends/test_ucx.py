@@ -32,7 +32,7 @@ from holdfast.comms.transport.liveness import is_stopped, this_process
 from holdfast.harness import LocalCluster
 from support.children import Child
 from support.programs.forked_programs import run_holdfast
-from support.waiting import PATIENCE, becomes_true, eventually
+from support.waiting import PATIENCE, eventually
 
 SHARED_MEMORY, TCP = "posix,cma,self", "tcp,self"
 AS_IN_HARDWARE = "posix,cma,ib,self"
@@ -98,7 +98,7 @@ def test_ucx_says_which_version_it_is() -> None:
 
 @pytest.mark.parametrize(
     ("tls", "checks"),
-    [(AS_IN_HARDWARE, ONE_SIDED), (TCP, f"{ONE_SIDED} or named_to or payloads or abort_ or all_others[1]")],
+    [(AS_IN_HARDWARE, ONE_SIDED), (TCP, f"{ONE_SIDED} or named_to or payloads or abort_ or all_others[1] or hundred")],
     ids=["as in hardware", "tcp"],
 )
 def test_the_conformance_kit_passes_over_transports_that_ucx_does_not_take_on_one_host(tls: str, checks: str) -> None:
@@ -203,37 +203,6 @@ def test_a_rank_killed_while_ucx_makes_a_segment_leaves_no_file() -> None:
         folder = str(survivor.value)
         assert Path(folder).exists()
     assert not Path(folder).exists()
-
-
-@OVER_TCP
-def test_communicators_leave_no_descriptors_threads_and_maps(two: LocalCluster, tls: str) -> None:
-    """Half of them end with a message under way: no descriptors, threads or shared memory pile up."""
-
-    def body(comm: Communicator, rounds: int) -> tuple[int, int, int]:
-        def held() -> tuple[int, int, int]:
-            maps = Path("/proc/self/maps").read_text()
-            return entries("/proc/self/fd"), entries("/proc/self/task"), maps.count("/dev/shm")
-
-        over(comm, tls).close()
-        comm.barrier()
-        start = held()
-        for turn in range(rounds):
-            part = over(comm, tls)
-            part.all_reduce(torch.ones(100_000))
-            comm.barrier()  # below, the first rank that gives up ends an op in which the other may still be
-            if turn % 2:
-                with pytest.raises((Revoked, PeerFailed, OpTimeout)):
-                    part.send(torch.ones(100_000), 1 - part.rank, timeout=0.01)
-            part.close()
-
-        def grown() -> tuple[int, int, int]:
-            return tuple(b - a for a, b in zip(start, held(), strict=True))  # type: ignore[return-value]
-
-        becomes_true(lambda: max(grown()) <= 1, interval=0.02)
-        return grown()
-
-    for grown in two.run(body, 30):
-        assert max(grown) <= 1, f"descriptors, threads, maps grew by {grown}"
 
 
 # -- the memory plane

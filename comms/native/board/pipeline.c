@@ -3,6 +3,40 @@
 
 #include "process_copy.h"
 
+/* -- the copy mode */
+
+/* The class of an op: its `kind` (below OP_CLASSES / SIZES), and its size to a factor of two. */
+static int class_of(int kind, uint64_t nbytes) {
+    int size = 0;
+    for (uint64_t limit = 1 << 18; size < SIZES - 1 && nbytes > limit; limit *= 2)
+        size++;
+    return kind * SIZES + size;
+}
+
+/* Record the time of one more op of this class, and publish the preferred mode. `took` is 0 if this rank took
+ * nothing, or used both modes. */
+static void record_time(board *b, class_times *of, int bit, int mode, uint64_t took) {
+    uint64_t *best = of->best;
+    of->ops++;
+    if (took && of->ops >= WARM_UP) {
+        uint64_t recent = best[mode] + best[mode] / RETRY_EVERY;
+        best[mode] = !recent || took < recent ? took : recent;
+    }
+    int preferred = !best[STAGED] ? STAGED : !best[IN_PLACE] ? IN_PLACE : best[IN_PLACE] < best[STAGED];
+    if (best[STAGED] && best[IN_PLACE] && of->ops % RETRY_EVERY == 0)
+        preferred = !preferred;
+    word *bits = word_of(b, b->rank, IN_PLACE_BITS);
+    uint64_t before = atomic_load_explicit(bits, memory_order_relaxed), one = (uint64_t)1 << bit;
+    atomic_store_explicit(bits, preferred ? before | one : before & ~one, memory_order_release);
+}
+
+/* Whether all others prefer to read in place. They published that before they began this op. */
+static int all_prefer_in_place(const board *b, int bit) {
+    return all_have_bits(b, IN_PLACE_BITS, (uint64_t)1 << bit);
+}
+
+/* -- blocks */
+
 static inline span block_of(const pipeline *p, span whole, uint64_t step) {
     uint64_t start = step * p->block;
     span none = {whole.at, 0};

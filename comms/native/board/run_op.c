@@ -19,40 +19,28 @@ static int wait_for(Board *self, int rank, int flag, uint64_t value) {
  * elements. */
 static inline int root_of(uint64_t signature) { return (int)(signature >> ROOT_BIT & ROOT_MASK); }
 
+enum { NONE, ONE, EACH }; /* EACH: one for each rank */
+
+static const struct {
+    char inputs[2], outputs[2]; /* of other ranks, of the root; equal if there is none */
+} shapes[16] = {
+    [ALL_REDUCE] = {{ONE, ONE}, {ONE, ONE}},       [REDUCE] = {{ONE, ONE}, {NONE, ONE}},
+    [BROADCAST] = {{NONE, ONE}, {ONE, NONE}},      [ALL_GATHER] = {{ONE, ONE}, {EACH, EACH}},
+    [REDUCE_SCATTER] = {{EACH, EACH}, {ONE, ONE}}, [ALL_TO_ALL] = {{EACH, EACH}, {EACH, EACH}},
+    [GATHER] = {{ONE, ONE}, {NONE, EACH}},         [SCATTER] = {{NONE, EACH}, {ONE, ONE}},
+    [BARRIER] = {{NONE, NONE}, {NONE, NONE}},
+};
+
+static int count_of(const Board *self, int shape) { return shape == EACH ? self->b.size : shape; }
+
 int inputs_of(const Board *self, const board_op *of) {
-    int root = root_of(of->signature) == self->b.rank;
-    switch (collective_of(of->signature)) {
-    case BROADCAST:
-        return root;
-    case SCATTER:
-        return root ? self->b.size : 0;
-    case REDUCE_SCATTER:
-    case ALL_TO_ALL:
-        return self->b.size;
-    case BARRIER:
-        return 0;
-    default:
-        return 1;
-    }
+    int here = root_of(of->signature) == self->b.rank;
+    return count_of(self, shapes[collective_of(of->signature)].inputs[here]);
 }
 
 int outputs_of(const Board *self, const board_op *of) {
-    int root = root_of(of->signature) == self->b.rank;
-    switch (collective_of(of->signature)) {
-    case REDUCE:
-        return root;
-    case BROADCAST:
-        return !root;
-    case GATHER:
-        return root ? self->b.size : 0;
-    case ALL_GATHER:
-    case ALL_TO_ALL:
-        return self->b.size;
-    case BARRIER:
-        return 0;
-    default:
-        return 1;
-    }
+    int here = root_of(of->signature) == self->b.rank;
+    return count_of(self, shapes[collective_of(of->signature)].outputs[here]);
 }
 
 static int halt(Board *self, int why, int rank, uint64_t value, uint64_t flag) {

@@ -11,7 +11,6 @@
 
 #include "board/run_op.h"
 #include "calls/order.h"
-#include "module.h"
 
 /* The usual ops: their names, and the number of arguments with the reduction or the root, which is the last
  * one. */

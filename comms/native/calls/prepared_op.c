@@ -6,7 +6,6 @@
 
 #define PY_SSIZE_T_CLEAN
 #include "calls/fast_path.h"
-#include "module.h"
 
 enum { MOST_ARGUMENTS = 3 };
 

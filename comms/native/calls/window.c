@@ -2,8 +2,7 @@
  * checks that a transfer fits. The GIL guards both. */
 
 #define PY_SSIZE_T_CLEAN
-#include "calls/when_left.h"
-#include "module.h"
+#include "calls/order.h"
 
 #include <structmember.h>
 
@@ -17,7 +16,7 @@ typedef struct {
     uint64_t nbytes;
     Py_ssize_t running;
     unsigned long entered_by; /* the thread whose call began last; 0 once that has ended */
-    PyObject *left;           /* see when_left.h; while calls run */
+    PyObject *left;           /* see `run_when_left`; while calls run */
     char over;
 } ActiveCalls;
 

@@ -1,10 +1,10 @@
-"""Mappings of the memory of other processes: right for any size, cheap on huge pages, kept for the next read."""
+"""Memory that other processes map: right for any size, on huge pages where it can be, kept for the next read."""
 
 from __future__ import annotations
 
+import os
 import resource
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +13,11 @@ from hypothesis import strategies as st
 
 from holdfast.backends.common import shareable_memory
 from holdfast.backends.common.host_plane import HostPlane
+from holdfast.backends.common.process_memory import HUGE_PAGE, put_on_huge_pages
+from holdfast.comms.errors import RegionGone
+from holdfast.comms.memory_plane import memory
+from holdfast.comms.system.mappings import touched_pages
+from support.memory import needs_huge_pages, smaps_field
 
 
 @pytest.mark.parametrize("regions", [1, 9, 40])
@@ -55,21 +60,80 @@ def test_any_part_of_any_memory_is_mapped_as_it_is(nbytes: int, start: float, la
             assert torch.equal(reader.map(region.handle, lasting=lasting), part)
 
 
-def huge_bytes(address: int) -> int:
-    """The bytes on huge pages of the mapping at an address."""
-    entries = Path("/proc/self/smaps").read_text().split(f"{address:x}-", 1)[1].splitlines()
-    return next(int(line.split()[1]) << 10 for line in entries if line.startswith("ShmemPmdMapped:"))
+def huge_bytes(tensor: torch.Tensor, field: str = "AnonHugePages") -> int:
+    """The bytes on huge pages of the mapping that holds a tensor."""
+    return int(smaps_field(tensor, field).split()[0]) << 10
 
 
 def test_memory_on_huge_pages_is_mapped_with_few_faults() -> None:
     nbytes = 16 * HUGE
     with HostPlane() as owner, HostPlane() as reader:
         memory = owner.empty(nbytes, mappable=True)
-        if huge_bytes(memory.data_ptr()) < nbytes:
+        if huge_bytes(memory, "ShmemPmdMapped") < nbytes:
             pytest.skip("the kernel has no huge pages for shared memory now")
         with owner.expose(memory) as region:
             before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
             mapped = reader.map(region.handle, lasting=False)
             faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
-        assert huge_bytes(mapped.data_ptr()) == nbytes
+        assert huge_bytes(mapped, "ShmemPmdMapped") == nbytes
         assert faults < nbytes // (16 * 4096), "pages of 4 KiB come in sixteens"
+
+
+# Huge pages -----------------------------------------------------------------------------------------------------------
+
+
+@needs_huge_pages
+def test_memory_moves_to_huge_pages_and_keeps_what_it_holds() -> None:
+    tensor = torch.arange(16 << 20, dtype=torch.int32)
+    put_on_huge_pages(tensor.data_ptr(), tensor.nbytes, 10.0)
+    assert huge_bytes(tensor) > 0
+    assert torch.equal(tensor, torch.arange(16 << 20, dtype=torch.int32))
+
+
+@needs_huge_pages
+def test_memory_that_was_not_moved_in_time_stays_where_it_is() -> None:
+    tensor = torch.arange(16 << 20, dtype=torch.int32)
+    before = huge_bytes(tensor)
+    put_on_huge_pages(tensor.data_ptr(), tensor.nbytes, -1.0)
+    assert huge_bytes(tensor) == before
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, HUGE_PAGE - 1])
+def test_memory_smaller_than_a_page_is_not_moved(nbytes: int) -> None:
+    tensor = torch.ones(HUGE_PAGE, dtype=torch.uint8)
+    put_on_huge_pages(tensor.data_ptr() + 1, nbytes, 1.0)
+    assert bool((tensor == 1).all())
+
+
+def huge_share() -> float:
+    """The share of this process's shareable memory on huge pages, as the kernel says."""
+    pages = touched_pages(os.getpid())
+    assert pages is not None
+    return pages.huge / pages.nbytes
+
+
+@needs_huge_pages
+@pytest.mark.parametrize("plane", ["shm", "inproc"])
+def test_shareable_memory_that_came_on_small_pages_moves_under_its_readers(
+    plane: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shareable_memory, "_MOVE_SLACK", -1.0)
+    with memory(plane) as opened:
+        tensor = opened.empty(32 << 20, mappable=True)
+        assert huge_share() < 0.5
+        tensor.random_()
+        wanted = tensor.clone()
+        with opened.expose(tensor) as region:
+            mapped = opened.map(region.handle, lasting=True)
+            opened.improve(tensor)
+            assert huge_share() > 0.9
+            assert torch.equal(tensor, wanted) and torch.equal(mapped, wanted)
+
+
+def test_a_closed_plane_gives_and_moves_no_memory() -> None:
+    opened = memory("shm")
+    tensor = opened.empty(1 << 20, mappable=True)
+    opened.close()
+    for call in (lambda: opened.empty(64 << 20, mappable=True), lambda: opened.improve(tensor)):
+        with pytest.raises(RegionGone, match="closed"):
+            call()
