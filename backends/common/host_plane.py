@@ -341,7 +341,7 @@ class HostPlane(MemoryPlane):
     def _in_blocks(self, copy: BlockCopy) -> None:
         """Copy block by block; `copy.look()` is called before each."""
         threads = 1 if copy.writing else thread_count(copy.nbytes)
-        run_in_threads(copy.nbytes, threads, lambda _, at, nbytes: self._copy_share(copy.part(at, nbytes)))
+        run_in_threads(copy.nbytes, threads, lambda at, nbytes: self._copy_share(copy.part(at, nbytes)))
 
     def _copy_share(self, copy: BlockCopy) -> None:
         region = self._open_region(copy.handle, copy.writing)

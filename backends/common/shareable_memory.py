@@ -70,7 +70,7 @@ def allocate_shareable(nbytes: int, look: Callable[[], None]) -> torch.Tensor:
         memory = _map(descriptor, 0, size, mmap.MAP_SHARED)
         address = ctypes.addressof(memory)
 
-        def touch(_: int, first_piece: int, pieces: int) -> None:
+        def touch(first_piece: int, pieces: int) -> None:
             late = 0.0
             for number in range(first_piece, first_piece + pieces):
                 look()
@@ -281,19 +281,17 @@ def thread_count(nbytes: int) -> int:
     return max(1, min(torch.get_num_threads(), nbytes // SHARE_BYTES))
 
 
-def run_in_threads(nbytes: int, count: int, copy: Callable[[int, int, int], None]) -> None:
-    """Run `copy(number, start, nbytes)` for `count` pieces, the first in this thread, each other in its own.
+def run_in_threads(nbytes: int, count: int, copy: Callable[[int, int], None]) -> None:
+    """Run `copy(start, nbytes)` for `count` pieces, the first in this thread, each other in its own.
 
     Returns or raises only after all of them have ended.
     """
     if count == 1:
-        copy(0, 0, nbytes)
+        copy(0, nbytes)
         return
     share = -(-nbytes // count)
     with ThreadPoolExecutor(count - 1, "holdfast-read") as pool:
-        others = [
-            pool.submit(copy, number, number * share, min(share, nbytes - number * share)) for number in range(1, count)
-        ]
-        copy(0, 0, share)
+        others = [pool.submit(copy, start, min(share, nbytes - start)) for start in range(share, count * share, share)]
+        copy(0, share)
     for other in others:
         other.result()

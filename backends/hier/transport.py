@@ -64,17 +64,21 @@ class _Part:
     def _of_whole(self, error: HoldfastError) -> HoldfastError:
         if (ended := self._ended()) is not None:
             return ended.again()
-        if isinstance(error, PeerFailed):
-            ranks = [self.members[rank] for rank in error.ranks]
-            # A library that lost a connection may not know whose; the kernel may know of a rank in another part.
-            ranks = ranks or [rank for rank, peer in enumerate(self._peers) if is_gone(peer)]
-            return PeerFailed(ranks, error.evidence)
-        if isinstance(error, OpTimeout):
-            missing = [self.members[rank] for rank in error.missing_ranks]
-            return OpTimeout(error.op, error.seq, error.waited, missing)
+        if isinstance(error, PeerFailed) and not error.ranks:
+            # A library that lost a connection may not know the rank; the kernel may know of one in another part.
+            return PeerFailed([rank for rank, peer in enumerate(self._peers) if is_gone(peer)], error.evidence)
         if isinstance(error, Revoked) and self.members != tuple(range(self.transport.size)):
             return Revoked(self._epoch, f"{error.reason} (counted among ranks {list(self.members)})")
-        return error
+        return _renumbered(error, self.members)
+
+
+def _renumbered(error: HoldfastError, members: Sequence[int]) -> HoldfastError:
+    """The same error with the ranks of the whole, if it names ranks of a part."""
+    if isinstance(error, PeerFailed):
+        return PeerFailed([members[rank] for rank in error.ranks], error.evidence)
+    if isinstance(error, OpTimeout):
+        return OpTimeout(error.op, error.seq, error.waited, [members[rank] for rank in error.missing_ranks])
+    return error
 
 
 class _PartJournal:
@@ -346,8 +350,5 @@ def _connect_part(backend: str, members: Sequence[int], name: str, context: Cont
                 meanwhile=lambda transport: None,
             )
         )
-    except PeerFailed as error:
-        raise PeerFailed([members[rank] for rank in error.ranks], error.evidence) from error
-    except OpTimeout as error:
-        missing = [members[rank] for rank in error.missing_ranks]
-        raise OpTimeout(error.op, error.seq, error.waited, missing) from error
+    except (PeerFailed, OpTimeout) as error:
+        raise _renumbered(error, members) from error

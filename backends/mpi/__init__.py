@@ -10,6 +10,7 @@ import importlib.util
 import os
 from typing import TYPE_CHECKING
 
+from holdfast.backends.mpi.world import prepare, start
 from holdfast.comms.arithmetic import REDUCIBLE
 from holdfast.comms.errors import Unsupported
 from holdfast.comms.plugins.hints import Hint
@@ -33,19 +34,10 @@ def connect(context: Context) -> MpiTransport:
     """Make an MPI communicator of the context's ranks, in its order; collective."""
     if context.device.type != "cpu":
         raise Unsupported(f"mpi on {context.device}", "use nccl for CUDA tensors, or a CPU device")
-    from holdfast.backends.mpi import world
-
-    world.start(context.deadline)
+    start(context.deadline)
     from holdfast.backends.mpi.transport import MpiTransport
 
     return MpiTransport(context)
-
-
-def prepare() -> None:
-    """Begin to initialise MPI, in which every process that mpirun started must take part: a spare too."""
-    from holdfast.backends.mpi import world
-
-    world.prepare()
 
 
 def probe() -> Available | Unavailable:

@@ -21,7 +21,7 @@ API = (1, 18)
 """The interface version of the declarations below, passed to `ucp_init_version`."""
 
 OK, IN_PROGRESS = 0, 1
-ERR_MESSAGE_TRUNCATED, ERR_BUSY, ERR_CANCELED, ERR_LAST = -9, -15, -16, -100
+ERR_MESSAGE_TRUNCATED, ERR_BUSY, ERR_LAST = -9, -15, -100
 ERR_NO_RESOURCE, ERR_NO_MEMORY, ERR_UNREACHABLE = -2, -4, -6
 ERR_NO_DEVICE, ERR_SHMEM_SEGMENT, ERR_EXCEEDS_LIMIT = -14, -17, -21
 
@@ -29,7 +29,7 @@ FEATURE_TAG, FEATURE_WAKEUP, FEATURE_AM = 1 << 0, 1 << 4, 1 << 6
 THREADS_SERIALIZED = 1
 WORKER_IGNORE_REQUEST_LEAK = 1 << 0
 CLOSE_FORCE = 1 << 0
-ATTR_CALLBACK, ATTR_USER_DATA, ATTR_DATATYPE, ATTR_FLAGS, ATTR_RECV_INFO = 1 << 1, 1 << 2, 1 << 3, 1 << 4, 1 << 7
+ATTR_CALLBACK, ATTR_USER_DATA, ATTR_FLAGS, ATTR_RECV_INFO = 1 << 1, 1 << 2, 1 << 4, 1 << 7
 AM_WHOLE = 1 << 0
 AM_REPLY, AM_EAGER, AM_COPY_HEADER = 1 << 0, 1 << 1, 1 << 3
 AM_HAS_REPLY_ENDPOINT, AM_IS_RENDEZVOUS = 1 << 0, 1 << 17
@@ -157,11 +157,6 @@ const char *ucs_status_string(ucs_status_t status);
 void ucs_debug_disable_signals(void);
 ucs_status_t ucs_global_opts_set_value(const char *name, const char *value);
 """
-
-
-def contiguous(nbytes: int) -> int:
-    """The `ucp_datatype_t` of elements of `nbytes` bytes."""
-    return nbytes << 3
 
 
 class UcxError(HoldfastError):

@@ -65,20 +65,6 @@ def huge_bytes(tensor: torch.Tensor, field: str = "AnonHugePages") -> int:
     return int(smaps_field(tensor, field).split()[0]) << 10
 
 
-def test_memory_on_huge_pages_is_mapped_with_few_faults() -> None:
-    nbytes = 16 * HUGE
-    with HostPlane() as owner, HostPlane() as reader:
-        memory = owner.empty(nbytes, mappable=True)
-        if huge_bytes(memory, "ShmemPmdMapped") < nbytes:
-            pytest.skip("the kernel has no huge pages for shared memory now")
-        with owner.expose(memory) as region:
-            before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
-            mapped = reader.map(region.handle, lasting=False)
-            faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
-        assert huge_bytes(mapped, "ShmemPmdMapped") == nbytes
-        assert faults < nbytes // (16 * 4096), "pages of 4 KiB come in sixteens"
-
-
 # Huge pages -----------------------------------------------------------------------------------------------------------
 
 
@@ -137,3 +123,17 @@ def test_a_closed_plane_gives_and_moves_no_memory() -> None:
     for call in (lambda: opened.empty(64 << 20, mappable=True), lambda: opened.improve(tensor)):
         with pytest.raises(RegionGone, match="closed"):
             call()
+
+
+def test_memory_on_huge_pages_is_mapped_with_few_faults() -> None:
+    nbytes = 16 * HUGE
+    with HostPlane() as owner, HostPlane() as reader:
+        memory = owner.empty(nbytes, mappable=True)
+        if huge_bytes(memory, "ShmemPmdMapped") < nbytes:
+            pytest.skip("the kernel has no huge pages for shared memory now")
+        with owner.expose(memory) as region:
+            before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+            mapped = reader.map(region.handle, lasting=False)
+            faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+        assert huge_bytes(mapped, "ShmemPmdMapped") == nbytes
+        assert faults < nbytes // (16 * 4096), "pages of 4 KiB come in sixteens"
