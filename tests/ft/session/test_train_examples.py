@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ def run(example: str, size: int, spares: int = 0, **asked: Any) -> tuple[list[st
     path = str(EXAMPLES / f"{example}.py")
 
     def train(session: Any) -> str:
+        sys.path.insert(0, str(EXAMPLES))  # as a script has its folder
         spec = importlib.util.spec_from_file_location(example, path)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
