@@ -49,7 +49,7 @@ def checksum(weights: Sequence[torch.Tensor]) -> str:
 
 
 def end_once(attempt: ft.Attempt, first: ft.Attempt, kill_rank: int, kill_step: int) -> None:
-    """SIGKILL to the rank, in the step, that the command names; not in the epoch after it, nor to a spare."""
+    """Kill the named rank in the named step, once: not its successor."""
     named = (attempt.rank, attempt.step) == (kill_rank, kill_step)
     if named and attempt.epoch == first.epoch and first.step < kill_step:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -211,7 +211,7 @@ def _steps(op: str, algorithm: str, size: int, nbytes: int) -> int:
 
 
 def _messages(op: str, algorithm: str, size: int, nbytes: float, root: int) -> list[Message]:
-    """Who sends how much to whom."""
+    """The messages of an algorithm."""
     match algorithm:
         case "ring":
             passes = 2 if op == "all_reduce" else 1
@@ -235,7 +235,7 @@ def _messages(op: str, algorithm: str, size: int, nbytes: float, root: int) -> l
 
 
 def _folded(algorithm: str, size: int, nbytes: float) -> list[Message]:
-    """Doubling and halving: the ranks above a power of two give their input to a partner, and get the result back."""
+    """The messages of doubling and halving: ranks above a power of two use a partner below it."""
     ranks = 1 << (size.bit_length() - 1)
     distances = [1 << at for at in range(ranks.bit_length() - 1)]
     each = {far: 2 * nbytes * far / ranks if algorithm == "halving" else nbytes for far in distances}

@@ -39,7 +39,7 @@ _BETWEEN, _BETWEEN_DEVICES = cost.Link(25e-6, 1.5e9), cost.Link(15e-6, 20e9)
 
 
 class _Part:
-    """A transport over some of the ranks, whose errors name ranks of the whole."""
+    """A transport over some of the ranks. Its errors name ranks of the whole."""
 
     def __init__(
         self,
@@ -265,7 +265,7 @@ class HierarchicalTransport(Transport):
 
 
 class StreamedHierarchy(HierarchicalTransport):
-    """The layers over transports of a device: all parts queue their share of an op on one stream, in this order.
+    """The layers over transports of a device: all parts queue an op on one stream, in this order.
 
     An op returns before it is complete, so none meets the end of the ranks that it waits for. The flat transport
     watches all ranks: when it ends, the layers end with it, and what they have queued.

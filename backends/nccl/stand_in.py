@@ -129,7 +129,7 @@ class OneRank:
 
 
 class OnTheHost(NcclTransport):
-    """The nccl transport without streams, processes or a watcher, over a group whose calls complete their ops."""
+    """The nccl transport without streams, processes or a watcher. A call of its group completes the op."""
 
     streams: ClassVar[bool] = False
 

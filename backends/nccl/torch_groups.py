@@ -109,7 +109,7 @@ def _connects_lazily_by_option() -> bool:
 
 
 def blocks() -> bool:
-    """Whether a call of the group lasts until NCCL has connected its ranks: over the older one, unless the user asks.
+    """Whether a call lasts until NCCL has connected the ranks: as of the older group by default.
 
     Without blocking, NCCL starts a thread for each op: 130 us of host time more with two ranks (H200, NCCL 2.28).
     """

@@ -214,7 +214,7 @@ class NcclTransport(TorchGroup):
             self._side.release()
         failure_of_end(_ABORT_SECONDS, "release", left.clear)
 
-    # -- ops whose tensors and reduction torch's group takes as they are
+    # -- ops that torch's group takes as they are
 
     def function(self, plan: OpPlan) -> Callable[..., None]:
         name, kind, fields = self._straight(plan)

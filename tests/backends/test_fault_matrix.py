@@ -1,4 +1,4 @@
-"""Each op, hit by each fault, in each way to call it, over each backend: survivors are usable, told and bounded.
+"""Survivors of each fault in each op, however called, are usable, told and bounded, over each backend.
 
 `support.programs.fault_matrix` says what these mean, and writes the table of the documentation.
 """

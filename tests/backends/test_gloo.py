@@ -50,7 +50,7 @@ def test_a_process_that_never_closed_ends_well_with_ops_pending(tmp_path: Path) 
 
 
 def test_an_op_that_gloo_forgets_ends_when_all_peers_are_gone(pair: LocalCluster, tmp_path: Path) -> None:
-    """Gloo sometimes forgets an op whose connections its peers close as it starts; here, one that never ends."""
+    """Gloo may forget an op if its peers close their connections as it starts; here, one that never ends."""
 
     def body(comm: Communicator, meeting: Path) -> bool:
         from holdfast.backends.gloo.transport import GlooTransport

@@ -266,7 +266,7 @@ def test_ops_of_a_device_are_launched_on_its_stream_with_all_their_layers() -> N
 
 
 class Layer:
-    """A transport whose ops fail once it was aborted, with ranks of its own."""
+    """A transport with ranks of its own. Its ops fail once it was aborted."""
 
     size, streams, ended = 2, True, None
 

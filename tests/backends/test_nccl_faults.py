@@ -31,6 +31,7 @@ from holdfast.comms.execution.argument_checks import ArgumentChecks
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.plugins.spec import Available
 from holdfast.comms.transport.base import Peer
+from support.meeting import run_in_threads
 from support.waiting import PATIENCE, eventually
 
 
@@ -132,7 +133,7 @@ def test_a_rank_that_cannot_connect_is_not_held_up_by_the_end_of_its_group(
 
 
 def test_each_communicator_waits_for_late_ranks_by_its_own_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before torch waits, whose bound is that of the process."""
+    """Torch's own wait has the bound of the process, so it begins later."""
     arrived: list[int] = []
 
     def connected(*_: Any) -> None:
@@ -219,7 +220,7 @@ def test_an_abort_has_time_of_its_own_and_is_left_behind_if_it_takes_longer(
 
 
 def test_the_next_communicator_connects_and_its_ops_run_while_the_old_group_still_ends() -> None:
-    """The order of a recovery from a death: the half second of NCCL's abort is beside it, and not in it."""
+    """NCCL's abort takes half a second, which a recovery does not wait for."""
     happened: list[str] = []
     may_end = threading.Event()
 
@@ -357,32 +358,9 @@ class LikeNcclsThreads(Recording):
         self.launched += self.open() == 0
 
 
-@pytest.fixture
-def fresh_thread() -> Iterator[Callable[[Callable[[], None]], None]]:
-    """Run a body in a thread of its own; its failures fail the test."""
-
-    def run(body: Callable[[], None]) -> None:
-        failures: list[BaseException] = []
-
-        def there() -> None:
-            try:
-                body()
-            except BaseException as error:
-                failures.append(error)
-
-        thread = threading.Thread(target=there)
-        thread.start()
-        thread.join(30)
-        assert failures == [] and not thread.is_alive()
-
-    yield run
-
-
 @pytest.mark.parametrize("which", ["send", "recv", "_end_coalescing", "both ends"])
-def test_ops_of_the_next_communicator_start_though_an_exception_came_amid_a_group_of_calls(
-    which: str, fresh_thread: Callable[[Callable[[], None]], None]
-) -> None:
-    def body() -> None:
+def test_ops_of_the_next_communicator_start_though_an_exception_came_amid_a_group_of_calls(which: str) -> None:
+    def body(_: int) -> None:
         names = ("_end_coalescing", "_group_end") if which == "both ends" else (which,)
         broken, ones = LikeNcclsThreads(**dict.fromkeys(names, fail)), torch.ones(2)
         with pytest.raises(PeerFailed):
@@ -394,19 +372,17 @@ def test_ops_of_the_next_communicator_start_though_an_exception_came_amid_a_grou
         assert after.launched == 1
         next_one.close()
 
-    fresh_thread(body)
+    run_in_threads(1, body, 30.0)
 
 
-def test_a_group_that_torch_left_open_itself_does_not_hold_the_next_communicators_ops(
-    fresh_thread: Callable[[Callable[[], None]], None],
-) -> None:
+def test_a_group_that_torch_left_open_itself_does_not_hold_the_next_communicators_ops() -> None:
     def broken_half_way(*_: Any) -> None:
         group.add(1)
         fail()
 
     group = LikeNcclsThreads(alltoall=broken_half_way)
 
-    def body() -> None:
+    def body(_: int) -> None:
         with pytest.raises(PeerFailed):
             over(group).all_to_all([torch.ones(2)] * 2, [torch.ones(2)] * 2, soon())
         assert LikeNcclsThreads.open() == 1 and this_thread.left_open
@@ -417,7 +393,7 @@ def test_a_group_that_torch_left_open_itself_does_not_hold_the_next_communicator
         assert after.launched == 3
         next_one.close()
 
-    fresh_thread(body)
+    run_in_threads(1, body, 30.0)
 
 
 # torch's variables --------------------------------------------------------------------------------------------------

@@ -183,7 +183,7 @@ def test_a_withdrawn_region_is_not_touched(owner: Itself) -> None:
 def test_where_the_network_reads_memory_a_large_body_stays_with_its_sender_until_it_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A put goes straight into the region; one that does not fit is refused, and the region stays as it is."""
+    """A put goes straight into the region. One that does not fit is refused, and changes nothing."""
     read = list[int]()
     begin = UcxChannel._receive_body
     monkeypatch.setattr(UcxChannel, "_receive_body", lambda self, *of: (read.append(of[-1]), begin(self, *of))[1])

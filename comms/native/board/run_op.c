@@ -144,7 +144,7 @@ static int whom_to_meet(const Board *self, collective what, int root) {
 /* Wait until that rank, or every one, has published this op. */
 static int meet(Board *self, uint64_t op, int whom) {
     board *b = &self->b;
-    /* tiny ops lie on one cache line: who published so expects the others there */
+    /* tiny ops lie on one cache line: a rank that published there expects the others there */
     int how = self->copied && line_of(b, b->rank, op) ? PUBLISHED_ON_LINE : PUBLISHED;
     if (whom == NO_RANK)
         return COMPLETE;

@@ -94,7 +94,7 @@ def loop(config: dict[str, str]) -> None:
 
 
 def train() -> None:
-    """A job of Ray Train whose process group is ours."""
+    """A job of Ray Train over our process group."""
     with tempfile.TemporaryDirectory() as directory:
         result = Path(directory) / "result"
         trainer = TorchTrainer(
