@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 from holdfast.ft import on_demand
 
 if TYPE_CHECKING:
-    from holdfast.harness.cluster.errors import RankDied, RankFailed, RunTimeout
+    from holdfast.harness.cluster.cluster_ranks import RankDied, RankFailed, RunTimeout
     from holdfast.harness.cluster.job import Job
     from holdfast.harness.cluster.local_cluster import LocalCluster
 
 _HOMES = {
     "Job": "holdfast.harness.cluster.job",
     "LocalCluster": "holdfast.harness.cluster.local_cluster",
-    "RankDied": "holdfast.harness.cluster.errors",
-    "RankFailed": "holdfast.harness.cluster.errors",
-    "RunTimeout": "holdfast.harness.cluster.errors",
+    "RankDied": "holdfast.harness.cluster.cluster_ranks",
+    "RankFailed": "holdfast.harness.cluster.cluster_ranks",
+    "RunTimeout": "holdfast.harness.cluster.cluster_ranks",
 }
 
 __all__ = ["Job", "LocalCluster", "RankDied", "RankFailed", "RunTimeout"]

@@ -149,6 +149,18 @@ def guarded(command: str) -> Iterator[None]:
         raise typer.Exit(INTERNAL_ERROR) from error
 
 
+@contextmanager
+def in_one_line(command: str, *kinds: type[Exception], status: int = CANNOT_BEGIN) -> Iterator[None]:
+    """Print an error of holdfast, or of these kinds, in one line, and exit with `status`."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, BrokenPipeError) or not (isinstance(error, kinds) or _is_ours(error)):
+            raise
+        typer.echo(f"{command}: {error}", err=True)
+        raise typer.Exit(status) from error
+
+
 def _is_ours(error: Exception) -> bool:
     """Whether `error` is a `HoldfastError`; looked up without an import, because that would load torch."""
     errors = sys.modules.get("holdfast.comms.errors")

@@ -23,8 +23,8 @@ from holdfast.ft.membership.view import Job, Member, View
 from holdfast.ft.node.table_sharing import ARITY, TreeRelay, neighbour_ranks
 from holdfast.harness.report.plot import Chart, light
 from holdfast.harness.simulate.core.schedule import NetworkModel
-from holdfast.harness.simulate.search.run import SimulationResult, simulate
-from holdfast.harness.simulate.search.scenarios import RANKS_A_HOST, scenario
+from holdfast.harness.simulate.draw import RANKS_A_HOST, scenario
+from holdfast.harness.simulate.run import SimulationResult, simulate
 
 SIZES = (1_000, 10_000, 100_000)
 

@@ -26,10 +26,9 @@ from holdfast.ft.console.console import console, print_json
 from holdfast.ft.console.units import counted, format_bytes
 from holdfast.ft.processes.channel import ChannelClosed, ProcessChannel
 from holdfast.ft.processes.zygote_client import zygote, zygote_pid
-from holdfast.harness.bench.collectives.definitions import parse_sizes
-from holdfast.harness.measure.noise import Noise
+from holdfast.harness.bench.operations import parse_sizes
+from holdfast.harness.measure.results import Noise, figures, others
 from holdfast.harness.measure.rounds import TimedTurn, Workload, take_turns
-from holdfast.harness.measure.show import figures, others
 from holdfast.harness.testbed.netns import EnterNamespace, Network
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")

@@ -32,11 +32,10 @@ from holdfast.comms.system.paths import url_of
 from holdfast.ft.console.console import console, print_json
 from holdfast.ft.console.units import counted, format_bytes
 from holdfast.ft.processes.zygote_client import zygote_pid
-from holdfast.harness.bench.collectives.definitions import parse_sizes
+from holdfast.harness.bench.operations import parse_sizes
 from holdfast.harness.cluster.local_cluster import LocalCluster
-from holdfast.harness.measure.noise import Noise
+from holdfast.harness.measure.results import Noise, figures, others
 from holdfast.harness.measure.rounds import TimedTurn, Workload, take_turns
-from holdfast.harness.measure.show import figures, others
 
 Call = Callable[[], object]
 Ways = Mapping[str, Callable[[torch.Tensor], Call]]

@@ -26,11 +26,10 @@ import msgspec
 from holdfast.ft.console.console import console, print_json
 from holdfast.ft.console.units import counted, format_bytes
 from holdfast.ft.processes.zygote_client import zygote_pid
-from holdfast.harness.bench.collectives.definitions import parse_size
+from holdfast.harness.bench.operations import parse_size
 from holdfast.harness.cluster.local_cluster import LocalCluster
-from holdfast.harness.measure.noise import Noise
+from holdfast.harness.measure.results import Noise, figures, others
 from holdfast.harness.measure.rounds import TimedTurn, Workload, take_turns
-from holdfast.harness.measure.show import figures, others
 
 if TYPE_CHECKING:
     from holdfast.comms import Communicator

@@ -29,7 +29,7 @@ from holdfast.comms.transport.liveness import this_process
 from holdfast.ft.console.console import print_json
 from holdfast.ft.processes.zygote_client import zygote_pid
 from holdfast.harness.cluster.local_cluster import LocalCluster
-from holdfast.harness.measure.noise import Noise
+from holdfast.harness.measure.results import Noise
 
 if TYPE_CHECKING:
     from holdfast.comms import Communicator

@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 
 from holdfast.ft.processes.zygote_start import die_with_parent
-from holdfast.harness.bench.recovery_plan import RecoveryPlan
+from holdfast.harness.bench.command import RecoveryPlan
 
 LIMIT = 10.0
 """Seconds after which a job that has not recovered never will."""

@@ -22,12 +22,12 @@ import numpy as np
 
 from holdfast.ft.console.console import console, print_json
 from holdfast.ft.console.units import counted
-from holdfast.harness.bench.drivers.mpi_programs import OPENMPI, launcher
-from holdfast.harness.bench.output.show import show_recovery
-from holdfast.harness.bench.recovery import LIMIT, SETTLE
+from holdfast.harness.bench.command import RecoveryPlan
+from holdfast.harness.bench.contestants import launcher
+from holdfast.harness.bench.drivers import OPENMPI
+from holdfast.harness.bench.recovery import LIMIT, SETTLE, show_recovery
 from holdfast.harness.bench.recovery import run as run_bench
-from holdfast.harness.bench.recovery_plan import RecoveryPlan
-from holdfast.harness.measure.noise import Noise
+from holdfast.harness.measure.results import Noise
 from holdfast.harness.measure.stats import Spread
 from holdfast.harness.measure.worker import serve
 from holdfast.harness.measure.workers import OpFailed, Place, StartedWorker, WorkerFailed, WorkerGroup, WorkerProgram

@@ -21,14 +21,13 @@ from holdfast.ft.console.console import console, print_json
 from holdfast.ft.console.units import format_bytes
 from holdfast.ft.launch.job_contract import ReservedPort
 from holdfast.ft.processes.zygote_client import zygote_pid
-from holdfast.harness.bench.collectives.contestants import ContestantGroup
-from holdfast.harness.bench.collectives.definitions import OPERATIONS, SMALL, parse_sizes
-from holdfast.harness.bench.collectives.ranks import Measure, Measurement
-from holdfast.harness.bench.collectives.run import BenchPlan, Collective, TimedLibrary
-from holdfast.harness.bench.output.results import BenchRow
-from holdfast.harness.measure.noise import Noise
+from holdfast.harness.bench.contestants import ContestantGroup
+from holdfast.harness.bench.operations import OPERATIONS, SMALL, parse_sizes
+from holdfast.harness.bench.ranks import Measure, Measurement
+from holdfast.harness.bench.report import BenchRow
+from holdfast.harness.bench.run import BenchPlan, Collective, TimedLibrary
+from holdfast.harness.measure.results import Noise, figures, others, show_time
 from holdfast.harness.measure.rounds import take_turns
-from holdfast.harness.measure.show import figures, others, show_time
 from holdfast.harness.measure.stats import pairwise
 from holdfast.harness.measure.workers import WorkerFailed
 

@@ -26,7 +26,7 @@ import torch
 
 from holdfast.comms.system.paths import url_of
 from holdfast.ft.launch.job_contract import ReservedPort
-from holdfast.harness.bench.collectives.definitions import parse_size
+from holdfast.harness.bench.operations import parse_size
 from holdfast.store import WeightStore
 
 TENSORS = 64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Callable
@@ -12,13 +13,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from holdfast.ft.console.units import counted
-from holdfast.harness.bench.collectives.definitions import DTYPES, OPERATIONS, parse_counts, parse_sizes
-from holdfast.harness.bench.recovery_plan import RecoveryPlan
-from holdfast.harness.bench.store.command import store
-from holdfast.harness.command_line import CommandGroup, check_file, check_folder, check_modules, with_options, writing
+from holdfast.harness.bench.operations import DTYPES, OPERATIONS, parse_counts, parse_size, parse_sizes
+from holdfast.harness.command_line import (
+    CommandGroup,
+    check_file,
+    check_folder,
+    check_modules,
+    in_one_line,
+    with_options,
+    writing,
+)
 
 if TYPE_CHECKING:
-    from holdfast.harness.bench.collectives.run import BenchPlan
+    from holdfast.harness.bench.run import BenchPlan
 
 app = CommandGroup(
     name="bench",
@@ -27,18 +34,12 @@ app = CommandGroup(
 )
 
 
-def _failed(command: str, error: Exception) -> typer.Exit:
-    """Print why nothing was measured, and exit with status 1."""
-    typer.echo(f"holdfast bench {command}: {error}", err=True)
-    return typer.Exit(1)
-
-
 def _contestants(
     op: str, backends: str, peers: bool, only: str | None, bound: bool
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """All contestants, and those of them that are ours."""
-    from holdfast.harness.bench.collectives.contestants import MEMCPY, PEERS
-    from holdfast.harness.bench.collectives.ranks import HOLDFAST
+    from holdfast.harness.bench.contestants import PEERS
+    from holdfast.harness.bench.drivers import HOLDFAST, MEMCPY
 
     if op == "copy":
         return (MEMCPY,), (MEMCPY,)
@@ -76,7 +77,7 @@ class OpsOptions:
 
     def plan(self, ops: tuple[str, ...]) -> BenchPlan:
         """What to measure. Raises ValueError for options that cannot be met."""
-        from holdfast.harness.bench.collectives.run import BenchPlan
+        from holdfast.harness.bench.run import BenchPlan
 
         drawn = self.plot is not None or self.report is not None
         everyone, ours = _contestants(ops[0], self.backends, self.peers, self.only, self.bound or drawn)
@@ -101,8 +102,8 @@ class OpsOptions:
 
 def _bench(ops: tuple[str, ...], options: OpsOptions) -> None:
     from holdfast.ft.console.console import console, styled, working
-    from holdfast.harness.bench.collectives.run import expected_seconds, run
-    from holdfast.harness.bench.output import page, show
+    from holdfast.harness.bench import report
+    from holdfast.harness.bench.run import expected_seconds, run
     from holdfast.harness.report.plot import check_plot
 
     try:
@@ -122,7 +123,7 @@ def _bench(ops: tuple[str, ...], options: OpsOptions) -> None:
     if options.json:
         typer.echo(bench.json())
     else:
-        show.show(bench, out)
+        report.show(bench, out)
     broken = [failure for failure in bench.failures if failure.contestant in plan.ours]
     left_out = {*bench.skipped, *(each.contestant for each in bench.unmeasured)} & {*plan.ours}
     if bench.wrong or broken or left_out:
@@ -133,12 +134,12 @@ def _bench(ops: tuple[str, ...], options: OpsOptions) -> None:
     with writing("holdfast bench"):
         if options.plot is not None:
             try:
-                page.plot(bench, options.plot)
+                report.plot(bench, options.plot)
                 notes.print(f"plot: {options.plot}")
             except ValueError as error:
                 notes.print(f"no plot: {error}")
         if options.report is not None:
-            notes.print(f"report: {page.write(bench, options.report)}")
+            notes.print(f"report: {report.write(bench, options.report)}")
     raise typer.Exit(1 if bench.wrong or broken or left_out else 0)
 
 
@@ -179,7 +180,51 @@ for _operation in OPERATIONS.values():
         ),
     )(_command((_operation.name,)))
 app.command("all", help=_help("all", "Measure every op."))(_command(tuple(n for n in OPERATIONS if n != "copy")))
-app.command("store")(store)
+
+
+# The recovery ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RecoveryPlan:
+    """Kill ranks chosen at random, `kills` times, `together` of them at once. Raises ValueError if none would be left.
+
+    With `proposer` also the one that proposes the next epoch, as soon as the register has it. With `spares` a job takes
+    one for each rank that is killed, and as many kills; without, each kill is of a new job, which goes on with one rank
+    less.
+    """
+
+    backend: Annotated[str, typer.Option(help="A backend whose ranks are processes.")] = "shm"
+    ranks: Annotated[int, typer.Option("-n", "--ranks", min=2, help="Ranks of the job.")] = 4
+    kills: Annotated[int, typer.Option(min=1, help="How often to kill.")] = 50
+    spares: Annotated[int, typer.Option(min=0, help="Hot spares to promote; 0: go on with one rank less.")] = 0
+    size: Annotated[str, typer.Option(help="Bytes of the all_reduce.")] = "64K"
+    seed: Annotated[int, typer.Option(help="Chooses who is killed, and when.")] = 0
+    together: Annotated[int, typer.Option(min=1, help="How many ranks to kill at once.")] = 1
+    proposer: Annotated[
+        bool, typer.Option("--proposer", help="Then kill the rank that proposes the next epoch, too, before it tells.")
+    ] = False
+    stopped: Annotated[
+        bool, typer.Option("--stop", help="Stop ranks (SIGSTOP), do not kill them: they are found by their silence.")
+    ] = False
+    device: Annotated[str, typer.Option(help="Where the tensors are: cpu, or a GPU that all ranks share.")] = "cpu"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.together <= self.lost < self.ranks:
+            raise ValueError(f"{self.lost} of {self.ranks} ranks cannot die and somebody recover")
+        if self.proposer and self.spares:
+            raise ValueError("a job whose proposer dies is used once: ask for no spares")
+        parse_size(self.size)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the all_reduce."""
+        return parse_size(self.size)
+
+    @property
+    def lost(self) -> int:
+        """How many ranks a job loses at a time."""
+        return self.together + self.proposer
 
 
 @dataclass(frozen=True)
@@ -202,21 +247,112 @@ def recovery(options: RecoveryOptions) -> None:
 
         holdfast bench recovery -n 3 --backend nccl --device cuda:0 --kills 6
     """
-    from holdfast.comms.errors import HoldfastError
     from holdfast.ft.console.console import console, print_json, working
-    from holdfast.harness.bench.output import show
-    from holdfast.harness.bench.recovery import run
+    from holdfast.harness.bench.recovery import run, show_recovery
 
     notes, out = console(stderr=True), console()
     begin = f"{counted(options.kills, 'kill')} of ranks over {options.backend}, about a second each"
-    try:
-        with working(notes, begin, every=2.0) as progress:
-            bench = run(options, progress)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    except (HoldfastError, TimeoutError) as error:
-        raise _failed("recovery", error) from error
+    with in_one_line("holdfast bench recovery", TimeoutError, status=1):
+        try:
+            with working(notes, begin, every=2.0) as progress:
+                bench = run(options, progress)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
     if options.json:
         print_json(bench)
     else:
-        show.show_recovery(bench, out)
+        show_recovery(bench, out)
+
+
+# The store ------------------------------------------------------------------------------------------------------------
+
+
+PEERS = "torchstore,memcpy,safetensors,dcp"
+
+
+@dataclass(frozen=True)
+class StoreOptions:
+    """The options of `holdfast bench store`."""
+
+    peers: Annotated[str, typer.Option(help=f"Other ways to run interleaved, of {PEERS}; all for all of them.")] = ""
+    workloads: Annotated[str, typer.Option(help="Only these workloads, as model,small.")] = ""
+    device: Annotated[
+        str, typer.Option(help="Where the tensors are: cpu, or cuda, which has workloads of its own.")
+    ] = "cpu"
+    size: Annotated[str, typer.Option(help="Bytes of the large states.")] = "512M"
+    starts: Annotated[int, typer.Option(min=1, help="How often all processes are started anew.")] = 2
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each after the first three of a start.")] = 7
+    threads: Annotated[
+        int | None, typer.Option(min=1, show_default="as many as CPUs", help="Threads of torch in each process.")
+    ] = None
+    torchstore_source: Annotated[
+        Path | None,
+        typer.Option(envvar="HOLDFAST_TORCHSTORE", help="A checkout of torchstore's main branch; make store-peers."),
+    ] = None
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
+
+
+@app.command("store")
+@with_options(StoreOptions)
+def store(options: StoreOptions) -> None:
+    """Measure the weight store, beside other ways to hand weights from process to process.
+
+    [bold]Examples[/bold]
+
+        holdfast bench store --peers memcpy,safetensors --size 64M
+
+        holdfast bench store --peers all --torchstore-source ../torchstore --json
+
+        holdfast bench store --workloads killed,served
+
+        holdfast bench store --device cuda --size 1G
+
+    A publisher, holders and readers are processes of their own. Each version differs from the one before, targets are
+    overwritten before each get, and every byte that was got is compared by digest.
+
+    Exit status: 0 only if every tensor was right and holdfast took part in every workload; 1 if not; 2 for bad options.
+    """
+    from holdfast.comms.errors import Unsupported
+    from holdfast.ft.console.console import console, styled, working
+    from holdfast.harness.bench.store.drivers import HOLDFAST
+    from holdfast.harness.bench.store.run import StorePlan, run, show
+    from holdfast.harness.bench.store.workloads import check_device, known_on
+
+    try:
+        check_device(options.device)
+        workloads, peers = known_on(options.device)
+        plan = StorePlan(
+            workloads=_named("workloads", options.workloads, workloads, "all"),
+            peers=_named("peers", options.peers, peers, "" if options.device == "cpu" else "all"),
+            size=parse_size(options.size),
+            starts=options.starts,
+            rounds=options.rounds,
+            threads=options.threads or os.cpu_count() or 1,
+            torchstore_source=options.torchstore_source,
+            command=shlex.join(["holdfast", *sys.argv[1:]]),
+        )
+        notes = console(stderr=True)
+        with working(notes, plan.command, every=2.0) as progress:
+            bench = run(plan, progress)
+    except (ValueError, Unsupported) as error:
+        raise typer.BadParameter(str(error)) from error
+    if options.json:
+        typer.echo(bench.json())
+    else:
+        show(bench, console())
+    broken = [failure for failure in bench.failures if failure.contestant == HOLDFAST]
+    if bench.wrong or broken:
+        notes.print(
+            styled("not all is well", "bold red") + f": {bench.wrong} wrong tensors, {len(broken)} failures of holdfast"
+        )
+    raise typer.Exit(1 if bench.wrong or broken else 0)
+
+
+def _named(option: str, text: str, known: list[str] | tuple[str, ...], unsaid: str) -> tuple[str, ...]:
+    """The names in a list that an option gives, in the known order. Raises ValueError for unknown ones."""
+    wanted = {name.strip() for name in (text or unsaid).split(",")} - {""}
+    if wanted == {"all"}:
+        return tuple(known)
+    if unknown := sorted(wanted - set(known)):
+        raise ValueError(f"unknown {option} {', '.join(unknown)}; known: {', '.join(known)}")
+    return tuple(name for name in known if name in wanted)

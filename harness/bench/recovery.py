@@ -19,18 +19,21 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import replace
 
+from holdfast.ft.console.units import counted
 from holdfast.ft.event_lines import read_events
 from holdfast.ft.events import EpochReduced, Event, ViewInstalled
 from holdfast.ft.processes.zygote_client import zygote_pid
-from holdfast.harness.bench.recovery_plan import RecoveryPlan
 from holdfast.harness.cluster.job import Job
 from holdfast.harness.cluster.local_cluster import LocalCluster
-from holdfast.harness.measure.noise import Noise
+from holdfast.harness.measure.results import Noise, figures, others
 from holdfast.harness.measure.stats import Spread
 from holdfast.harness.recovery import Recovery, wait_for_recovery
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from holdfast.ft import Session
+    from holdfast.harness.bench.command import RecoveryPlan
 
 SETTLE = 0.2
 """Seconds for which a job reduces undisturbed before a kill; the killer sleeps as long after one."""
@@ -143,7 +146,7 @@ def _read(job: Job) -> list[Event]:
 
 
 def timing_of(recovery: Recovery, rank: int, gone: float, survivors: Collection[str]) -> RecoveryTiming:
-    """The timing of a kill of `rank`, whose process was gone at the time `gone`: when the last survivor got there."""
+    """The timing of a kill of `rank`, until the last survivor got there; its process was gone at `gone`."""
 
     def since(moment: float) -> float:
         return 1e3 * (moment - recovery.fault)
@@ -210,3 +213,29 @@ def run(plan: RecoveryPlan, progress: Callable[[str], None] = lambda text: None)
 
 def _median(done: list[RecoveryTiming]) -> float:
     return statistics.median(kill.total for kill in done)
+
+
+def show_recovery(bench: RecoveryBench, out: Console) -> None:
+    """Print the spread of the whole recovery and of its parts."""
+    spares = f", {counted(bench.spares, 'spare')}" if bench.spares else ", no spares"
+    where = "" if bench.device == "cpu" else f" on {bench.device}"
+    signal, kills = ("SIGSTOP", "times") if bench.stopped else ("SIGKILL", "kills")
+    proposer = " and then of the proposer" if bench.proposer else ""
+    table = figures(
+        f"{signal} of {bench.together} of {bench.ranks} ranks{proposer} in all_reduce, {bench.backend}{where}{spares}, "
+        f"{len(bench.kills)} {kills}",
+        ("", "median", "p90", "p99", "max"),
+        names=("",),
+        caption=f"until the last survivor's next correct all_reduce; {others(bench.others)}",
+    )
+    for name, spread in (
+        ("whole recovery", bench.total),
+        ("the process is gone, as the killer sees it", bench.gone),
+        ("detect", bench.detect),
+        ("agree on the next epoch", bench.agree),
+        ("rebuild the communicator", bench.rebuild),
+        ("first all_reduce", bench.first_op),
+    ):
+        values = (spread.median, spread.p90, spread.p99, spread.max)
+        table.add_row(name, *(f"{value:.2f} ms" for value in values), style="bold" if name.startswith("whole") else "")
+    out.print(table)

@@ -30,38 +30,11 @@ if TYPE_CHECKING:
         slow,
         slow_link,
     )
+    from holdfast.harness.chaos.fault_type import FaultType
     from holdfast.harness.chaos.run.fault_context import FaultContext
     from holdfast.harness.chaos.run.scenario_runner import ChaosFailed, Result
-    from holdfast.harness.chaos.scenario.fault_type import FaultType
-    from holdfast.harness.chaos.scenario.planning import schedule
-    from holdfast.harness.chaos.scenario.scenario import BadScenario, Scenario, load, parse
-    from holdfast.harness.chaos.workloads.session import report_state
-
-_API = (
-    "corrupt",
-    "cut",
-    "delay",
-    "fault",
-    "flap",
-    "kill",
-    "lossy",
-    "partition",
-    "pause",
-    "register_away",
-    "run",
-    "run_scenario",
-    "slow",
-    "slow_link",
-)
-_HOMES = {
-    **dict.fromkeys(_API, "holdfast.harness.chaos.api"),
-    **dict.fromkeys(("BadScenario", "Scenario", "load", "parse"), "holdfast.harness.chaos.scenario.scenario"),
-    "FaultType": "holdfast.harness.chaos.scenario.fault_type",
-    **dict.fromkeys(("ChaosFailed", "Result"), "holdfast.harness.chaos.run.scenario_runner"),
-    "FaultContext": "holdfast.harness.chaos.run.fault_context",
-    "report_state": "holdfast.harness.chaos.workloads.session",
-    "schedule": "holdfast.harness.chaos.scenario.planning",
-}
+    from holdfast.harness.chaos.run.session_processes import report_state
+    from holdfast.harness.chaos.scenario import BadScenario, Scenario, load, parse, schedule
 
 __all__ = [
     "BadScenario",
@@ -89,5 +62,15 @@ __all__ = [
     "slow",
     "slow_link",
 ]
+
+_HOMES = {
+    **dict.fromkeys(__all__, "holdfast.harness.chaos.api"),
+    **dict.fromkeys(("BadScenario", "Scenario", "load", "parse"), "holdfast.harness.chaos.scenario"),
+    "FaultType": "holdfast.harness.chaos.fault_type",
+    **dict.fromkeys(("ChaosFailed", "Result"), "holdfast.harness.chaos.run.scenario_runner"),
+    "FaultContext": "holdfast.harness.chaos.run.fault_context",
+    "report_state": "holdfast.harness.chaos.run.session_processes",
+    "schedule": "holdfast.harness.chaos.scenario",
+}
 
 __getattr__ = on_demand(_HOMES)

@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
+from holdfast.harness.chaos.fault_type import fault_types
 from holdfast.harness.chaos.run.scenario_runner import Result, ScenarioRunner
-from holdfast.harness.chaos.scenario.fault_type import fault_types
-from holdfast.harness.chaos.scenario.scenario import At, Expect, JobSpec, Scenario, ScenarioFault, check_fits
-from holdfast.harness.chaos.scenario.workload import Python
+from holdfast.harness.chaos.scenario import At, Expect, JobSpec, Scenario, ScenarioFault, check_fits
+from holdfast.harness.chaos.workload import Python
 
 _WHEN = ("step", "seconds", "random", "point", "in_step", "epoch")
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from holdfast.harness.command_line import CommandGroup, check_folder, check_modules, writing
+from holdfast.harness.command_line import CommandGroup, check_folder, check_modules, in_one_line, writing
 
 if TYPE_CHECKING:
     from holdfast.harness.chaos.outcome.record import ChaosReport, ChaosRun
@@ -35,11 +35,11 @@ def list_scenarios(json: Json = False) -> None:
         holdfast chaos list --json | jq -r '.scenarios[].name'
     """
     from holdfast.ft.console.console import console, print_json
-    from holdfast.harness.chaos.scenario import library
-    from holdfast.harness.chaos.scenario.fault_type import fault_types
-    from holdfast.harness.chaos.show import listing
+    from holdfast.harness.chaos.fault_type import fault_types
+    from holdfast.harness.chaos.outcome.show import listing
+    from holdfast.harness.chaos.scenario import find_scenario, scenario_names, scenario_path
 
-    scenarios = [library.find(name) for name in library.names()]
+    scenarios = [find_scenario(name) for name in scenario_names()]
     if json:
         print_json(
             {
@@ -51,7 +51,7 @@ def list_scenarios(json: Json = False) -> None:
                         "workload": type(each.workload).__struct_config__.tag,
                         "backend": each.job.backend,
                         "faults": [fault.type for fault in each.faults],
-                        "file": str(library.path_of(each.name)),
+                        "file": str(scenario_path(each.name)),
                     }
                     for each in scenarios
                 ],
@@ -78,17 +78,12 @@ def show(
 
         holdfast chaos show kill-rank --seed 7 > mine.toml
     """
-    from holdfast.harness.chaos.scenario import library
-    from holdfast.harness.chaos.scenario.planning import schedule
-    from holdfast.harness.chaos.scenario.scenario import BadScenario, text_of
+    from holdfast.harness.chaos.scenario import find_scenario, scenario_path, schedule, text_of
 
-    try:
-        path = library.path_of(scenario)
-        loaded = library.find(scenario)
+    with in_one_line("holdfast chaos", ValueError):
+        path = scenario_path(scenario)
+        loaded = find_scenario(scenario)
         planned = schedule(loaded, seed, seconds=None if loaded.minutes is None else 60 * loaded.minutes)
-    except (BadScenario, ValueError) as error:
-        typer.echo(f"holdfast chaos: {error}", err=True)
-        raise typer.Exit(2) from error
     typer.echo(text_of(path).rstrip())
     typer.echo(f"\n# With --seed {seed}:")
     for each in planned:
@@ -135,13 +130,9 @@ def run(
     check_modules("report", "the report", "jinja2", "matplotlib")
     check_folder(report, "--report", "report.html", "run.json")
     start_early()
-    from holdfast.comms.errors import HoldfastError
-
     try:
-        made, refused = _run(scenarios, seed, minutes, compare, quiet=json)
-    except (HoldfastError, ValueError, OSError) as error:
-        typer.echo(f"holdfast chaos: {error}", err=True)
-        raise typer.Exit(2) from error
+        with in_one_line("holdfast chaos", ValueError, OSError):
+            made, refused = _run(scenarios, seed, minutes, compare, quiet=json)
     except KeyboardInterrupt:
         typer.echo("holdfast chaos: interrupted; all processes are ended", err=True)
         raise typer.Exit(130) from None
@@ -154,7 +145,7 @@ def run(
     else:
         _tell(made)
     with writing("holdfast chaos"):
-        from holdfast.harness.chaos.outcome.page import write_folder
+        from holdfast.harness.chaos.outcome.show import write_folder
 
         write_folder(made, report)
     typer.echo(f"report: {report / 'report.html'}", err=json)
@@ -178,19 +169,15 @@ def compare(
 
     Exit status: 0 if both have a scenario in common, whatever became of it.
     """
-    from holdfast.comms.errors import HoldfastError
     from holdfast.ft.console.console import console, print_json
-    from holdfast.harness.chaos.outcome.compare import compared, load_report
-    from holdfast.harness.chaos.show import comparison
+    from holdfast.harness.chaos.outcome.record import compared, load_report
+    from holdfast.harness.chaos.outcome.show import comparison
 
     if report is not None:
         check_modules("report", "--report", "jinja2", "matplotlib")
     check_folder(report, "--report", "compare.html")
-    try:
+    with in_one_line("holdfast chaos", OSError):
         reports = load_report(before), load_report(after)
-    except (HoldfastError, OSError) as error:
-        typer.echo(f"holdfast chaos: {error}", err=True)
-        raise typer.Exit(2) from error
     old, new = ({run.name: run for run in each.runs} for each in reports)
     both = [name for name in new if name in old]
     if not both:
@@ -204,7 +191,7 @@ def compare(
         for name in both:
             out.print(comparison(new[name].title, (_label(before), _label(after)), rows[name]))
     if report is not None:
-        from holdfast.harness.chaos.outcome.page import write_comparison
+        from holdfast.harness.chaos.outcome.show import write_comparison
 
         with writing("holdfast chaos"):
             write_comparison(*reports, (_label(before), _label(after)), report / "compare.html")
@@ -224,14 +211,13 @@ def _run(
     from holdfast.comms.errors import HoldfastError
     from holdfast.ft.console.console import console
     from holdfast.harness.chaos.outcome.record import ChaosReport
+    from holdfast.harness.chaos.outcome.show import ScenarioView
     from holdfast.harness.chaos.run.scenario_run import RunCallbacks
     from holdfast.harness.chaos.run.scenario_runner import ScenarioRunner
-    from holdfast.harness.chaos.scenario import library
-    from holdfast.harness.chaos.scenario.scenario import text_of
-    from holdfast.harness.chaos.show import ScenarioView
+    from holdfast.harness.chaos.scenario import find_scenario, scenario_path, text_of
 
-    loaded = [(name, library.find(name)) for name in names]
-    ids = _ids([scenario.name for _, scenario in loaded], [library.path_of(name) for name in names])
+    loaded = [(name, find_scenario(name)) for name in names]
+    ids = _ids([scenario.name for _, scenario in loaded], [scenario_path(name) for name in names])
     runs: list[ChaosRun] = []
     refused: list[str] = []
     with ScenarioView(console(stderr=True), console(quiet=quiet)) as view:
@@ -242,7 +228,7 @@ def _run(
                 made = runner.run(
                     scenario,
                     seed,
-                    source=text_of(library.path_of(name)),
+                    source=text_of(scenario_path(name)),
                     minutes=minutes,
                     compare=compare,
                     repeat=_repeat(name, seed, minutes, compare),
@@ -275,7 +261,7 @@ def _repeat(name: str, seed: int, minutes: float | None, compare: bool) -> str:
 
 def _tell(made: ChaosReport) -> None:
     from holdfast.ft.console.console import console
-    from holdfast.harness.chaos.show import results
+    from holdfast.harness.chaos.outcome.show import results
 
     out = console()
     for thing in results(made):

@@ -10,19 +10,57 @@ import typer
 
 from holdfast.ft.console.output import replace_unencodable
 from holdfast.harness.bench.command import app as bench_app
-from holdfast.harness.blame import blame
 from holdfast.harness.chaos.command import app as chaos_app
+from holdfast.harness.cli.blame import blame
 from holdfast.harness.cli.demo import demo
 from holdfast.harness.cli.new_plugin import new_plugin
 from holdfast.harness.cli.rl import app as rl_app
 from holdfast.harness.cli.run import run
 from holdfast.harness.cli.store import app as store_app
+from holdfast.harness.cli.top import top
 from holdfast.harness.cli.tune import tune
 from holdfast.harness.command_line import CommandGroup, signals_end_in_order
-from holdfast.harness.conformance.command import conformance
 from holdfast.harness.gate.command import gate
 from holdfast.harness.simulate.command import simulate
-from holdfast.harness.top.command import top
+
+
+def conformance(
+    backend: Annotated[str, typer.Option("--backend", help="The name of the backend to check.")],
+    ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, help="How many ranks the collectives run on.")] = 2,
+    select: Annotated[str, typer.Option("-k", help="Only checks whose names match (a pytest expression).")] = "",
+    json: Annotated[bool, typer.Option("--json", help="Print the outcome of every check as JSON.")] = False,
+) -> None:
+    """Run the checks that make a backend a backend, ours or a plugin's, on this machine.
+
+    [bold]Examples[/bold]
+
+        holdfast conformance --backend shm
+
+        holdfast conformance --backend mybackend -n 4 -k 'all_reduce or killed'
+
+    Collectives by dtype, shape and size; asynchronous ops; abort, kill,
+    stop and close; disagreement between ranks; leaks over many rebuilds.
+    Windows, atomics and memory planes for backends that say they have them.
+    Needs pytest: pip install 'holdfast[conformance]'.
+
+    Exit status: 0 only if every check passed that applies; 2 if none could run.
+    """
+    from dataclasses import asdict
+
+    from holdfast.ft.console.console import print_json
+    from holdfast.harness.conformance.run import run as run_checks
+
+    passed, outcomes = run_checks(backend, ranks, select, quiet=json)
+    if not outcomes:
+        typer.echo(
+            f"holdfast conformance: no check could run on {backend}" + f" with -k {select!r}" * bool(select), err=True
+        )
+        raise typer.Exit(2)
+    if json:
+        document = {"backend": backend, "ranks": ranks, "passed": passed, "checks": [asdict(o) for o in outcomes]}
+        print_json(document)
+    raise typer.Exit(0 if passed else 1)
+
 
 app = CommandGroup(
     name="holdfast",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from holdfast.comms.plugins.hints import Hint
@@ -106,12 +106,9 @@ FLAGS = {
 
 def table(described: dict[str, Any]) -> Table:
     """The table of backends, from the result of `describe`."""
-    result = FoldingTable(title="backends", title_justify="left", show_lines=True)
-    result.add_column("name", style="bold")
-    result.add_column("here")
-    result.add_column("description, or what to install", ratio=2)
-    result.add_column("reduces", justify="right")
-    result.add_column("capabilities", ratio=1)
+    about = (Column("description, or what to install", ratio=2), Column("reduces", justify="right"))
+    columns = (Column("name", style="bold"), "here", *about, Column("capabilities", ratio=1))
+    result = FoldingTable(*columns, title="backends", title_justify="left", show_lines=True)
     for name, backend in described["backends"].items():
         here = Text("yes", "green") if backend["available"] else Text("no", "red")
         if backend["by_launcher"]:
@@ -124,9 +121,10 @@ def table(described: dict[str, Any]) -> Table:
 
 def hints_table(described: dict[str, Any]) -> Table:
     """The table of the hints that `connect`, `split` and ops take, by backend."""
-    result = FoldingTable(title="hints", title_justify="left", show_lines=True)
-    for column, ratio in (("backend", None), ("hint", None), ("values", 1), ("default", None), ("what it sets", 2)):
-        result.add_column(column, style="bold" if column == "hint" else "", ratio=ratio)
+    columns = ("backend", Column("hint", style="bold"), Column("values", ratio=1), "default")
+    result = FoldingTable(
+        *columns, Column("what it sets", ratio=2), title="hints", title_justify="left", show_lines=True
+    )
     for name, backend in described["backends"].items():
         for hint, about in backend["hints"].items():
             default = "by the backend" if about["default"] is None else str(about["default"])
@@ -137,9 +135,8 @@ def hints_table(described: dict[str, Any]) -> Table:
 
 def detectors_table(described: dict[str, Any]) -> Table:
     """The table of failure detectors."""
-    result = FoldingTable(title="failure detectors", title_justify="left")
-    for column in ("name", "here", "how it detects failures", "evidence"):
-        result.add_column(column, style="bold" if column == "name" else "")
+    columns = (Column("name", style="bold"), "here", "how it detects failures", "evidence")
+    result = FoldingTable(*columns, title="failure detectors", title_justify="left")
     for name, detector in described["detectors"].items():
         here = Text("yes", "green") if detector["available"] else Text("no", "red")
         result.add_row(name, here, _about(detector), detector["evidence"])
@@ -148,9 +145,7 @@ def detectors_table(described: dict[str, Any]) -> Table:
 
 def registers_table(described: dict[str, Any]) -> Table:
     """The table of registers."""
-    result = FoldingTable(title="registers", title_justify="left")
-    result.add_column("URL", style="bold")
-    result.add_column("what it is")
+    result = FoldingTable(Column("URL", style="bold"), "what it is", title="registers", title_justify="left")
     for scheme, description in described["registers"].items():
         result.add_row(f"{scheme}://", description)
     return result

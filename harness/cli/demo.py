@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from holdfast.harness.command_line import check_folder, check_modules, writing
+from holdfast.harness.command_line import check_folder, check_modules, in_one_line, writing
 
 if TYPE_CHECKING:
     from holdfast.harness.chaos.outcome.record import ChaosRun
-    from holdfast.harness.chaos.scenario.scenario import Scenario
+    from holdfast.harness.chaos.scenario import Scenario
 
 SCENARIO = "rl-demo"
 ON_HOSTS = "rl-host-lost"
@@ -67,13 +67,10 @@ def demo(
     check_modules("report", "the report", "jinja2", "matplotlib")
     check_folder(report, "--report", "report.html", "run.json")
     start_early(*preload.PRELOAD, preload.DRIVER)
-    from holdfast.comms.errors import HoldfastError
-
     try:
-        status = _demo(_scenario(steps, seed, hosts, backend), _repeat(steps, seed, hosts, backend), seed, json, report)
-    except (HoldfastError, ValueError) as error:
-        typer.echo(f"holdfast demo: {error}", err=True)
-        status = 2
+        with in_one_line("holdfast demo", ValueError):
+            repeat = _repeat(steps, seed, hosts, backend)
+            status = _demo(_scenario(steps, seed, hosts, backend), repeat, seed, json, report)
     except KeyboardInterrupt:
         typer.echo("holdfast demo: interrupted; all processes are ended", err=True)
         status = 130
@@ -82,20 +79,18 @@ def demo(
 
 def _demo(scenario: Scenario, repeat: str, seed: int, json: bool, folder: Path) -> int:
     from holdfast.ft.console.console import console, print_json
-    from holdfast.harness.chaos.outcome.page import write_folder
     from holdfast.harness.chaos.outcome.record import ChaosReport
+    from holdfast.harness.chaos.outcome.show import whole_run, write_folder
     from holdfast.harness.chaos.run.scenario_run import RunCallbacks
     from holdfast.harness.chaos.run.scenario_runner import ScenarioRunner
-    from holdfast.harness.chaos.scenario import library
-    from holdfast.harness.chaos.scenario.scenario import text_of
-    from holdfast.harness.chaos.show import whole_run
+    from holdfast.harness.chaos.scenario import scenario_path, text_of
     from holdfast.harness.training.live_view import LiveView
 
     total = scenario.workload.steps or 0
     out = console(quiet=json)
     with LiveView(out, total, quiet=json) as view:
         runner = ScenarioRunner(RunCallbacks(observe=view, narrate=view.note))
-        source = text_of(library.path_of(scenario.name))
+        source = text_of(scenario_path(scenario.name))
         run = runner.run(scenario, seed, source=source, compare=False, repeat=repeat).report
     if json:
         print_json(as_object(run))
@@ -122,14 +117,14 @@ def _scenario(steps: int | None, seed: int, hosts: int, backend: str) -> Scenari
     """The scenario of a demo. Raises `Unsupported` where it takes hosts and there can be none, ValueError."""
     import msgspec
 
-    from holdfast.harness.chaos.scenario import library
-    from holdfast.harness.chaos.scenario.workload import ReinforcementLearning
+    from holdfast.harness.chaos.scenario import find_scenario
+    from holdfast.harness.chaos.workload import ReinforcementLearning
 
     if hosts > 1:
         _check_hosts()
     elif backend:
         raise ValueError("--backend is for several hosts; give --hosts too")
-    scenario = library.find(ON_HOSTS if hosts > 1 else SCENARIO)
+    scenario = find_scenario(ON_HOSTS if hosts > 1 else SCENARIO)
     assert isinstance(scenario.workload, ReinforcementLearning)
     changed: dict[str, Any] = {"seed": seed} if steps is None else {"seed": seed, "steps": steps}
     if backend:

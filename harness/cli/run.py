@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from holdfast.harness.command_line import with_options
+from holdfast.harness.command_line import in_one_line, with_options
 
 if TYPE_CHECKING:
     from holdfast.ft.launch.host_agent import HostPlan
@@ -152,16 +152,12 @@ def run(options: RunOptions) -> None:
     exited with 0 as well; 143 if all left after SIGTERM; 2 if nothing was
     started. If not 0, a table at the end says which ranks failed, and how.
     """
-    from holdfast.comms.errors import HoldfastError
     from holdfast.ft.launch.local_launcher import launch
 
     if not Path(options.script).is_file():
         raise typer.BadParameter(f"there is no file {options.script}", param_hint="SCRIPT")
-    try:
+    with in_one_line("holdfast run", ValueError, OSError):
         several = options.nodes() > 1 or options.register is not None
         host = options.host() if several else None
         status = launch(options.plan(several), options.logs, host)
-    except (HoldfastError, ValueError, OSError) as error:
-        typer.echo(f"holdfast run: {error}", err=True)
-        raise typer.Exit(2) from error
     raise typer.Exit(status)

@@ -6,14 +6,14 @@ import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from holdfast.harness.command_line import CANNOT_BEGIN, CommandGroup, GuardedCommand
+from holdfast.harness.command_line import CommandGroup, GuardedCommand, in_one_line
 
 NOTHING_TO_VERIFY = 3
 """The exit status of `holdfast store verify` that read no replica: that is no verdict on any byte."""
@@ -103,7 +103,7 @@ def ls(
     from holdfast.store.inspection import inspector
 
     url = _url(register, job)
-    with _typed("ls"), inspector(url, name, timeout=timeout) as store:
+    with _errors("ls"), inspector(url, name, timeout=timeout) as store:
         report = store.report()
     if json:
         _print_json(report)
@@ -140,7 +140,7 @@ def inspect(
     from holdfast.store.inspection import inspector
 
     wanted, url = _version(version), _url(register, job)
-    with _typed("inspect"), inspector(url, name, timeout=timeout) as store:
+    with _errors("inspect"), inspector(url, name, timeout=timeout) as store:
         content = store.content(wanted)
     values = {name: shortened(value) for name, value in content.values().items()}
     if json:
@@ -188,7 +188,7 @@ def verify(
 
     wanted, url = version if version == "all" else _version(version), _url(register, job)
     checks = []
-    with _typed("verify"), inspector(url, name, timeout=timeout) as store:
+    with _errors("verify"), inspector(url, name, timeout=timeout) as store:
         total = counted(len(store.replicas(wanted)), "replica")
         with working(console(stderr=True), f"reading {total}", every=2.0) as say:
             for check in store.verify(wanted):
@@ -226,7 +226,7 @@ def rollback(
     from holdfast.store import WeightStore
 
     url = _url(register, job)
-    with _typed("rollback"), WeightStore(url, name=name, hold=False) as store:
+    with _errors("rollback"), WeightStore(url, name=name, hold=False) as store:
         before = store.latest()
         store.rollback(version)
     typer.echo(f"latest is {version}; it was {before}")
@@ -263,12 +263,12 @@ def export(
     the disk is full: no part of DIR is left then.
     """
     from holdfast.ft.console.units import format_bytes
-    from holdfast.harness.bench.collectives.definitions import parse_size
+    from holdfast.harness.bench.operations import parse_size
     from holdfast.store import WeightStore
     from holdfast.store.interop import dcp, safetensors
 
     wanted, url = _version(version), _url(register, job)
-    with _typed("export"):
+    with _errors("export"):
         limit = parse_size(shard_size)
         with WeightStore(url, name=name, hold=False) as store, byte_progress(f"writing {directory}") as progress:
             if format is Format.dcp:
@@ -321,7 +321,10 @@ def import_(
 
     url = _url(register, job, may_be_new=serve)
     asked = replicas if replicas is not None else 1 if serve else None
-    with _typed("import"), WeightStore(url, name=name, hold=serve, replicas=asked) as store:
+    with (
+        _errors("import"),
+        WeightStore(url, name=name, hold=serve, replicas=asked) as store,
+    ):
         with byte_progress(f"reading {directory}") as progress:
             number = import_version(store, directory, version, timeout=timeout, progress=progress)
         pids = ", ".join(str(holder.pid) for holder in store.holders(number))
@@ -332,16 +335,9 @@ def import_(
                 threading.Event().wait()
 
 
-@contextmanager
-def _typed(command: str) -> Iterator[None]:
-    """Print an error of the store or of its register in one line, and exit with `CANNOT_BEGIN`."""
-    from holdfast.comms.errors import HoldfastError
-
-    try:
-        yield
-    except (HoldfastError, ValueError, OSError) as error:
-        typer.echo(f"holdfast store {command}: {error}", err=True)
-        raise typer.Exit(CANNOT_BEGIN) from error
+def _errors(command: str) -> AbstractContextManager[None]:
+    """Errors of the store, of its register and of files are one line."""
+    return in_one_line(f"holdfast store {command}", ValueError, OSError)
 
 
 def _url(register: str, job: str, *, may_be_new: bool = False) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from holdfast.ft.console.console import FoldingTable, styled
@@ -14,19 +15,18 @@ from holdfast.store.inspection import HolderReport, ReplicaCheck, StoreReport, V
 
 LONGEST_VALUE = 200
 
+right = partial(Column, justify="right")
+bold = partial(Column, style="bold")
+
 
 def versions_table(report: StoreReport) -> Table:
     """The versions of a store, newest first."""
     title = f"{report.url}, newest {report.keep} kept"
     if report.lost:
         title += f", lost with their holders: {', '.join(map(str, report.lost))}"
-    result = FoldingTable(title=title, title_justify="left")
-    result.add_column("version", style="bold", justify="right")
-    result.add_column("state")
-    for name in ("parts", "tensors", "size", "replicas", "hosts"):
-        result.add_column(name, justify="right")
-    result.add_column("disk")
-    result.add_column("pinned by")
+    counts = map(right, ("parts", "tensors", "size", "replicas", "hosts"))
+    columns = (right("version", style="bold"), "state", *counts, "disk", "pinned by")
+    result = FoldingTable(*columns, title=title, title_justify="left")
     for version in reversed(report.versions):
         tensors = "?" if version.tensors is None else f"{version.tensors:,}"
         parts = f"{version.parts}" if version.there == version.parts else f"{version.there} of {version.parts}"
@@ -58,14 +58,8 @@ def _replicas(version: VersionReport) -> Text:
 
 def holders_table(report: StoreReport) -> Table:
     """The holders of a store, the memory that their replicas take, and what their processes have ready."""
-    result = FoldingTable(title="holders", title_justify="left")
-    result.add_column("id", style="bold")
-    result.add_column("pid", justify="right")
-    result.add_column("host")
-    result.add_column("state")
-    result.add_column("replicas", justify="right")
-    result.add_column("memory", justify="right")
-    result.add_column("touched", justify="right")
+    columns = (bold("id"), right("pid"), "host", "state", *map(right, ("replicas", "memory", "touched")))
+    result = FoldingTable(*columns, title="holders", title_justify="left")
     for holder in report.holders:
         state = Text("leaving" if holder.leaving else "holds")
         if not holder.alive or holder.away:
@@ -91,14 +85,8 @@ def _touched(holder: HolderReport) -> str:
 def parts_table(content: VersionContent) -> Table:
     """The parts of a version."""
     version = content.version
-    result = FoldingTable(
-        title=f"version {version.number}: {format_bytes(version.nbytes)}, {version.tensors} tensors",
-        title_justify="left",
-    )
-    result.add_column("part", justify="right")
-    result.add_column("size", justify="right")
-    result.add_column("digest")
-    result.add_column("holders")
+    title = f"version {version.number}: {format_bytes(version.nbytes)}, {version.tensors} tensors"
+    result = FoldingTable(right("part"), right("size"), "digest", "holders", title=title, title_justify="left")
     for part in content.parts:
         result.add_row(f"{part.part}", format_bytes(part.nbytes), part.digest, ", ".join(part.holders))
     return result
@@ -106,12 +94,8 @@ def parts_table(content: VersionContent) -> Table:
 
 def tensors_table(content: VersionContent) -> Table:
     """The tensors of a version."""
-    result = FoldingTable(title="tensors", title_justify="left")
-    result.add_column("name", style="bold")
-    result.add_column("dtype")
-    result.add_column("shape")
-    result.add_column("size", justify="right")
-    result.add_column("part", justify="right")
+    columns = (bold("name"), "dtype", "shape", right("size"), right("part"))
+    result = FoldingTable(*columns, title="tensors", title_justify="left")
     names: defaultdict[str, list[str]] = defaultdict(list)
     for name, source in content.skeleton.ties.items():
         names[source].append(name)
@@ -126,9 +110,7 @@ def tensors_table(content: VersionContent) -> Table:
 
 def values_table(values: Mapping[str, str]) -> Table:
     """The values of a version that are not tensors."""
-    result = FoldingTable(title="values", title_justify="left")
-    result.add_column("name", style="bold")
-    result.add_column("value")
+    result = FoldingTable(bold("name"), "value", title="values", title_justify="left")
     for name, value in values.items():
         result.add_row(name, value)
     return result
@@ -145,13 +127,8 @@ def checks_table(checks: Sequence[ReplicaCheck]) -> Table:
     wrong = sum(not check.right for check in checks)
     whole = counted(len(checks), "replica")
     title = f"{wrong} of {whole} wrong or unreachable" if wrong else f"{whole} read, all right"
-    result = FoldingTable(title=styled(title, "red" if wrong else "green"), title_justify="left")
-    result.add_column("version", justify="right")
-    result.add_column("part", justify="right")
-    result.add_column("holder")
-    result.add_column("pid", justify="right")
-    result.add_column("size", justify="right")
-    result.add_column("result")
+    columns = (right("version"), right("part"), "holder", right("pid"), right("size"), "result")
+    result = FoldingTable(*columns, title=styled(title, "red" if wrong else "green"), title_justify="left")
     for check in checks:
         found = Text(check.result, "green" if check.right else "red")
         if check.why:

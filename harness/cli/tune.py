@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from holdfast.ft.console.units import format_bytes
+from holdfast.harness.command_line import in_one_line
 
 if TYPE_CHECKING:
     from holdfast.harness.bench.tune import Choice
@@ -49,7 +50,6 @@ def tune(
     to choose, and say so.
     """
     from holdfast.comms.algorithms.message_passing import tuning
-    from holdfast.comms.errors import HoldfastError
     from holdfast.harness.bench import tune as tuner
 
     if show and (forget or backend):
@@ -57,7 +57,7 @@ def tune(
     if forget:
         typer.echo(f"{'removed' if tuning.forget() else 'there was no'} {tuning.path()}")
         return
-    try:
+    with in_one_line("holdfast tune", status=1):
         if not show:
             names = [name.strip() for name in backend.split(",") if name.strip()]
             found = tuner.tune(names or tuner.tunable())
@@ -65,9 +65,6 @@ def tune(
                 if not any(link.split("/")[0] == name for link in found):
                     typer.echo(f"{name} has nothing to choose: its collectives are its own", err=True)
         _print(tuner.links(), json)
-    except HoldfastError as error:
-        typer.echo(f"holdfast tune: {error}", err=True)
-        raise typer.Exit(1) from error
 
 
 def _print(links: dict[str, Any], json: bool) -> None:

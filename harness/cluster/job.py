@@ -20,6 +20,7 @@ from holdfast.comms.quantities import integer, seconds
 from holdfast.comms.system import forks
 from holdfast.ft.console.units import counted
 from holdfast.ft.event_lines import to_record
+from holdfast.ft.events import Event, SpareWaits, SpareWelcomed
 from holdfast.ft.launch.job_contract import LocalContract
 from holdfast.ft.launch.launcher import Launch, launch
 from holdfast.ft.membership.view import View
@@ -27,13 +28,9 @@ from holdfast.ft.node.register import Register
 from holdfast.ft.processes.channel import ChannelClosed
 from holdfast.ft.processes.zygote_client import ForkedProcess
 from holdfast.ft.registers import RegisterAway
-from holdfast.harness.cluster import pickling
-from holdfast.harness.cluster.cluster_ranks import ClusterSettings, Ended, RankResult, death, values
-from holdfast.harness.cluster.errors import RunTimeout
-from holdfast.harness.cluster.output import Echo, last_stack
-from holdfast.harness.cluster.rank_processes import zygote_of_ranks
-from holdfast.harness.cluster.rank_worker import STACK_SIGNAL, session_target
-from holdfast.harness.cluster.spares import standing_by
+from holdfast.harness.cluster.cluster_ranks import ClusterSettings, Ended, RankResult, RunTimeout, death, values
+from holdfast.harness.cluster.rank_processes import Echo, last_stack, zygote_of_ranks
+from holdfast.harness.cluster.rank_worker import STACK_SIGNAL, pickle_by_value, session_target
 
 if TYPE_CHECKING:
     from holdfast.harness.links.client import Links
@@ -75,7 +72,7 @@ class Job:
         self.processes: tuple[ForkedProcess, ...] = ()
         self._launch: Launch | None = None
         try:
-            self._target = session_target(pickling.dumps((fn, args, kwargs)), options, prepare)
+            self._target = session_target(pickle_by_value((fn, args, kwargs)), options, prepare)
             self._launch = launch(settings.launcher, count)
             for _ in range(count):
                 self._start_process()
@@ -225,8 +222,7 @@ class Job:
         Ranks in no group form one more. No process is told; data sent meanwhile arrives afterwards. Raises
         `Unsupported` unless the cluster has `links=True`, or for a transport without a network.
         """
-        from holdfast.harness.links.breakable import unbreakable
-        from holdfast.harness.links.policy import between
+        from holdfast.harness.links.policy import between, unbreakable
 
         why = unbreakable(self._settings.backend, self._settings.environ)
         if self._links is None or why is not None:
@@ -388,3 +384,18 @@ class ViewCache:
             except Exception as error:
                 self._failure = error
                 return
+
+
+# Spares ---------------------------------------------------------------------------------------------------------------
+
+
+def standing_by(events: Iterable[Event]) -> set[str]:
+    """The spares that stand by, from the events of all processes so far."""
+    told: dict[str, tuple[str, ...]] = {}
+    heard: set[tuple[str, str]] = set()
+    for event in events:
+        if isinstance(event, SpareWaits):
+            told.setdefault(event.process, event.to)
+        elif isinstance(event, SpareWelcomed):
+            heard.add((event.spare, event.process))
+    return {spare for spare, members in told.items() if all((spare, member) in heard for member in members)}

@@ -1,4 +1,4 @@
-"""Ranks as processes of this machine: forked once, reused from call to call, replaced when they die."""
+"""Ranks as processes of this machine: forked once, reused from call to call, replaced when they die; their output."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import importlib.metadata
 import select
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -14,13 +15,64 @@ from typing import Any
 
 from holdfast.comms.plugins.registry import GROUP
 from holdfast.comms.system.paths import url_of
+from holdfast.ft.console.output import LineSplitter, tail, visible
 from holdfast.ft.launch.launcher import Launch, launch
 from holdfast.ft.processes.channel import ChannelClosed
 from holdfast.ft.processes.zygote_client import ForkedProcess, ZygoteClient, zygote, zygote_with
-from holdfast.harness.cluster import pickling
 from holdfast.harness.cluster.cluster_ranks import ClusterRanks, ClusterSettings, Ended, RankResult, death
-from holdfast.harness.cluster.output import Echo, last_stack
-from holdfast.harness.cluster.rank_worker import Abort, CallRequest, rank_target
+from holdfast.harness.cluster.rank_worker import Abort, CallRequest, pickle_by_value, rank_target
+
+
+def last_stack(output: Path) -> str:
+    """The last stack that faulthandler wrote to `output`; without one, the end of the output."""
+    text = tail(output, 16000)
+    _, found, stack = text.rpartition("(most recent call first):\n")
+    return stack.partition("\n\nExtension modules")[0].strip() if found else text
+
+
+class Echo:
+    """Follows files and prints their new lines to `sys.stdout`, if `enabled`."""
+
+    def __init__(self, enabled: bool) -> None:
+        self._enabled = enabled
+        self._files: dict[Path, _FollowedFile] = {}
+
+    def follow(self, name: str, path: Path) -> None:
+        """Print lines written to `path` from now on, as `[name] line`."""
+        if path not in self._files:
+            self._files[path] = _FollowedFile(name, path.stat().st_size if path.exists() else 0)
+
+    def skip(self, path: Path) -> None:
+        """Do not print what `path` holds now."""
+        if path in self._files:
+            self._files[path] = _FollowedFile(self._files[path].name, path.stat().st_size)
+
+    def pump(self) -> None:
+        """Print the new complete lines of all files."""
+        if not self._enabled:
+            return
+        for path, followed in self._files.items():
+            if not path.exists() or path.stat().st_size <= followed.at:
+                continue
+            with path.open("rb") as file:
+                file.seek(followed.at)
+                data = file.read()
+            followed.at += len(data)
+            for line in followed.lines.feed(data):
+                _print(f"[{followed.name}] {visible(line)}")
+
+
+class _FollowedFile:
+    """A followed file: its display name, the bytes read so far, and the incomplete last line."""
+
+    def __init__(self, name: str, at: int) -> None:
+        self.name, self.at, self.lines = name, at, LineSplitter()
+
+
+def _print(line: str) -> None:
+    """Print to the current `sys.stdout`, with characters replaced that it cannot encode."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    print(line.encode(encoding, "replace").decode(encoding), file=sys.stdout)
 
 
 def zygote_of_ranks(*workers: str) -> ZygoteClient:
@@ -79,7 +131,7 @@ class RankProcesses(ClusterRanks):
     ) -> list[RankResult]:
         self._replace_dead()
         self._calls += 1
-        body = pickling.dumps((fn, args, kwargs))
+        body = pickle_by_value((fn, args, kwargs))
         meeting = self._directory / f"meeting-{self._calls}"
         try:
             return self._gather(self._issue(body, url_of("file", meeting)), abort)

@@ -17,8 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from holdfast.ft.processes.remote_calls import pack_error
-from holdfast.harness.cluster.cluster_ranks import ClusterRanks, ClusterSettings, RankResult
-from holdfast.harness.cluster.errors import RunTimeout, rank_failure
+from holdfast.harness.cluster.cluster_ranks import ClusterRanks, ClusterSettings, RankResult, RunTimeout, rank_failure
 from holdfast.harness.cluster.rank_worker import Running, call_connected
 
 

@@ -1,19 +1,28 @@
-"""The bodies of the processes of a cluster: a rank under `LocalCluster.run`, and a process of a `Job`.
+"""The bodies of the processes of a cluster, and how functions and results travel to and from them.
 
-A rank connects for each call, calls the function, closes and reports. The main thread runs the functions. A second
-thread reads the channel, so that an abort gets through while a function is blocked in an op. A process of a job runs
-one function under an `ft.Session` that joins by the environment.
+A rank under `LocalCluster.run` connects for each call, calls the function, closes and reports. The main thread runs the
+functions. A second thread reads the channel, so that an abort gets through while a function is blocked in an op. A
+process of a `Job` runs one function under an `ft.Session` that joins by the environment.
+
+Functions of scripts, notebooks and test modules are pickled by value. cloudpickle sends `__main__` by value anyway, and
+any other module by name, so that must be importable there: here are found the modules that are not, or that should not
+be imported again (test modules).
+
 """
 
 from __future__ import annotations
 
 import faulthandler
+import functools
 import queue
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import cloudpickle
@@ -22,8 +31,85 @@ from holdfast import comms
 from holdfast.comms.communicator import Communicator
 from holdfast.ft.processes.channel import ChannelClosed, ProcessChannel
 from holdfast.ft.processes.remote_calls import pack_error
-from holdfast.harness.cluster import pickling
 from holdfast.harness.cluster.cluster_ranks import Ended
+
+_lock = threading.Lock()
+
+
+def pickle_by_value(value: Any) -> bytes:
+    """Pickle a value for a child process or its parent, with the modules of its contents by value where needed."""
+    with _by_value(set(_modules(value))):
+        data: bytes = cloudpickle.dumps(value)
+    return data
+
+
+def pickle_result(value: Any) -> bytes:
+    """As `pickle_by_value`, for the result of a function. Raises TypeError, saying so, if it cannot be pickled."""
+    try:
+        return pickle_by_value(value)
+    except Exception as error:
+        raise TypeError(f"a result must be picklable, this {type(value).__name__} is not: {error}") from error
+
+
+def _modules(value: Any, depth: int = 3) -> Iterator[str]:
+    """The modules that define `value`, its type, and its contents down to `depth`."""
+    for thing in (value, type(value)):
+        if isinstance(name := getattr(thing, "__module__", None), str):
+            yield name
+    held: tuple[Any, ...] = ()
+    if isinstance(value, functools.partial):
+        held = (value.func, value.args, value.keywords)
+    elif isinstance(value, dict):
+        held = tuple(value.values())
+    elif isinstance(value, tuple | list | set | frozenset):
+        held = tuple(value)
+    elif (wrapped := getattr(value, "__wrapped__", None)) is not None:
+        held = (wrapped,)
+    if depth > 0:
+        for item in held:
+            yield from _modules(item, depth - 1)
+
+
+@contextmanager
+def _by_value(names: set[str]) -> Iterator[None]:
+    modules = [sys.modules[name] for name in names if name in sys.modules and not _importable(sys.modules[name])]
+    with _lock:
+        new = [module for module in modules if module.__name__ not in cloudpickle.list_registry_pickle_by_value()]
+        for module in new:
+            cloudpickle.register_pickle_by_value(module)
+        try:
+            yield
+        finally:
+            for module in new:
+                cloudpickle.unregister_pickle_by_value(module)
+
+
+def _importable(module: ModuleType) -> bool:
+    """Whether a process with our `sys.path` would find this very module, and may import it again."""
+    name = module.__name__
+    if name == "__main__":
+        return True
+    leaf = name.rpartition(".")[2]
+    if leaf.startswith("test_") or leaf.endswith("_test") or leaf == "conftest":
+        return False
+    return _found(name, getattr(module, "__file__", None))
+
+
+@functools.cache
+def _found(name: str, file: str | None) -> bool:
+    if file is None:
+        return True
+    parent = name.rpartition(".")[0]
+    path = getattr(sys.modules.get(parent), "__path__", None)
+    for finder in sys.meta_path:
+        spec = finder.find_spec(name, path, None)
+        if spec is not None:
+            return spec.origin == file
+    return False
+
+
+# Ranks ----------------------------------------------------------------------------------------------------------------
+
 
 STACK_SIGNAL = signal.SIGUSR2
 """The signal on which a process writes the stack of its main thread to its output."""
@@ -114,7 +200,7 @@ class RankWorker:
         try:
             fn, args, kwargs = cloudpickle.loads(call.body)
             value = call_connected(call.link, running, fn, args, kwargs)
-            return Ended(time.monotonic(), pickling.dumps_result(value), number=call.number)
+            return Ended(time.monotonic(), pickle_result(value), number=call.number)
         except BaseException as error:
             return Ended(running.failed_at or time.monotonic(), error=pack_error(error), number=call.number)
 
@@ -141,7 +227,7 @@ def session_target(
         faulthandler.register(STACK_SIGNAL, all_threads=False)
         try:
             own = prepare() if prepare is not None else None
-            ended = Ended(time.monotonic(), pickling.dumps_result(_in_session(body, {**options, **(own or {})})))
+            ended = Ended(time.monotonic(), pickle_result(_in_session(body, {**options, **(own or {})})))
         except BaseException as error:
             ended = Ended(time.monotonic(), error=pack_error(error))
         channel.send(ended, timeout=600.0)

@@ -53,7 +53,7 @@ class Conformance:
         part = getattr(item, "function", _applies_always).__module__.rpartition(".")[2]
         if part == "planes":
             return able.memory_plane
-        if part in ("windows", "window_calls", "window_ends"):
+        if part == "windows":
             atomic = "fetch_add" in item.name or "compare_swap" in item.name
             return able.windows and (able.atomics or not atomic)
         return info.connect is not None
@@ -65,7 +65,7 @@ class Conformance:
             self.outcomes.append(CheckOutcome(name, report.outcome, round(report.duration, 3), why))
 
 
-_CHECKS = ("collectives", "reductions", "failures", "windows", "window_calls", "window_ends", "planes", "helpers")
+_CHECKS = ("collectives", "reductions", "failures", "windows", "planes", "helpers")
 
 
 def run(backend: str, ranks: int = 2, select: str = "", quiet: bool = False) -> tuple[bool, list[CheckOutcome]]:

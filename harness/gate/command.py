@@ -42,9 +42,7 @@ def gate(
     the file of --markdown could not be written after all.
     """
     from holdfast.ft.console.console import console, print_json, working
-    from holdfast.harness.gate import show
-    from holdfast.harness.gate.decide import DecisionRule
-    from holdfast.harness.gate.gate import run
+    from holdfast.harness.gate.gate import DecisionRule, run, show, to_markdown
     from holdfast.harness.gate.pairs import SideFailed
 
     check_file(markdown, "--markdown")
@@ -62,10 +60,10 @@ def gate(
     if json:
         print_json(report)
     else:
-        show.show(report, out)
+        show(report, out)
     if markdown is not None:
         with writing("holdfast gate"):
-            markdown.write_text(show.markdown(report) + "\n", encoding="utf-8")
+            markdown.write_text(to_markdown(report) + "\n", encoding="utf-8")
     raise typer.Exit(report.status)
 
 

@@ -1,4 +1,12 @@
-"""A run of the gate: measures clusters of pairs until every workload is decided, and reports the verdicts."""
+"""A run of the gate: measures clusters of pairs until every workload is decided, and reports the verdicts.
+
+The test is paired, robust against outliers, sequential, with a margin. A *cluster* is one fresh pair of processes. In
+it the two sides take turns, A B B A, so that drift cancels; each such group of four gives one log ratio, and the
+cluster counts by the mean of their middle half, so that a disturbed slice does no harm. The clusters are independent of
+each other, even in properties that a process keeps for life (such as the placement of its pages), so Student's t over
+clusters gives a valid interval.
+
+"""
 
 from __future__ import annotations
 
@@ -7,15 +15,79 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import msgspec
+from rich.console import Console
+from rich.text import Text
 
-from holdfast.harness.gate.decide import DecisionRule, Estimate, Verdict, decide
+from holdfast.ft.console.console import styled
 from holdfast.harness.gate.pairs import CannotRun, PairLauncher, slices
 from holdfast.harness.gate.sides import Side, differing_pins
 from holdfast.harness.gate.workloads import WORKLOADS, GateWorkload
-from holdfast.harness.measure.noise import Noise
-from holdfast.harness.measure.stats import paired_ratio
+from holdfast.harness.measure.results import Noise, figures, others, show_time
+from holdfast.harness.measure.stats import paired_ratio, t_quantile
+
+# The decision ---------------------------------------------------------------------------------------------------------
+
+
+Verdict = Literal["slower", "faster", "same", "unsure"]
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionRule:
+    """The rule that calls a workload slower.
+
+    `alarm` is the chance, over all workloads together, to call equal code slower; `miss` that to call code the same
+    that is slower by `effect`. A slowdown within `margin` is never an alarm. After `first` clusters, and after each
+    further one up to `most`, the test is made.
+    """
+
+    effect: float = 0.05
+    margin: float = 0.01
+    alarm: float = 0.01
+    miss: float = 0.005
+    first: int = 6
+    most: int = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A slowdown as a share (0.05: 5% slower), its interval, and the number of clusters."""
+
+    slowdown: float
+    low: float
+    high: float
+    clusters: int
+
+
+def decide(ratios: Sequence[float], rule: DecisionRule, workloads: int) -> tuple[Verdict, Estimate]:
+    """The decision that the log ratios of the clusters so far allow, among `workloads` workloads.
+
+    "slower": the interval at level `alarm / workloads` lies above the margin. "same": the one-sided interval at level
+    `miss` lies below the effect. "unsure": neither yet.
+    """
+    count = len(ratios)
+    mean = statistics.fmean(ratios)
+    if count < 2:
+        return "unsure", Estimate(math.expm1(mean), -1.0, math.inf, count)
+    error = statistics.stdev(ratios) / math.sqrt(count)
+    sure = t_quantile(1 - rule.alarm / workloads, count - 1) * error
+    likely = t_quantile(1 - rule.miss, count - 1) * error
+    estimate = Estimate(math.expm1(mean), math.expm1(mean - sure), math.expm1(mean + sure), count)
+    if count < rule.first:
+        return "unsure", estimate
+    if estimate.low > rule.margin:
+        return "slower", estimate
+    if estimate.high < -rule.margin:
+        return "faster", estimate
+    if math.expm1(mean + likely) < rule.effect:
+        return "same", estimate
+    return "unsure", estimate
+
+
+# The run --------------------------------------------------------------------------------------------------------------
+
 
 GROUPS = 12
 """Groups of turns in a cluster, for each rank of the workload: ranks that wait for each other are noisier."""
@@ -186,3 +258,93 @@ def run(
         others=noise.cpus(),
         pins=differing_pins(*sides),
     )
+
+
+# The report -----------------------------------------------------------------------------------------------------------
+
+
+_MARK = {
+    "does not run": "❌ does not run",
+    "slower": "❌ slower",
+    "faster": "🚀 faster",
+    "same": "✅ same",
+    "unsure": "❔ unsure",
+}
+_STYLE = {"does not run": "bold red", "slower": "bold red", "faster": "green", "same": "default", "unsure": "yellow"}
+
+
+def _change(finding: WorkloadResult) -> str:
+    """The slowdown and its interval, as percent."""
+    if not finding.clusters:
+        return ""
+    return f"{finding.slowdown:+.1%} ({finding.low:+.1%} to {finding.high:+.1%})"
+
+
+def promise(rule: DecisionRule) -> str:
+    """The error rates of the rule, in words. `tests/support/programs/gate_calibration.py` measures them."""
+    return (
+        f"a slowdown is called one if the whole interval lies above {rule.margin:.0%}; all workloads together call "
+        f"equal code slower with a chance of at most {rule.alarm:.0%}, and overlook {rule.effect:.0%} with one of "
+        f"about {rule.miss:.1%} each"
+    )
+
+
+def show(report: GateReport, out: Console) -> None:
+    """Print the report."""
+    out.print(f"base: {report.base}\nhead: {report.head}")
+    if report.pins:
+        differ = styled("pinned versions differ", "yellow")
+        out.print(differ + f", both sides ran with what is installed: {', '.join(report.pins)}")
+    table = figures(
+        f"CPU time an op, {report.seconds:.0f} s; {others(report.others)}",
+        ("workload", "base", "head", "slower by", "pairs", "verdict"),
+        names=("workload", "slower by", "verdict"),
+        caption=promise(report.rule),
+    )
+    for each in report.findings:
+        verdict = each.verdict if not each.why else f"{each.verdict}: {each.why}"
+        table.add_row(
+            Text.assemble(each.workload, "\n", styled(each.what, "dim")),
+            show_time(each.base_us),
+            show_time(each.head_us),
+            _change(each),
+            str(each.clusters),
+            styled(verdict, _STYLE.get(each.verdict, "yellow")),
+        )
+    out.print(table)
+
+
+def _headline(report: GateReport) -> str:
+    """The outcome in a line, including workloads that could not be compared."""
+    parts = [
+        f"❌ {what}: {', '.join(finding.workload for finding in findings)}"
+        for what, findings in (("Does not run", report.broken), ("Slower", report.slower))
+        if findings
+    ]
+    if not parts:
+        parts.append("❔ Nothing was compared" if report.status else "✅ No slowdown found")
+    if report.undecided:
+        parts.append(f"❔ {len(report.undecided)} undecided")
+    return ", ".join(parts)
+
+
+def to_markdown(report: GateReport) -> str:
+    """The report as a comment for a pull request."""
+    lines = [
+        f"### {_headline(report)}",
+        "",
+        f"`{report.base}` → `{report.head}`",
+        "",
+        "| workload | base | head | slower by | verdict |",
+        "|---|---:|---:|---|---|",
+    ]
+    for each in report.findings:
+        verdict = _MARK.get(each.verdict, f"❔ {each.verdict}") + f": {each.why}" * bool(each.why)
+        lines.append(
+            f"| **{each.workload}**: {each.what} | {show_time(each.base_us)} | {show_time(each.head_us)} "
+            f"| {_change(each)} | {verdict} |"
+        )
+    lines += ["", f"CPU time an op, interleaved and paired; {promise(report.rule)}."]
+    if report.pins:
+        lines += ["", f"Pinned versions differ, both sides ran with what is installed: {', '.join(report.pins)}."]
+    return "\n".join(lines)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import msgspec
+
+from holdfast.comms.plugins.registry import registry
 
 Plane = Literal["all", "control", "data"]
 """Which connections: those to control endpoints (heartbeats, views), all others, or both."""
@@ -107,3 +110,29 @@ class LinkTraffic(msgspec.Struct, frozen=True, kw_only=True):
     lost: int = 0
     corrupted: int = 0
     reset: int = 0
+
+
+# What can be broken ---------------------------------------------------------------------------------------------------
+
+
+_TCP_ALONE = frozenset(["tcp", "self"])
+
+
+def unbreakable(backend: str, environ: Mapping[str, str], *, many_hosts: bool = False) -> str | None:
+    """The reason why faults of links would break the control channel alone; None if all bytes pass the proxy.
+
+    `backend` may list several in order of preference: any of them may be taken. `environ` is added to the environment
+    of the ranks. `many_hosts`: each rank believes the others to be on other hosts. Raises `BackendUnavailable` for an
+    unknown backend.
+    """
+    for name in (each.strip() for each in backend.split(",")):
+        variable = registry().backend(name).info.capabilities.tcp
+        if variable == "always":
+            continue
+        if not variable:
+            return f"the {name} backend has no links to break: between processes of one host it does not go over TCP"
+        value = environ.get(variable, os.environ.get(variable, ""))
+        if not (set(value.split(",")) <= _TCP_ALONE if value else many_hosts):
+            is_now = f"{variable} is {value!r}" if value else f"{variable} is not set"
+            return f'the {name} backend has no links to break unless {variable} = "tcp,self": {is_now}'
+    return None

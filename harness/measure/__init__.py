@@ -4,17 +4,16 @@
                  program (`Program`: mpirun, actors). `group.call("measure", order, into=Measurement)` calls a method of
                  the object that each worker serves, in all workers at once; a `Worker` alone has `send` and `answer`.
     worker.py    The worker's side: `serve(address, service, role, rank, detail)`. Public methods of `service` are what
-                 can be called; their annotations say how arguments are decoded. It imports nothing of holdfast, so that
-                 the gate's processes can use it with the code of any commit.
-    barrier.py   A barrier of ranks that belongs to no library under test.
+                 can be called; their annotations say how arguments are decoded. `WorkerBarrier` belongs to no library
+                 under test. It imports nothing of holdfast, so that the gate's processes can use it with the code of
+                 any commit.
     rounds.py    `Workload`: `set_up`, and `turn`, which returns a `Turn`: seconds by figure, and how many results were
                  wrong. `take_turns(workload, contestants, rounds, failed)` lets contestants take turns, round after
                  round, in rotating (`rotated`) or mirrored (`mirrored`: A B B A) order, and drops those that fail.
     stats.py     `Timing`, `Spread`, `pairwise` (ratios of the turns of the same round), Student's t.
     results.py   What every run records, as JSON: `Run` with the `Machine`, the contestants and those left out; `Row`,
-                 `Ratio` and `Failure`, which each bench extends with what names its rows.
-    noise.py     `Noise`: how many CPUs other processes used meanwhile.
-    show.py      Tables of figures for the terminal, and the machine in words.
+                 `Ratio` and `Failure`, which each bench extends with what names its rows. `Noise`: how many CPUs other
+                 processes used meanwhile. Tables of figures for the terminal, and the machine in words.
 
 A bench in short:
 

@@ -67,7 +67,10 @@ def pairwise(ours: Sequence[float], theirs: Sequence[float]) -> Pairwise:
 
 
 def paired_ratio(quads: Sequence[tuple[float, float, float, float]]) -> float:
-    """The log ratio of B to A in groups A, B, B, A of times: the mean of the middle half."""
+    """The log ratio of B to A, from groups of times A, B, B, A.
+
+    It is the mean of the middle half of the groups.
+    """
     ratios = sorted(math.log(b1 * b2 / (a1 * a2)) / 2 for a1, b1, b2, a2 in quads)
     outside = len(ratios) // 4
     return statistics.fmean(ratios[outside : len(ratios) - outside])

@@ -1,4 +1,4 @@
-"""A chart by matplotlib whose SVG takes its colours from the page around it, light or dark.
+"""A chart by matplotlib; its SVG takes its colours from the page around it, light or dark.
 
 An artist gets a CSS class and a tooltip by `mark`. What is drawn has the names of `COLOURS`; in a page these are the
 variables of its style sheet, alone the picture brings them along.

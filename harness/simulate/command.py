@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from holdfast.harness.command_line import check_file, with_options
+from holdfast.harness.command_line import check_file, in_one_line, with_options
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,6 @@ def simulate(options: SimulateOptions) -> None:
 
     Exit status: 0 if every invariant held (with --museum: if every bug was found); 1 if not; 2 for what cannot be run.
     """
-    from holdfast.comms.errors import HoldfastError
     from holdfast.harness.simulate import show
 
     check_file(options.trace, "--trace")
@@ -82,13 +81,11 @@ def simulate(options: SimulateOptions) -> None:
         check_file(options.out, "--out")
         check_file(options.out.with_suffix(".txt"), "--out")
     try:
-        with nullcontext() if options.trace is None else options.trace.open("w", encoding="utf-8") as lines:
+        with (
+            in_one_line("holdfast simulate", ValueError, OSError),
+            nullcontext() if options.trace is None else options.trace.open("w", encoding="utf-8") as lines,
+        ):
             status = show.run(options, None if lines is None else lines.write)
-    except BrokenPipeError:
-        raise
-    except (HoldfastError, ValueError, OSError) as error:
-        typer.echo(f"holdfast simulate: {error}", err=True)
-        status = 2
     except KeyboardInterrupt:
         typer.echo("holdfast simulate: interrupted", err=True)
         status = 130

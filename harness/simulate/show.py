@@ -9,23 +9,23 @@ from contextlib import AbstractContextManager, nullcontext
 from statistics import median
 from typing import TYPE_CHECKING
 
+from holdfast.ft import events
 from holdfast.ft.console.console import FoldingTable, console, print_json, styled, working
 from holdfast.ft.console.units import counted
 from holdfast.harness.command_line import writing
+from holdfast.harness.invariants import Event, Violation
 from holdfast.harness.simulate.core.schedule import Schedule, load, save
-from holdfast.harness.simulate.core.trace import TraceWriter
-from holdfast.harness.simulate.known_bugs import KNOWN_BUGS, KnownBug
-from holdfast.harness.simulate.known_bugs.reproduce import Sighting
-from holdfast.harness.simulate.known_bugs.run_all import run_all
-from holdfast.harness.simulate.search.draw import draw
-from holdfast.harness.simulate.search.run import SimulationResult, simulate
-from holdfast.harness.simulate.search.scenarios import MOST_WITH_STEPS, RANKS_A_HOST, SCENARIOS
-from holdfast.harness.simulate.search.scenarios import scenario as make_scenario
-from holdfast.harness.simulate.search.shrink import shrink as make_smaller
-from holdfast.harness.simulate.story import RunSummary
+from holdfast.harness.simulate.core.world import TraceWriter
+from holdfast.harness.simulate.draw import MOST_WITH_STEPS, RANKS_A_HOST, SCENARIOS, draw
+from holdfast.harness.simulate.draw import scenario as make_scenario
+from holdfast.harness.simulate.known_bugs import KnownBug
+from holdfast.harness.simulate.known_bugs.reproduce import KNOWN_BUGS, Sighting, run_all
+from holdfast.harness.simulate.run import SimulationResult, simulate
+from holdfast.harness.simulate.shrink import shrink as make_smaller
 
 if TYPE_CHECKING:
     from holdfast.harness.simulate.command import SimulateOptions
+
 
 STEPS = 40
 LINE_SECONDS = 5.0
@@ -117,7 +117,7 @@ def _breaks(schedule: Schedule, invariant: str) -> bool:
 
 
 def _show_results(name: str, results: list[SimulationResult], story: str) -> None:
-    """A row for each job of membership alone, one for all jobs with steps; then the story, if there is one."""
+    """Print one row for all jobs with steps, or one for each of membership alone; then the story."""
     out, steps = console(), any(result.steps for result in results)
     rows = [results] if steps else [[result] for result in results]
     what = SCENARIOS[name][0] if name in SCENARIOS else "all kinds of faults"
@@ -223,3 +223,77 @@ def _show_sightings(sightings: list[Sighting]) -> None:
     if found:
         largest = max(seen.shrunk for seen in sightings)
         out.print(f"median {median(found):g} seeds; the largest schedule has {counted(largest, 'event')}")
+
+
+# The story of a run ---------------------------------------------------------------------------------------------------
+
+
+LONGEST = 160
+TOLD = (
+    events.ProcessDied
+    | events.ProcessStopped
+    | events.ViewProposed
+    | events.WasEvicted
+    | events.MemberFenced
+    | events.RegisterUnreachable
+    | events.LostMajority
+    | events.ResignedItself
+    | events.MemberUnreachable
+    | events.StepAborted
+    | events.SessionFailed
+    | events.CoreBroken
+    | events.StepsFinished
+)
+
+
+class RunSummary:
+    """Collects the important events of a run."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+        self._epochs: set[int] = set()
+        self._steps: dict[int, int] = {}
+        self._doubts: set[tuple[str, str]] = set()
+
+    def hear(self, event: Event) -> None:
+        """Handle the next event."""
+        who = event.process
+        match event:
+            case events.ViewInstalled():
+                self._installed(event)
+            case events.StepCommitted(step=step):
+                self._steps[step] = self._steps.get(step, 0) + 1
+            case events.MemberSuspected(member=member):
+                if (member, who) not in self._doubts:
+                    self._doubts.add((member, who))
+                    self._say(event.time, f"{who} does not hear {member} any more")
+            case events.SuspicionCleared(member=member):
+                self._doubts.discard((member, who))
+                self._say(event.time, f"{who} hears {member} again")
+            case events.FaultInjected():
+                self._say(event.time, str(event))
+            case _ if isinstance(event, TOLD):
+                self._say(event.time, f"{who}: {event}")
+
+    def _installed(self, event: events.ViewInstalled) -> None:
+        if event.epoch not in self._epochs:
+            self._epochs.add(event.epoch)
+            self._say(event.time, f"epoch {event.epoch} begins with {', '.join(event.members)}: {event.reason}")
+
+    def _say(self, time: float, words: str) -> None:
+        self._lines.append(f"{time:9.4f} s  {words[:LONGEST]}")
+
+    def text(self, schedule: Schedule, violation: Violation | None) -> str:
+        """The whole text."""
+        layout = schedule.layout
+        head = (
+            f"{counted(layout.ranks, 'rank')} on {layout.hosts} hosts, {counted(layout.spares, 'spare')}, "
+            f"at least {layout.min_size} needed; "
+            f"{counted(layout.steps, 'step')} of {layout.compute:g} s; seed {schedule.seed}."
+        )
+        committed = f"Steps 0 to {max(self._steps)} were committed." if self._steps else "No step was committed."
+        if violation is None:
+            end = "Every invariant held."
+        else:
+            end = f"BROKEN at {violation.time:.4f} s: {violation.invariant}: {violation.process} {violation.message}"
+        return "\n".join((head, "", *self._lines, "", committed, end)) + "\n"

@@ -13,9 +13,9 @@ import statistics
 from abc import ABC, abstractmethod
 from typing import Any, Literal, TypeVar
 
-from holdfast.harness.bench.collectives.contestants import ContestantGroup, missing
-from holdfast.harness.bench.collectives.definitions import OPERATIONS
-from holdfast.harness.bench.collectives.run import BenchPlan, Collective, TimedLibrary, run
+from holdfast.harness.bench.contestants import ContestantGroup, missing
+from holdfast.harness.bench.operations import OPERATIONS
+from holdfast.harness.bench.run import BenchPlan, Collective, TimedLibrary, run
 from holdfast.harness.measure.workers import WorkerFailed
 
 T = TypeVar("T")

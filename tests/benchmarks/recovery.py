@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from benchmarks.common import profile
+from holdfast.harness.bench.command import RecoveryPlan
 from holdfast.harness.bench.recovery import RecoveryBench, run
-from holdfast.harness.bench.recovery_plan import RecoveryPlan
 
 KILLS = profile(5, 30)
 

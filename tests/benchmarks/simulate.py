@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 from benchmarks.common import profile
 
 if TYPE_CHECKING:
-    from holdfast.harness.simulate.search.run import SimulationResult
+    from holdfast.harness.simulate.run import SimulationResult
 
 
 class Simulation:
@@ -44,8 +44,8 @@ class Simulation:
 
 def _measure(name: str, ranks: int) -> SimulationResult:
     """Simulate the scenario. Raises ArithmeticError if an invariant is broken."""
-    from holdfast.harness.simulate.search.run import simulate
-    from holdfast.harness.simulate.search.scenarios import scenario
+    from holdfast.harness.simulate.draw import scenario
+    from holdfast.harness.simulate.run import simulate
 
     found = simulate(scenario(name, ranks, ranks // 8, seed=7))
     if found.violation is not None:

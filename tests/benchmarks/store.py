@@ -62,7 +62,7 @@ class Handover(RankTimed):
     def setup(self, size: int) -> None:
         from holdfast.harness.bench.store.data import model_shapes
         from holdfast.harness.bench.store.drivers import HOLDFAST
-        from holdfast.harness.bench.store.teams import Team, TeamPlan
+        from holdfast.harness.bench.store.workloads import Team, TeamPlan
 
         if not hasattr(self, "team"):
             self.versions = itertools.count(1)

@@ -103,7 +103,7 @@ def test_errors_of_comms_and_backends_say_what_was_expected() -> None:
 
 
 def test_no_text_decides() -> None:
-    """What an error or a piece of evidence says is for people; code asks for its type, or a field that has a kind."""
+    """Texts of errors and evidence are for people; code asks for a type, or a field that has a kind."""
     texts = ("evidence", "reason", "message")
 
     def is_text(node: ast.AST) -> bool:

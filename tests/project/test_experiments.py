@@ -64,7 +64,7 @@ def test_the_messages_of_an_exchange_grow_slower_than_the_job(tmp_path: Path) ->
     ],
 )
 def test_a_node_is_evicted_only_if_no_other_hears_it(arguments: str, tmp_path: Path) -> None:
-    """Bursts of loss on single paths lead to suspicions, and to no eviction; on all paths of a node they do."""
+    """Bursts of loss on single paths lead to suspicions alone; on all paths of a node, to evictions."""
     run("false_evictions", str(tmp_path), *arguments.split(), "--seed", "1")
     (found,) = json.loads((tmp_path / "false-evictions.json").read_text())
     assert (found["false_evictions"] > 0) == (found["shared"] > 0)

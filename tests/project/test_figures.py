@@ -87,8 +87,3 @@ def test_each_section_with_figures_names_a_command_that_repeats_them() -> None:
     sections = re.split(r"(?m)^## ", PERFORMANCE.read_text())[1:]
     without = [each.splitlines()[0] for each in sections if "\n|" in each and not commands(each)]
     assert not without, "name the command, or let the figures go"
-
-
-def test_no_figure_says_that_no_command_repeats_it() -> None:
-    text = " ".join((PERFORMANCE.read_text() + (ROOT / "README.md").read_text()).split())
-    assert "No command repeats" not in text

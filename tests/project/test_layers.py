@@ -99,7 +99,6 @@ LAYERS = {
         measure
         bench
         chaos
-        blame top
         gate
         cli
     """,

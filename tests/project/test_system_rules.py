@@ -90,7 +90,7 @@ AS_THEY_COME = {
     "comms/system/file_io.py": "the loops themselves",
     "ft/telemetry/event_log.py": "a line is appended whole or taken back",
     "ft/registers/sqlite.py": "notifications are drained, not looked at",
-    "harness/chaos/faults/disk.py": "it writes until the disk is full",
+    "harness/chaos/faults/storage.py": "it writes until the disk is full",
     "ft/launch/guardian.py": "a line that a pipe takes at once or not at all",
     "ft/launch/local_launcher.py": "single bytes, and lines are put together from what has come",
     "harness/testbed/netns.py": "single bytes",

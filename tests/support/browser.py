@@ -1,15 +1,17 @@
-"""Pages as Chromium shows them; it cannot reach another host than this one."""
+"""Pages: the pictures in them, and what Chromium shows, which cannot reach another host than this one."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import http.server
+import re
 import shutil
 import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from PIL import Image
@@ -17,6 +19,15 @@ from PIL import Image
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium")
+
+
+def pictures(page: str) -> list[ElementTree.Element]:
+    """The drawings of a page, which must be self-contained: it loads nothing from elsewhere, and runs no script."""
+    addresses = set(re.findall(r"""https?://[^"'\s<]+""", page))
+    assert addresses <= {"http://www.w3.org/2000/svg"}, "the name of a format, which is not fetched"
+    assert not [word for word in ("<script", "@import", "url(http") if word in page]
+    assert len(page) < 1_000_000
+    return [ElementTree.fromstring(text) for text in re.findall(r'<div class="chart"[^>]*>(<svg.*?</svg>)', page)]
 
 
 def _chromium(address: str, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:

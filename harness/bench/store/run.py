@@ -1,4 +1,4 @@
-"""Runs workloads: the contestants take turns, round after round, in processes that are started anew a few times."""
+"""Runs the bench of the store: contestants take turns, in processes that are started anew a few times; its records."""
 
 from __future__ import annotations
 
@@ -8,17 +8,100 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.console import Console
+
+from holdfast.ft.console.console import FoldingTable, styled
+from holdfast.ft.console.units import counted, format_bytes
 from holdfast.ft.processes.zygote_client import zygote_pid
 from holdfast.harness.bench.store.data import bytes_of
 from holdfast.harness.bench.store.drivers import HOLDFAST
-from holdfast.harness.bench.store.results import FIRST_TURNS, StoreBench, StoreFailure, StoreRow, ratios
-from holdfast.harness.bench.store.teams import Team, TeamPlan, missing
-from holdfast.harness.bench.store.workloads import DEVICE_WORKLOADS, WORKLOADS, StoreBenchWorkload
-from holdfast.harness.measure.noise import Noise
-from holdfast.harness.measure.results import Machine
+from holdfast.harness.bench.store.workloads import (
+    DEVICE_WORKLOADS,
+    WORKLOADS,
+    StoreBenchWorkload,
+    Team,
+    TeamPlan,
+    missing,
+)
+from holdfast.harness.measure.results import (
+    ContestantFailure,
+    Machine,
+    Noise,
+    Ratio,
+    Row,
+    Run,
+    beside,
+    figures,
+    show_head,
+    show_time,
+    wrong_in,
+)
 from holdfast.harness.measure.rounds import TimedTurn, take_turns, total_wrong
 from holdfast.harness.measure.stats import Timing
 from holdfast.harness.measure.workers import WorkerFailed
+
+FIRST_TURNS = 3
+"""The first turns after a start are set apart: a store that keeps two versions takes new memory in three of them."""
+
+
+class StoreRow(Row, frozen=True, kw_only=True):
+    """One figure of one contestant.
+
+    `timing` and `turns` (of all starts) are of the later turns; `early` are the first, second and third turn after a
+    start, each the median over starts (us; None where it did not give this figure). `rate` is GB/s (1e9 bytes) at
+    p50. `memory` is the most private bytes that the op took in one process, where that was measured. `wrong` counts
+    tensors, in all turns.
+    """
+
+    workload: str
+    figure: str
+    tensors: int
+    early: tuple[float | None, ...]
+    rate: float
+    memory: int | None
+
+
+class StoreRatio(Ratio, frozen=True, kw_only=True):
+    """How many times as fast as `peer` holdfast was in a figure."""
+
+    workload: str
+    figure: str
+
+
+class StoreFailure(ContestantFailure, frozen=True, kw_only=True):
+    """A contestant that failed in a workload."""
+
+    workload: str
+
+
+class StoreBench(Run, frozen=True, kw_only=True):
+    """A whole run."""
+
+    size: int
+    threads: int
+    starts: int
+    rounds: int
+    workloads: dict[str, str]
+    rows: tuple[StoreRow, ...]
+    ratios: tuple[StoreRatio, ...]
+    failures: tuple[StoreFailure, ...]
+
+    @property
+    def wrong(self) -> int:
+        """How many tensors were wrong in all rows."""
+        return wrong_in(self.rows)
+
+
+def ratios(rows: Sequence[StoreRow], ours: str) -> tuple[StoreRatio, ...]:
+    """Ours against every other contestant in the same figure, round by round."""
+    return tuple(
+        StoreRatio(workload=row.workload, figure=row.figure, peer=peer.contestant, **ratio)
+        for row, peer, ratio in beside(rows, (ours,), lambda row: (row.workload, row.figure))
+    )
+
+
+# The run --------------------------------------------------------------------------------------------------------------
+
 
 Progress = Callable[[str], None]
 
@@ -137,3 +220,79 @@ def _row(
 
 def _of(figure: str, turns: Sequence[TimedTurn]) -> list[float]:
     return [seconds for turn in turns for seconds in turn.seconds.get(figure, ())]
+
+
+# On a terminal --------------------------------------------------------------------------------------------------------
+
+
+CAPTION = (
+    f"p50, min and p99 of the turns after the first {FIRST_TURNS} of each start, which stand by themselves; "
+    "speed-up: how many times as fast holdfast is, median, least and most over the rounds"
+)
+
+EARLY = ("first", "second", "third")
+
+
+def _ratio(bench: StoreBench, row: StoreRow) -> StoreRatio | None:
+    wanted = (row.workload, row.figure, row.contestant)
+    return next((each for each in bench.ratios if (each.workload, each.figure, each.peer) == wanted), None)
+
+
+def _speed_up(ratio: StoreRatio | None) -> str:
+    return "" if ratio is None else f"{ratio.median:.3g}x ({ratio.least:.3g} to {ratio.most:.3g})"
+
+
+def _times(row: StoreRow) -> list[str]:
+    times = (row.timing.p50, row.timing.min, row.timing.p99, *row.early)
+    return ["" if each is None else show_time(each) for each in times]
+
+
+def heading(bench: StoreBench, workload: str, rows: Sequence[StoreRow]) -> str:
+    """The title of a workload's table: what it is, and its state."""
+    state = f"{counted(rows[0].tensors, 'tensor')}, {format_bytes(rows[0].nbytes)}"
+    return f"{workload}: {bench.workloads[workload]}; {state}"
+
+
+def threads_of(bench: StoreBench) -> str:
+    """How many threads torch had in each process, to be put behind the machine."""
+    return f", {counted(bench.threads, 'thread')}"
+
+
+def show(bench: StoreBench, out: Console) -> None:
+    """Print the whole run."""
+    show_head(bench, out, threads_of(bench))
+    for workload in bench.workloads:
+        rows = [row for row in bench.rows if row.workload == workload]
+        if rows:
+            out.print()
+            out.print(table_of(bench, workload, rows))
+    for failure in bench.failures:
+        out.print(styled("failed", "bold red") + f": {failure.contestant}, {failure.workload}: {failure.reason}")
+
+
+def table_of(bench: StoreBench, workload: str, rows: Sequence[StoreRow]) -> FoldingTable:
+    """The table of a workload."""
+    all_right = () if any(row.wrong for row in rows) else ("#wrong",)
+    table = figures(
+        heading(bench, workload, rows),
+        ("figure", "library", "p50", "min", "p99", *EARLY, "GB/s", "#wrong", "speed-up"),
+        names=("figure", "library"),
+        caption=CAPTION,
+        drop=("min", "p99", *all_right, "third", "GB/s", "second", "first"),
+    )
+    before = None
+    for row in rows:
+        if before not in (None, row.figure):
+            table.add_section()
+        wrong = styled(row.wrong, "bold red" if row.wrong else "")
+        table.add_row(
+            "" if row.figure == before else row.figure,
+            row.contestant,
+            *_times(row),
+            f"{row.rate:.3g}",
+            wrong,
+            _speed_up(_ratio(bench, row)),
+            style="bold" if row.contestant == HOLDFAST else "",
+        )
+        before = row.figure
+    return table

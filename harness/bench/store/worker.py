@@ -1,4 +1,4 @@
-"""One worker of a contestant: a publisher, holder or reader, whose methods the bench calls."""
+"""One worker of a contestant, a publisher, holder or reader: the bench calls its methods."""
 
 from __future__ import annotations
 

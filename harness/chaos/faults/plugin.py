@@ -10,8 +10,7 @@ from holdfast.comms.plugins.spec import hookimpl
 
 @hookimpl
 def holdfast_faults() -> Mapping[str, Callable[..., Any]]:
-    from holdfast.harness.chaos.faults import disk, link, process, register
-    from holdfast.harness.chaos.faults.cable import HostLost, LinkCut
+    from holdfast.harness.chaos.faults import network, process, storage
 
     return {
         "kill": process.Kill,
@@ -19,16 +18,16 @@ def holdfast_faults() -> Mapping[str, Callable[..., Any]]:
         "slow": process.Slow,
         "flap": process.Flap,
         "join": process.Join,
-        "cut": link.Cut,
-        "partition": link.Partition,
-        "delay": link.Delay,
-        "slow-link": link.SlowLink,
-        "lossy": link.Lossy,
-        "corrupt": link.Corrupt,
-        "reset": link.Reset,
-        "link-cut": LinkCut,
-        "host-lost": HostLost,
-        "register-away": register.RegisterOutage,
-        "disk-full": disk.DiskFull,
+        "cut": network.Cut,
+        "partition": network.Partition,
+        "delay": network.Delay,
+        "slow-link": network.SlowLink,
+        "lossy": network.Lossy,
+        "corrupt": network.Corrupt,
+        "reset": network.Reset,
+        "link-cut": network.LinkCut,
+        "host-lost": network.HostLost,
+        "register-away": storage.RegisterOutage,
+        "disk-full": storage.DiskFull,
         "corrupt-memory": process.CorruptMemory,
     }

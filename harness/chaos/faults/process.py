@@ -13,13 +13,13 @@ from msgspec.structs import replace
 
 from holdfast.ft.console.units import counted
 from holdfast.ft.processes.zygote_client import ForkedProcess
+from holdfast.harness.chaos.fault_type import FaultType, Undo
 from holdfast.harness.chaos.run.process_set import Victim
-from holdfast.harness.chaos.scenario.fault_type import FaultType, Undo
-from holdfast.harness.chaos.scenario.workload import FLIP_BIT
+from holdfast.harness.chaos.workload import FLIP_BIT
 
 if TYPE_CHECKING:
     from holdfast.harness.chaos.run.fault_context import FaultContext
-    from holdfast.harness.chaos.scenario.scenario import Scenario
+    from holdfast.harness.chaos.scenario import Scenario
 
 Who = int | str | tuple[int | str, ...] | None
 

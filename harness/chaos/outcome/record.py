@@ -1,4 +1,4 @@
-"""The data of a finished run, for tables, reports, comparisons and other programs.
+"""The data of a finished run, for tables, reports and other programs, and the comparison of two runs.
 
 All times are seconds since the run began; durations are seconds.
 """
@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
+from typing import Literal
 
 import msgspec
 
-from holdfast.ft.console.units import counted
+from holdfast.comms.errors import CorruptData
+from holdfast.ft.console.units import counted, format_seconds
 from holdfast.harness.invariants import CheckResult
 from holdfast.harness.links.policy import LinkTraffic
 from holdfast.harness.report.model import FaultRecord, Learning, ProcessRecord, Span
@@ -101,7 +106,7 @@ class ChaosRun(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def injected(self) -> tuple[FaultRecord, ...]:
-        """The faults whose moment came."""
+        """The faults that were injected."""
         return tuple(fault for fault in self.strikes if fault.time is not None)
 
     @property
@@ -129,3 +134,78 @@ class ChaosReport(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def passed(self) -> bool:
         return all(run.passed for run in self.runs)
+
+
+# Two runs side by side ------------------------------------------------------------------------------------------------
+
+
+TOLERANCE = 0.1
+"""Relative changes up to this are called equal: single runs on a busy machine differ by more."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedFigure:
+    """A figure of both runs, formatted; `direction` is about the second run."""
+
+    name: str
+    before: str
+    after: str
+    change: str
+    direction: Literal["better", "worse", "equal", ""]
+
+
+def load_report(path: Path) -> ChaosReport:
+    """The report in a run.json, or in a folder that has one. Raises `CorruptData`, OSError."""
+    file = path / "run.json" if path.is_dir() else path
+    try:
+        report = msgspec.json.decode(file.read_bytes(), type=ChaosReport)
+    except msgspec.DecodeError as error:
+        raise CorruptData(f"{file} is not a report of `holdfast chaos run`: {error}") from error
+    if any(run.schema != SCHEMA for run in report.runs):
+        raise CorruptData(f"{file} was written by another version of holdfast ({report.version})")
+    return report
+
+
+def compared(before: ChaosRun, after: ChaosRun) -> list[ComparedFigure]:
+    """Every figure that both runs have."""
+    rows = [
+        _words("outcome", _outcome(before), _outcome(after), better=after.passed and not before.passed,
+               worse=before.passed and not after.passed),
+        _number("steps a second", before.speed.rate, after.speed.rate, "{:.1f}".format, higher=True),
+    ]  # fmt: skip
+    if before.goodput is not None and after.goodput is not None:
+        rows.append(_number("goodput", before.goodput, after.goodput, "{:.1%}".format, higher=True))
+    for stage in ("detected", "rebuilt", "resumed", "undisturbed"):
+        if stage in before.percentiles and stage in after.percentiles:
+            old, new = before.percentiles[stage], after.percentiles[stage]
+            for field, name in (("p50", "median"), ("p90", "p90"), ("p99", "p99"), ("worst", "worst")):
+                values = getattr(old, field), getattr(new, field)
+                if None not in values:
+                    rows += [_number(f"{stage} {name}", *values, format_seconds, higher=False)]
+    rows.append(_words("rebuilds", str(before.rebuilds), str(after.rebuilds)))
+    violations = [sum(len(finding.violations) for finding in run.findings) for run in (before, after)]
+    rows.append(_words("violations", str(violations[0]), str(violations[1]), better=violations[1] < violations[0],
+                       worse=violations[1] > violations[0]))  # fmt: skip
+    rows.append(_words("final state", before.digest[:12], after.digest[:12]))
+    return rows
+
+
+def _outcome(run: ChaosRun) -> str:
+    return "as expected" if run.passed else "not as expected"
+
+
+def _words(name: str, before: str, after: str, *, better: bool = False, worse: bool = False) -> ComparedFigure:
+    return ComparedFigure(
+        name, before, after, "", "better" if better else "worse" if worse else "equal" if before == after else ""
+    )
+
+
+def _number(name: str, before: float, after: float, say: Callable[[float], str], *, higher: bool) -> ComparedFigure:
+    if before <= 0:
+        return ComparedFigure(name, say(before), say(after), "", "")
+    change = after / before - 1
+    if abs(change) <= TOLERANCE:
+        return ComparedFigure(name, say(before), say(after), f"{change:+.0%}", "equal")
+    return ComparedFigure(
+        name, say(before), say(after), f"{change:+.0%}", "better" if (change > 0) == higher else "worse"
+    )

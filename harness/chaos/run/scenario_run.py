@@ -1,19 +1,27 @@
-"""One run: starts the processes, injects and heals each fault at its moment, and waits for the end."""
+"""One run: starts the processes, injects and heals each fault at its moment, and waits for the end.
+
+A process that reaches a point of the protocol where a fault may wait asks the `PointGate` over a Unix socket by its
+`GateAgent` (`holdfast.ft.faultpoints`), and waits there until the harness has acted.
+
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import select
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec import UNSET
 
 from holdfast.comms.errors import HoldfastError
+from holdfast.comms.system.paths import bind_unix
 from holdfast.ft.console.units import coarse_seconds
 from holdfast.ft.event_lines import merge
 from holdfast.ft.events import (
@@ -28,20 +36,18 @@ from holdfast.ft.events import (
     StepCommitted,
     stamped,
 )
+from holdfast.ft.faultpoints import Arrival, GateAddress, PointFilter
 from holdfast.ft.processes.zygote_client import zygote_with
 from holdfast.ft.telemetry.event_log import EventDescriber, EventLog
-from holdfast.harness.chaos.run.fault_context import FaultContext
-from holdfast.harness.chaos.run.points import PointGate, WaitingProcess, fits, gate_address
+from holdfast.harness.chaos.fault_type import Undo
+from holdfast.harness.chaos.run.fault_context import FaultContext, serve
 from holdfast.harness.chaos.run.process_set import ProcessSet, Results, RunProcess
-from holdfast.harness.chaos.run.registers import serve
 from holdfast.harness.chaos.run.session_processes import SessionProcesses, Step
 from holdfast.harness.chaos.run.store_processes import StoreProcesses
 from holdfast.harness.chaos.run.training_processes import ActorHosts, TrainingProcesses, TrainingRecord
-from holdfast.harness.chaos.scenario.fault_type import Undo
-from holdfast.harness.chaos.scenario.planning import Planned
-from holdfast.harness.chaos.scenario.scenario import Scenario
-from holdfast.harness.chaos.scenario.workload import Ddp, ReinforcementLearning, StoreWorkload
-from holdfast.harness.cluster.spares import standing_by
+from holdfast.harness.chaos.scenario import Planned, Scenario, Trigger
+from holdfast.harness.chaos.workload import Ddp, ReinforcementLearning, StoreWorkload
+from holdfast.harness.cluster.job import standing_by
 from holdfast.harness.invariants import Event
 from holdfast.harness.links.client import Links
 from holdfast.harness.links.policy import LinkTraffic
@@ -50,11 +56,108 @@ from holdfast.harness.testbed.netns import Network
 from holdfast.harness.training import preload
 from holdfast.rl.run.telemetry import Observer
 
+LATE_STEPS = 5
+"""So many steps after the step that a fault waits for, processes stop until the fault is injected."""
+
+_COMMIT, _FINISH = "commit.before_prepare", "finish.before_propose"
+
+
+def fits(arrival: Arrival, when: Trigger) -> bool:
+    """Whether a trigger waits for this arrival, or lets the job go no further before its moment."""
+    return any(each.fits(arrival) for each in _point_filters(when))
+
+
+def gate_address(path: Path, triggers: Sequence[Trigger]) -> GateAddress:
+    """The address of a gate, for processes that may be at the points of `triggers`."""
+    return GateAddress(str(path), tuple(dict.fromkeys(each for when in triggers for each in _point_filters(when))))
+
+
+def _point_filters(when: Trigger) -> tuple[PointFilter, ...]:
+    if when.step is not None:
+        # a job that ends before the step reaches no moment of this fault: its end is no substitute
+        return PointFilter(_COMMIT, step=when.step + LATE_STEPS), PointFilter(_FINISH, since=when.step + 1)
+    if when.point is not None:
+        return (PointFilter(when.point, when.in_step, when.rank, when.epoch, when.since),)
+    return ()
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingProcess:
+    """A process that waits at a point until `release`."""
+
+    arrival: Arrival
+    line: socket.socket
+
+    def release(self) -> None:
+        """Let the process go on. Does nothing if it is dead."""
+        try:
+            self.line.send(b"!")
+        except OSError:
+            return
+
+
+class PointGate:
+    """The harness's side: agents connect to its socket `path`. A context manager, for one thread."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "gate"
+        self._door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        bind_unix(self._door, self.path)
+        self._door.listen(64)
+        self._lines: dict[int, socket.socket] = {}
+
+    def filenos(self) -> list[int]:
+        """Descriptors that become readable when there is something to `take`."""
+        return [self._door.fileno(), *self._lines]
+
+    def take(self) -> list[WaitingProcess]:
+        """The processes that have come to a point since the last call."""
+        self._admit()
+        found = []
+        for number, line in list(self._lines.items()):
+            try:
+                data = line.recv(4096)
+            except BlockingIOError:
+                continue
+            except OSError:
+                data = b""
+            if not data:
+                self._lines.pop(number).close()
+                continue
+            found.append(WaitingProcess(msgspec.json.decode(data, type=Arrival), line))
+        return found
+
+    def _admit(self) -> None:
+        while True:
+            try:
+                line, _ = self._door.accept()
+            except BlockingIOError:
+                return
+            line.setblocking(False)
+            self._lines[line.fileno()] = line
+
+    def close(self) -> None:
+        """Let all processes go on. Idempotent."""
+        for line in self._lines.values():
+            line.close()
+        self._lines.clear()
+        self._door.close()
+
+    def __enter__(self) -> PointGate:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+# The run --------------------------------------------------------------------------------------------------------------
+
+
 LOOK_SECONDS = 0.01
 START_SECONDS = 0.5
 """How much time before the first step belongs to a run: before that the processes only import."""
 FOR_DDP = ("torch.nn.parallel.distributed", "torch.optim", "holdfast.comms.torchdist.process_group")
-PRELOAD = ("holdfast.harness.chaos.run.session_processes", "holdfast.harness.chaos.workloads.session")
+PRELOAD = ("holdfast.harness.chaos.run.session_processes",)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,15 +15,14 @@ import msgspec
 
 from holdfast.comms.errors import HoldfastError
 from holdfast.ft.events import StepBegun, StepCommitted
-from holdfast.harness.chaos.outcome import checks, expectation, measure, training
+from holdfast.harness.chaos.outcome import checks, measure, training
 from holdfast.harness.chaos.outcome.record import ChaosReport, ChaosRun, Speed
 from holdfast.harness.chaos.outcome.training import host_losses
 from holdfast.harness.chaos.run.scenario_run import KILLED, QUIET, RawRun, RunCallbacks, ScenarioRun
-from holdfast.harness.chaos.scenario.planning import schedule
-from holdfast.harness.chaos.scenario.scenario import JobSpec, Scenario
-from holdfast.harness.chaos.scenario.workload import AllReduce, ReinforcementLearning, StoreWorkload
-from holdfast.harness.chaos.workloads.session import BODIES, digest_of
-from holdfast.harness.chaos.workloads.store import weights
+from holdfast.harness.chaos.run.session_processes import BODIES, digest_of
+from holdfast.harness.chaos.run.store_processes import weights
+from holdfast.harness.chaos.scenario import JobSpec, Scenario, schedule
+from holdfast.harness.chaos.workload import AllReduce, ReinforcementLearning, StoreWorkload
 from holdfast.harness.invariants import CHECKERS, Bounds, CheckResult, examine
 from holdfast.harness.links.policy import LinkTraffic
 from holdfast.harness.report.model import Learning, ProcessRecord
@@ -73,7 +72,7 @@ class Result:
 
     def write(self, folder: Path | str) -> Path:
         """Write report.html and run.json into a folder; returns the path of the page."""
-        from holdfast.harness.chaos.outcome.page import write_folder
+        from holdfast.harness.chaos.outcome.show import write_folder
 
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
@@ -217,7 +216,7 @@ def _outcome(
         findings.append(checks.growth(raw.events))
     faults, speed, rebuilds = measure.injected_faults(raw), measure.speed(raw.events), measure.rebuilds(raw.events)
     compared = reference.speed if reference is not None else None
-    found = expectation.failures(scenario, raw, findings, faults, speed, compared, rebuilds)
+    found = checks.failures(scenario, raw, findings, faults, speed, compared, rebuilds)
     lives = _lives(raw)
     names = {life.pid: life.name for life in lives}
     spans = measure.spans(raw, names)
@@ -239,7 +238,7 @@ def _outcome(
         expected=scenario.expect.verdict,
         passed=not found,
         failures=tuple(found),
-        violated=expectation.violated(findings),
+        violated=checks.violated(findings),
         strikes=faults,
         lives=lives,
         spans=measure.thinned(spans, faults, raw.ended - raw.began),

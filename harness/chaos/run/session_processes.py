@@ -1,20 +1,39 @@
-"""The processes of a job of sessions: started, found by rank, and ended."""
+"""Jobs of sessions: the workloads, one function a kind that every process runs, and the processes by their ranks.
+
+Each workload writes into the job's event log what the checkers need: which shards it worked on in which attempt
+(`samples`), a digest of its state after each step (`state`), and now and then its use of resources (`resources`).
+
+"""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
+import importlib.util
 import os
+import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+import xxhash
+
+from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import HoldfastError
-from holdfast.ft import Timeouts
+from holdfast.comms.reproducible import sum_contributions
+from holdfast.ft import Session, Timeouts
 from holdfast.ft.console.units import counted
+from holdfast.ft.events import ResourcesUsed, SamplesTaken, StateDigested
 from holdfast.ft.membership.view import View
 from holdfast.ft.registers import RegisterAway
-from holdfast.harness.chaos.faults.disk import small_disk
+from holdfast.ft.session import Attempt
+from holdfast.ft.telemetry.event_log import CLOSE_SECONDS, EventLog
+from holdfast.harness.chaos.faults.storage import small_disk
 from holdfast.harness.chaos.run.process_set import (
     EXITED_WELL,
     NoTargetProcess,
@@ -23,9 +42,207 @@ from holdfast.harness.chaos.run.process_set import (
     RunProcess,
     Victim,
 )
-from holdfast.harness.chaos.scenario.scenario import Scenario
+from holdfast.harness.chaos.scenario import Scenario
+from holdfast.harness.chaos.workload import AllReduce, Ddp, Python
 from holdfast.harness.cluster.job import Job
 from holdfast.harness.cluster.local_cluster import LocalCluster
+
+RESOURCES_SECONDS = 1.0
+
+
+class Notes:
+    """The event log of a rank's work, under the name of its session in the logs."""
+
+    def __init__(self, session: Session) -> None:
+        self._log = EventLog(session.identity)
+        self._next = 0.0
+
+    def samples(self, attempt: Attempt) -> None:
+        """Log the shards that this rank works on in an attempt: written before others can commit it with this rank."""
+        self._log.emit(SamplesTaken(step=attempt.step, epoch=attempt.epoch, shards=tuple(attempt.shards)))
+        self._log.flush(CLOSE_SECONDS)
+
+    def state(self, step: int, digest: str) -> None:
+        """Log the digest of the state after a committed step."""
+        self._log.emit(StateDigested(step=step, digest=digest))
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + RESOURCES_SECONDS
+            self._log.emit(resources())
+
+    def close(self) -> None:
+        self._log.close()
+
+    def __enter__(self) -> Notes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def report_state(session: Session, step: int, state: Any) -> None:
+    """Log a digest of the state after a committed step, which chaos compares between ranks ("equal bits").
+
+    `state` is what `digest_of` takes: a module, tensors, numbers, text, nested. Does nothing in a job without logs.
+    """
+    log = EventLog(session.identity)
+    log.emit(StateDigested(step=step, digest=digest_of(state)))
+    log.close()
+
+
+def resources() -> ResourcesUsed:
+    """The numbers of descriptors and threads of this process, and its resident bytes."""
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    descriptors = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    return ResourcesUsed(descriptors=descriptors, threads=threading.active_count(), resident=resident)
+
+
+def digest_of(thing: Any) -> str:
+    """A checksum of tensors, numbers and text, nested in mappings and sequences: equal for equal bits."""
+    found = xxhash.xxh3_128()
+    _feed(found, thing)
+    return found.hexdigest()
+
+
+def _feed(found: xxhash.xxh3_128, thing: Any) -> None:
+    if isinstance(thing, torch.Tensor):
+        flat = thing.detach().contiguous().view(-1)
+        found.update(f"{thing.dtype}{tuple(thing.shape)}".encode())
+        found.update(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+    elif isinstance(thing, dict):
+        for key in sorted(thing, key=str):
+            found.update(f"{key}:".encode())
+            _feed(found, thing[key])
+    elif isinstance(thing, list | tuple):
+        for each in thing:
+            _feed(found, each)
+            found.update(b",")
+    elif isinstance(thing, torch.nn.Module):
+        _feed(found, thing.state_dict())
+    else:
+        found.update(repr(thing).encode())
+
+
+class Vector:
+    """A state of one tensor, which new members receive."""
+
+    def __init__(self, elements: int) -> None:
+        self.tensor = torch.zeros(elements)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"tensor": self.tensor}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.tensor.copy_(state["tensor"])
+
+
+def contribution(spec: AllReduce, step: int, shard: int) -> torch.Tensor:
+    """The vector that a shard adds in a step: the same on every rank."""
+    generator = torch.Generator().manual_seed(spec.seed * 1_000_003 + step * 1009 + shard)
+    return torch.randn(spec.elements, generator=generator)
+
+
+def all_reduce(session: Session, spec: AllReduce, steps: int) -> Any:
+    """See `AllReduce`. Returns the final state."""
+    state, total = Vector(spec.elements), torch.empty(spec.elements)
+    session.attach("state", state)
+    with Notes(session) as notes:
+        for attempt in session.steps(steps):
+            with attempt:
+                time.sleep(spec.pause)
+                notes.samples(attempt)
+                parts = [contribution(spec, attempt.step, shard) for shard in attempt.shards]
+                sum_contributions(attempt.comm, parts, total)
+            if attempt.committed:
+                state.tensor.mul_(0.9).add_(total)
+                notes.state(attempt.step, digest_of(state.tensor))
+    return state.tensor
+
+
+def ddp(session: Session, spec: Ddp, steps: int) -> Any:
+    """See `Ddp`. Returns the final parameters."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    from holdfast.comms.torchdist.options import Options
+    from holdfast.comms.torchdist.process_group import HoldfastProcessGroup
+
+    torch.manual_seed(spec.seed)
+    model = torch.nn.Sequential(torch.nn.Linear(16, spec.hidden), torch.nn.Tanh(), torch.nn.Linear(spec.hidden, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    session.attach("model", model)
+    session.attach("optimizer", optimizer)
+    wrapped, epoch = None, None
+    with Notes(session) as notes:
+        for attempt in session.steps(steps):
+            with attempt:
+                if epoch != attempt.epoch:
+                    group = HoldfastProcessGroup(dist.HashStore(), attempt.comm, Options(), 30.0)
+                    wrapped, epoch = DistributedDataParallel(model, process_group=group), attempt.epoch
+                    wrapped.register_comm_hook(attempt.comm, _reproducibly)
+                assert wrapped is not None
+                time.sleep(spec.pause)
+                notes.samples(attempt)
+                optimizer.zero_grad()
+                losses = [_loss(wrapped, spec, attempt.step, shard) for shard in attempt.shards]
+                torch.autograd.backward(torch.stack(losses).mean())
+            if attempt.committed:
+                optimizer.step()
+                notes.state(attempt.step, digest_of(model))
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def _reproducibly(comm: Communicator, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """The mean of a bucket of gradients, in bits that do not depend on a gradient's place in the bucket.
+
+    A new DistributedDataParallel begins with other buckets than one that has made a step.
+    """
+    gradients = bucket.buffer()
+    comm.all_reduce(gradients, reproducible=True)
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(gradients.div_(comm.size))
+    return done
+
+
+_reproducibly.__annotations__ = {}  # torch compares them with types, and these are text
+
+
+def _loss(model: torch.nn.Module, spec: Ddp, step: int, shard: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(spec.seed * 1_000_003 + step * 1009 + shard)
+    inputs = torch.randn(32, 16, generator=generator)
+    return torch.nn.functional.mse_loss(model(inputs), inputs.sum(1, keepdim=True))
+
+
+def python(session: Session, spec: Python, steps: int) -> Any:
+    """See `Python`."""
+    return function_of(spec.target)(session, **spec.arguments)
+
+
+def function_of(target: str) -> Callable[..., Any]:
+    """The function that `path/to/file.py:name` or `module:name` means. Raises ValueError if there is none."""
+    where, _, name = target.rpartition(":")
+    try:
+        if where.endswith(".py"):
+            spec = importlib.util.spec_from_file_location(f"holdfast_workload_{Path(where).stem}", where)
+            if spec is None or spec.loader is None:
+                raise ImportError(f"{where} is no Python file")
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = module
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(where)
+        found = getattr(module, name)
+    except Exception as error:  # whatever the user's file raises when it is imported
+        raise ValueError(f"workload target {target!r}: {type(error).__name__}: {error}") from error
+    if not callable(found):
+        raise ValueError(f"workload target {target!r} is {type(found).__name__}, not a function")
+    return found  # type: ignore[no-any-return]
+
+
+BODIES: dict[type, Callable[[Session, Any, int], Any]] = {AllReduce: all_reduce, Ddp: ddp, Python: python}
+
+
+# Processes ------------------------------------------------------------------------------------------------------------
+
 
 END_SECONDS = 10.0
 

@@ -56,7 +56,7 @@ class Meetings:
         self._arrive(process, meeting, value)
 
     def exchange(self, process: SimulatedProcess, op: str, ranks: Sequence[str], masked: float, then: Then) -> None:
-        """Let `process` enter an exchange between `ranks`; `then` gets those whose rows are used, () if it is out.
+        """Let `process` enter an exchange between `ranks`; `then` gets those with rows that are used, () if it is out.
 
         After `masked` seconds (0: never) it is over without those that are silent.
         """

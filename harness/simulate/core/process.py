@@ -34,7 +34,7 @@ class SimulatedProcess:
 
     `backlog` has the events that wait while it is paused; `slow` is what every message to and from it takes longer. It
     has a core of the machine until `busy_until`.
-    `loud` is False for a process whose heartbeats are left out. `hops` is its distance from the proposer when it learnt
+    `loud` is False for a process that sends no heartbeats. `hops` is its distance from the proposer when it learnt
     of its newest view.
     """
 

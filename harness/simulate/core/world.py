@@ -1,7 +1,8 @@
-"""The simulated world: virtual time, processes, the network between them, and the injected faults.
+"""The simulated world: virtual time, processes, the network between them, the injected faults, and the trace of it all.
 
 Every event is an entry in one queue, ordered by time and then by the order of insertion. All random choices come from
 the seed. Each process has a production `Node`; the world carries its messages, and keeps the clocks and the register.
+
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import xxhash
 from msgspec import UNSET
 
 from holdfast.comms.transport.base import Peer
@@ -27,11 +29,40 @@ from holdfast.harness.invariants import Event
 from holdfast.harness.simulate.core.faults import AtPoint, Fault, inject
 from holdfast.harness.simulate.core.meetings import Meetings
 from holdfast.harness.simulate.core.network import Paths
+from holdfast.harness.simulate.core.ports import SimulatedRegister
 from holdfast.harness.simulate.core.process import SimulatedProcess
-from holdfast.harness.simulate.core.register import SimulatedRegister
 from holdfast.harness.simulate.core.schedule import Schedule
-from holdfast.harness.simulate.core.trace import Trace, TraceWriter
 from holdfast.harness.simulate.core.worker import SimulatedSession
+
+LINES_AT_ONCE = 1000
+
+TraceWriter = Callable[[str], object]
+
+
+class Trace:
+    """Hashes lines, and passes each to `writer` if there is one. Keeps only the hash."""
+
+    def __init__(self, writer: TraceWriter | None) -> None:
+        self._writer = writer
+        self._hash = xxhash.xxh3_128()
+        self._lines: list[str] = []
+
+    def add(self, line: str) -> None:
+        self._lines.append(line)
+        if len(self._lines) >= LINES_AT_ONCE:
+            self._hash_lines()
+        if self._writer is not None:
+            self._writer(line)
+
+    def hash(self) -> str:
+        """The hash of all lines so far."""
+        self._hash_lines()
+        return self._hash.hexdigest()
+
+    def _hash_lines(self) -> None:
+        self._hash.update("".join(self._lines).encode())
+        self._lines.clear()
+
 
 UNTOLD = ("members", "min_size", "time", "process", "pid")
 """Fields of events that the trace omits, because they follow from the rest."""
@@ -270,7 +301,7 @@ class World:
         return host in self._gone
 
     def lose_host(self, host: int) -> None:
-        """End a host, and all its processes with it: nobody is told."""
+        """End a host, and all its processes with it; no other process is told."""
         self._gone.add(host)
         for process in self._hosts[host]:
             if process.alive:

@@ -25,7 +25,7 @@ from holdfast.ft.diagnosis.jobs import JobState, LastFault, NoSuchJob, ProcessRo
 from holdfast.ft.event_lines import EventTail
 from holdfast.harness import LocalCluster
 from holdfast.harness.cli.app import app
-from holdfast.harness.top.screen import render
+from holdfast.harness.cli.top_screen import render
 
 
 def look(directory: Path) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from holdfast.ft.events import (
 )
 from holdfast.ft.membership.view import Job, Member, OnDeath, Timeouts, View
 from holdfast.ft.step_protocol import BROKEN_EPOCHS, FAILURES, HOLDER, NEWCOMER, CommitState, Decision, Vote
-from holdfast.harness.simulate.known_bugs import KNOWN_BUGS
+from holdfast.harness.simulate.known_bugs.reproduce import KNOWN_BUGS
 
 JOB = Job("job", 3, 1, 3, ("shm",), "shm")
 STEPS = 2

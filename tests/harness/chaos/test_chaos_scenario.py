@@ -14,7 +14,6 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 from holdfast.comms.errors import HoldfastError, Unsupported
 from holdfast.comms.plugins.registry import plugin_manager
@@ -24,19 +23,28 @@ from holdfast.ft.node.register import Register
 from holdfast.ft.registers import RegisterAway
 from holdfast.harness import chaos
 from holdfast.harness.chaos.command import _ids
+from holdfast.harness.chaos.fault_type import fault_types
 from holdfast.harness.chaos.outcome.checks import RegisterAwayBreaksNothing
-from holdfast.harness.chaos.run.registers import etcd_server, tcp_server
-from holdfast.harness.chaos.scenario import library
-from holdfast.harness.chaos.scenario.fault_type import fault_types
-from holdfast.harness.chaos.scenario.planning import encoded, schedule
-from holdfast.harness.chaos.scenario.scenario import BadScenario, JobSpec, Scenario, line_of, load, parse
-from holdfast.harness.chaos.scenario.workload import Python, ReinforcementLearning
-from holdfast.harness.cli.app import app
+from holdfast.harness.chaos.run.fault_context import etcd_server, tcp_server
+from holdfast.harness.chaos.scenario import (
+    BadScenario,
+    JobSpec,
+    Scenario,
+    encoded,
+    find_scenario,
+    line_of,
+    load,
+    parse,
+    scenario_names,
+    schedule,
+)
+from holdfast.harness.chaos.workload import Python, ReinforcementLearning
 from holdfast.harness.cluster.job import Job as LocalJob
 from holdfast.harness.cluster.job import ViewCache
 from holdfast.harness.invariants import Bounds
-from holdfast.harness.links.breakable import unbreakable
+from holdfast.harness.links.policy import unbreakable
 from support.event_records import an_event
+from support.programs.forked_programs import said
 from support.source_tree import ROOT
 from support.waiting import eventually
 
@@ -102,9 +110,9 @@ def test_a_title_and_a_workload_are_enough_and_faults_have_a_type_a_moment_and_k
     assert (pause.type, pause.at.random, pause.lasts) == ("pause", (0.2, 0.8), 0.5)
 
 
-@pytest.mark.parametrize("name", library.names())
+@pytest.mark.parametrize("name", scenario_names())
 def test_every_scenario_that_comes_with_holdfast_can_be_read_and_scheduled(name: str) -> None:
-    scenario = library.find(name)
+    scenario = find_scenario(name)
     assert scenario.summary.strip(), "it says what it shows"
     planned = schedule(scenario, 3, seconds=None if scenario.minutes is None else 60 * scenario.minutes)
     assert planned, "it breaks something"
@@ -112,7 +120,7 @@ def test_every_scenario_that_comes_with_holdfast_can_be_read_and_scheduled(name:
 
 def test_a_workload_of_any_kind_runs_for_as_many_steps_as_the_minutes_have() -> None:
     for name in ("kill-rank", "ddp-kill", "store-holder-killed", "rl-generator-killed"):
-        workload = library.find(name).workload
+        workload = find_scenario(name).workload
         longer = workload.with_steps(1234)
         assert longer.steps == 1234
         assert type(longer) is type(workload)
@@ -123,10 +131,10 @@ def test_a_workload_of_any_kind_runs_for_as_many_steps_as_the_minutes_have() -> 
 
 
 def test_scenarios_are_many_and_differ_and_lie_in_the_root_too() -> None:
-    names = library.names()
+    names = scenario_names()
     assert len(names) >= 15
-    assert len({library.find(name).title for name in names}) == len(names)
-    used = {fault.type for name in names for fault in library.find(name).faults}
+    assert len({find_scenario(name).title for name in names}) == len(names)
+    used = {fault.type for name in names for fault in find_scenario(name).faults}
     assert used >= set(fault_types()), "every fault type is shown in one"
     assert (ROOT / "scenarios").resolve() == (ROOT / "harness" / "chaos" / "scenarios").resolve()
 
@@ -286,7 +294,7 @@ def test_the_page_has_every_fault_type_of_the_command_with_its_keys() -> None:
     rows = {
         row[0]: set(row[2].split()) for row in re.findall(r"^\| `([a-z-]+)` \| (.*) \| (?:`(.*)`)? ?\|$", page, re.M)
     }
-    listed = json.loads(CliRunner().invoke(app, ["chaos", "list", "--json"]).stdout)["faults"]
+    listed = json.loads(said("chaos", "list", "--json").stdout)["faults"]
     assert rows == {name: set(kind["keys"]) for name, kind in listed.items()}
 
 
@@ -328,12 +336,12 @@ def test_other_seeds_give_other_schedules() -> None:
 
 def test_another_process_draws_the_same_schedule() -> None:
     code = (
-        "from holdfast.harness.chaos.scenario import library; from holdfast.harness.chaos import schedule\n"
-        "from holdfast.harness.chaos.scenario.planning import encoded\n"
-        "import sys; sys.stdout.buffer.write(encoded(schedule(library.find('two-at-once'), 11)))"
+        "from holdfast.harness.chaos.scenario import find_scenario; from holdfast.harness.chaos import schedule\n"
+        "from holdfast.harness.chaos.scenario import encoded\n"
+        "import sys; sys.stdout.buffer.write(encoded(schedule(find_scenario('two-at-once'), 11)))"
     )
     there = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, timeout=60).stdout
-    assert there == encoded(schedule(library.find("two-at-once"), 11))
+    assert there == encoded(schedule(find_scenario("two-at-once"), 11))
 
 
 def test_an_added_fault_does_not_change_earlier_faults() -> None:
@@ -342,14 +350,14 @@ def test_an_added_fault_does_not_change_earlier_faults() -> None:
 
 
 def test_two_random_ranks_are_different() -> None:
-    scenario = library.find("two-at-once")
+    scenario = find_scenario("two-at-once")
     for seed in range(30):
         (planned,) = schedule(scenario, seed)
         assert len(set(planned.what.names)) == 2  # type: ignore[attr-defined]
 
 
 def test_the_soak_has_a_fault_every_29_seconds() -> None:
-    planned = schedule(library.find("soak"), 0, seconds=600.0)
+    planned = schedule(find_scenario("soak"), 0, seconds=600.0)
     moments = {each.when.seconds or 0.0 for each in planned}
     assert moments >= {29.0 * number for number in range(1, 21)}
 
@@ -485,7 +493,7 @@ def test_an_epoch_that_ends_because_the_register_is_away_is_found() -> None:
 
 def run(name: str) -> Any:
     """Run the scenario; checks the outcome, and that steps were committed while the register was away."""
-    report = chaos.run_scenario(library.find(name)).check().report
+    report = chaos.run_scenario(find_scenario(name)).check().report
     (looked,) = [each.looked for each in report.findings if each.invariant == RegisterAwayBreaksNothing.name]
     assert looked > 0
     return report

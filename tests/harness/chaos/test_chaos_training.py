@@ -12,12 +12,10 @@ from hypothesis import strategies as st
 from holdfast.ft.faultpoints import Arrival
 from holdfast.harness.chaos.outcome import training
 from holdfast.harness.chaos.outcome.record import ChaosRun
-from holdfast.harness.chaos.run.points import fits
+from holdfast.harness.chaos.run.scenario_run import fits
 from holdfast.harness.chaos.run.scenario_runner import ScenarioRunner
 from holdfast.harness.chaos.run.training_processes import TrainingRecord
-from holdfast.harness.chaos.scenario import library
-from holdfast.harness.chaos.scenario.planning import schedule
-from holdfast.harness.chaos.scenario.scenario import BadScenario, parse
+from holdfast.harness.chaos.scenario import BadScenario, find_scenario, parse, scenario_names, schedule
 from holdfast.rl.config.toml import parse_config
 from holdfast.rl.run.run_events import EpisodeFailed, Event, RunResumed, StepTrained, WeightsPublished, WeightsServed
 
@@ -186,25 +184,23 @@ def test_prompts_that_are_trained_twice_or_left_out_are_seen(seed: int) -> None:
     twice = (*trained.prompts[:3], dice.randrange(4 * trained.step))
     events[index] = msgspec.structs.replace(trained, prompts=twice)
     assert violated((tuple(events),)) == {training.PROMPTS}
-    jumped = [
-        msgspec.structs.replace(each, prompts=tuple(prompt + 5 for prompt in each.prompts))
-        if isinstance(each, StepTrained) and each.step >= trained.step
-        else each
-        for each in committed(0, 6)
-    ]
-    assert violated((tuple(jumped),)) == {training.PROMPTS}, "more than the staleness admits to be unfinished"
+    assert violated((jumped(trained.step),)) == {training.PROMPTS}, "more than the staleness admits to be unfinished"
 
 
-def test_a_prompt_whose_episode_went_on_elsewhere_is_trained_and_one_that_failed_need_not_be() -> None:
-    jumped = tuple(
+def jumped(first: int) -> tuple[Event, ...]:
+    """The events of six steps, of which five prompts are left out at step `first`."""
+    return tuple(
         msgspec.structs.replace(each, prompts=tuple(prompt + 5 for prompt in each.prompts))
-        if isinstance(each, StepTrained)
+        if isinstance(each, StepTrained) and each.step >= first
         else each
         for each in committed(0, 6)
     )
+
+
+def test_a_prompt_whose_episode_went_on_elsewhere_is_trained_and_one_that_failed_need_not_be() -> None:
     for again, wrong in ((False, ()), (True, (training.PROMPTS,))):
         failures = tuple(EpisodeFailed(time=0.0, prompt=prompt, reason="gone", again=again) for prompt in range(5))
-        assert violated((failures + jumped,)) == set(wrong)
+        assert violated((failures + jumped(0),)) == set(wrong)
 
 
 def test_stale_tokens_lost_versions_and_left_processes_are_seen() -> None:
@@ -266,7 +262,7 @@ def test_a_workload_point_is_reached_by_this_workload_alone() -> None:
 
 
 def test_the_library_breaks_every_role() -> None:
-    scenarios = [library.find(name) for name in library.names() if name.startswith("rl-") and name != "rl-demo"]
+    scenarios = [find_scenario(name) for name in scenario_names() if name.startswith("rl-") and name != "rl-demo"]
     assert len(scenarios) >= 6
     struck = {name for each in scenarios for fault in each.faults for name in getattr(fault.what, "names", ())}
     points = {fault.at.point for each in scenarios for fault in each.faults}

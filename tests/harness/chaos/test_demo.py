@@ -14,15 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from holdfast.harness.chaos.outcome.compare import load_report
+from holdfast.harness.chaos.outcome.record import load_report
 from holdfast.harness.chaos.outcome.training import COPIES, PROMPTS, VERSIONS
 from holdfast.harness.chaos.outcome.training import STEPS as COMMITTED
-from holdfast.harness.chaos.scenario import library
-from holdfast.harness.chaos.scenario.scenario import BadScenario, parse, text_of
-from holdfast.harness.cli.app import app
+from holdfast.harness.chaos.scenario import BadScenario, parse, scenario_path, text_of
 from holdfast.harness.testbed import netns
+from support.programs.forked_programs import said
 from support.waiting import becomes_true
 
 pytestmark = pytest.mark.timeout(400)
@@ -134,7 +132,7 @@ def test_an_interrupted_demo_leaves_nothing_behind(tmp_path: Path, short: Path, 
 def test_options_that_cannot_work_are_refused_before_anything_starts(
     tmp_path: Path, arguments: list[str], words: str
 ) -> None:
-    done = CliRunner().invoke(app, ["demo", "--report", str(tmp_path), *arguments])
+    done = said("demo", "--report", tmp_path, *arguments)
     assert done.exit_code == 2
     assert words in done.stderr
     assert not (tmp_path / "run.json").exists()
@@ -180,7 +178,7 @@ def test_hosts_that_cannot_be_are_refused_before_anything_starts(
     arguments: tuple[str, ...], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    done = CliRunner().invoke(app, ["demo", *arguments, "--report", str(tmp_path)])
+    done = said("demo", *arguments, "--report", tmp_path)
     assert done.exit_code == 2 and words in done.output, done.output
 
 
@@ -195,7 +193,7 @@ def test_hosts_that_cannot_be_are_refused_before_anything_starts(
     ],
 )
 def test_what_a_run_on_hosts_cannot_have_is_refused(change: tuple[str, str], words: str) -> None:
-    text = text_of(library.path_of(SCENARIO))
+    text = text_of(scenario_path(SCENARIO))
     assert change[0] in text
     with pytest.raises(BadScenario) as refused:
         parse(text.replace(*change), "test", "test.toml")

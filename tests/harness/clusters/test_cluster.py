@@ -23,8 +23,8 @@ from holdfast.ft.events import Event
 from holdfast.ft.processes import zygote_client
 from holdfast.ft.processes.remote_calls import pack_error, unpack_error
 from holdfast.harness import LocalCluster, RankDied, RankFailed, RunTimeout
-from holdfast.harness.cluster.errors import rank_failure
-from holdfast.harness.cluster.spares import standing_by
+from holdfast.harness.cluster.cluster_ranks import rank_failure
+from holdfast.harness.cluster.job import standing_by
 from support.event_records import an_event
 from support.programs.forked_programs import run_forked
 from support.waiting import PATIENCE, becomes_true, next_line

@@ -12,13 +12,11 @@ import threading
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from holdfast.harness.cli.app import app
 from holdfast.harness.cli.new_plugin import files
 from holdfast.harness.conformance.failures import *  # noqa: F403
 from holdfast.harness.conformance.helpers import leaks
-from support.programs.forked_programs import run_holdfast
+from support.programs.forked_programs import run_holdfast, said
 from support.source_tree import ROOT
 
 
@@ -65,11 +63,6 @@ def test_a_backend_that_breaks_a_promise_fails(tmp_path: Path) -> None:
     assert outcomes == {"broadcast": "failed", "gather_and_scatter": "passed"}
 
 
-def test_a_backend_that_is_unknown_gives_status_2() -> None:
-    done = conformance("--backend", "telepathy")
-    assert done.returncode == 2 and "unknown" in done.stderr
-
-
 def test_what_rounds_leave_behind_is_named_and_what_is_made_once_is_not(tmp_path: Path) -> None:
     with contextlib.ExitStack() as undo:
 
@@ -109,15 +102,11 @@ def test_a_leaked_thread_and_a_leaked_socket_are_named() -> None:
 EXAMPLE = ROOT / "examples" / "plugin-backend"
 
 
-def new_plugin(*arguments: str | Path) -> Result:
-    return CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"}).invoke(app, ["new-plugin", *map(str, arguments)])
-
-
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder to put on PYTHONPATH, into which pip has installed a package that the command wrote."""
     folder = tmp_path_factory.mktemp("plugin")
-    done = new_plugin("paper_mail", "--directory", folder / "source")
+    done = said("new-plugin", "paper_mail", "--directory", folder / "source")
     assert done.exit_code == 0, done.output
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     subprocess.run([*pip, "--target", str(folder / "site"), str(folder / "source")], check=True, timeout=100)
@@ -151,7 +140,7 @@ def test_the_test_of_the_package_runs_the_conformance_kit_which_it_passes(instal
 
 
 def test_the_example_in_the_repository_is_what_the_command_writes(tmp_path: Path) -> None:
-    done = new_plugin("filebox", "--directory", tmp_path / "new")
+    done = said("new-plugin", "filebox", "--directory", tmp_path / "new")
     assert done.exit_code == 0, done.output
     written = {path.name: path.read_text() for path in (tmp_path / "new").iterdir()}
     assert written == {path.name: path.read_text() for path in EXAMPLE.iterdir() if path.is_file()}
@@ -159,14 +148,14 @@ def test_the_example_in_the_repository_is_what_the_command_writes(tmp_path: Path
 
 def test_it_says_what_to_do_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    done = new_plugin("paper_mail")
+    done = said("new-plugin", "paper_mail")
     assert (tmp_path / "holdfast-paper-mail" / "holdfast_paper_mail.py").is_file()
     for line in ("pip install -e holdfast-paper-mail", "holdfast backends", "pytest holdfast-paper-mail"):
         assert f"    {line}\n" in done.stdout
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "words"),
     [
         ("shm", "there is a backend shm already"),
         ("registers", "there is a plugin registers already"),
@@ -176,17 +165,17 @@ def test_it_says_what_to_do_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ("class", "no identifier"),
     ],
 )
-def test_a_name_that_cannot_be_is_refused(name: str, said: str, tmp_path: Path) -> None:
-    done = new_plugin(name, "--directory", tmp_path / "new")
+def test_a_name_that_cannot_be_is_refused(name: str, words: str, tmp_path: Path) -> None:
+    done = said("new-plugin", name, "--directory", tmp_path / "new")
     assert done.exit_code == 2
-    assert said in done.stderr
+    assert words in done.stderr
     assert not (tmp_path / "new").exists()
 
 
 def test_a_folder_that_exists_is_refused_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("a file")
-    done = new_plugin("paper_mail", "--directory", tmp_path)
+    done = said("new-plugin", "paper_mail", "--directory", tmp_path)
     assert done.exit_code == 2
     assert "exists: name a folder that does not" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
-    assert new_plugin("paper_mail", "--directory", tmp_path / "mine" / "below").exit_code == 2
+    assert said("new-plugin", "paper_mail", "--directory", tmp_path / "mine" / "below").exit_code == 2

@@ -17,13 +17,12 @@ from typing import Any
 
 import pytest
 import typer
-from typer.testing import CliRunner, Result
 
 from holdfast.ft.launch.launcher import StartFailed
 from holdfast.ft.launch.local_launcher import Grace, LaunchPlan, launch, python_command
 from holdfast.harness.cli.app import app
 from holdfast.harness.command_line import BROKEN_PIPE, CANNOT_BEGIN, INTERNAL_ERROR, GuardedCommand, check_file
-from support.programs.forked_programs import run_holdfast
+from support.programs.forked_programs import run_holdfast, said
 from support.programs.snippets import blocks
 from support.source_tree import ROOT
 from support.waiting import becomes_true, next_line
@@ -36,11 +35,6 @@ def holdfast(*arguments: str | Path, cwd: Path | None = None, **environ: str) ->
     """Run the command with wide output and without colours."""
     wide = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1", **environ}
     return run_holdfast(*arguments, cwd=cwd, environ=wide)
-
-
-def said(*arguments: str | Path) -> Result:
-    """The same command in this process, which has imported all that it needs."""
-    return CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"}).invoke(app, [*map(str, arguments)])
 
 
 def script(tmp_path: Path, source: str) -> Path:
@@ -117,26 +111,61 @@ def test_each_command_has_examples_and_is_guarded(command: tuple[str, ...]) -> N
     assert f"holdfast {' '.join(command)}" in done.stdout.partition("Examples")[2]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status", "message"),
-    [
-        (("gate", "nosuch"), 2, "nosuch is neither a commit"),
-        (("bench", "copy", "--plot", "picture.xyz"), 2, "does not say what to write"),
-        (("bench", "copy", "--plot", "no/such/folder.png"), 2, "there is no folder"),
-        (("run", "--logs", "/dev/null/logs", __file__), 2, "Not a directory"),
-        (("run", "nothing.py"), 2, "there is no file"),
-        (("run", "--backend", "carrier-pigeon", __file__), 2, "known are"),
-        (("run", "-n", "0", __file__), 2, "greater than or equal to 1"),
-        (("run", "-n", "many", __file__), 2, "should be a valid integer"),
-        (("run", "--spares", "-1", __file__), 2, "greater than or equal to 0"),
-        (("fly",), 2, "No such command"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
-)
-def test_each_expected_error_is_one_line(arguments: tuple[str, ...], status: int, message: str) -> None:
-    done = said(*arguments)
-    assert done.exit_code == status
-    assert message in done.stderr
+REFUSED = {
+    "fly": "No such command",
+    "run nothing.py": "there is no file",
+    "run --logs /dev/null/logs examples/train.py": "Not a directory",
+    "run --backend carrier-pigeon examples/train.py": "known are",
+    "run -n 0 examples/train.py": "greater than or equal to 1",
+    "run -n many examples/train.py": "should be a valid integer",
+    "run --spares -1 examples/train.py": "greater than or equal to 0",
+    "conformance --backend telepathy": "unknown",
+    "gate nosuch": "nosuch is neither a commit",
+    "bench copy --plot picture.xyz": "does not say what to write",
+    "bench copy --plot no/such/folder.png": "there is no folder",
+    "bench all_reduce --sizes many": "Usage",
+    "bench all_reduce -n 1": "Usage",
+    "bench all_reduce --dtype float3": "Usage",
+    "bench all_reduce --peer nosuch": "Usage",
+    "bench put --fresh": "Usage",
+    "bench recovery --together 4": "Usage",
+    "bench recovery --proposer --spares 2": "Usage",
+    "bench recovery --size big": "Usage",
+    "bench store --peers redis": "torchstore, memcpy",
+    "bench store --workloads x": "small",
+    "bench store --size x": "64K",
+    "bench store --device tpu": "known: cpu, cuda",
+    "rl resume nothing": "holds no run",
+    "rl report nothing": "holds no run",
+    "simulate --scenario flood": "no scenario 'flood'",
+    "simulate --bug none": "no bug 'none'",
+    "simulate --schedule nowhere.json": "No such file or directory",
+    "simulate --ranks 4 --hosts 9 --scenario crash": "need 1 <= racks <= hosts <= ranks",
+    "simulate --hosts 3": "--hosts needs --ranks",
+    "simulate --ranks 1000 --shrink": "it takes at most 256 ranks",
+    "store ls": "name the store by its register's URL",
+    "store ls sqlite:///a sqlite:///b": "one store at a time",
+    "store ls sqlite:///a --register sqlite:///b": "name the store once",
+    "store ls --register memory://x": "inside one process",
+    "store ls --register nosuch://x": "known are",
+    "store ls --job nosuch": "no job of that name",
+    "store export 1 x --format zip --register sqlite:///x": "'zip' is not one of",
+    "store inspect seven --register sqlite:///x": "neither a version's number",
+    "store inspect -1 --register sqlite:///x": "No such option",
+    "tune --show --forget": "Usage",
+    "tune --show --backend ucx": "Usage",
+}
+"""Commands that cannot be done, and words of what they say."""
+
+
+@pytest.mark.parametrize(("command", "words"), REFUSED.items(), ids=REFUSED)
+def test_what_cannot_be_done_is_said_before_anything_starts(
+    command: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    done = said(*command.split())
+    assert done.exit_code == CANNOT_BEGIN
+    assert words in " ".join(done.stderr.replace("│", " ").split())
     assert "Traceback" not in done.stderr
 
 
@@ -168,7 +197,7 @@ def test_an_unexpected_exception_ends_without_a_verdict(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("holdfast.harness.bench.collectives.run.run", fail)
+    monkeypatch.setattr("holdfast.harness.bench.run.run", fail)
     done = said("bench", "copy")
     assert done.exit_code == status
     assert str(error) in done.stderr

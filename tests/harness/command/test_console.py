@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from holdfast.ft.console.console import FoldingTable, console, panel, print_json, styled, working
 from holdfast.ft.console.output import LONGEST_LINE, LineSplitter, visible, visible_but_colours
 from holdfast.ft.console.units import counted, format_seconds
-from holdfast.harness.chaos.outcome.compare import ComparedFigure
-from holdfast.harness.chaos.show import comparison
+from holdfast.harness.chaos.outcome.record import ComparedFigure
+from holdfast.harness.chaos.outcome.show import comparison
 from support.source_tree import ROOT
 
 # -- control characters

@@ -14,13 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from holdfast.harness.cli.app import app
 from holdfast.harness.training.driver import run_interruptible
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import ProcessStarted
-from support.programs.forked_programs import run_holdfast
+from support.programs.forked_programs import run_holdfast, said
 from support.source_tree import ROOT
 from support.waiting import next_line
 
@@ -31,13 +29,8 @@ def holdfast(*arguments: str | Path, timeout: float = 240.0) -> subprocess.Compl
     return run_holdfast("rl", *arguments, timeout=timeout)
 
 
-def said(*arguments: str | Path) -> Result:
-    """The same in this process, for what starts nothing."""
-    return CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"}).invoke(app, ["rl", *map(str, arguments)])
-
-
 def test_a_dry_run_prints_the_whole_configuration_and_starts_nothing(tmp_path: Path) -> None:
-    done = said("train", EXAMPLE, "-d", tmp_path / "run", "--dry-run", "--set", "trainer.replicas=3")
+    done = said("rl", "train", EXAMPLE, "-d", tmp_path / "run", "--dry-run", "--set", "trainer.replicas=3")
     assert done.exit_code == 0, done.stderr
     assert "replicas = 3" in done.stdout and "weight_decay" in done.stdout
     assert not (tmp_path / "run").exists()
@@ -46,16 +39,10 @@ def test_a_dry_run_prints_the_whole_configuration_and_starts_nothing(tmp_path: P
 def test_all_that_is_wrong_with_a_configuration_is_said_with_its_line(tmp_path: Path) -> None:
     file = tmp_path / "bad.toml"
     file.write_text("steps = 0\n[sampling]\ngroup = 1\n[trainer]\nreplica = 3\n")
-    done = said("train", file)
+    done = said("rl", "train", file)
     assert done.exit_code == 2 and not done.stdout
     for place in ("bad.toml:1", "bad.toml:3", "bad.toml:5", "did you mean 'replicas'?"):
         assert place in done.stderr, done.stderr
-
-
-@pytest.mark.parametrize("command", ["resume", "report"])
-def test_a_folder_without_a_run_is_named(command: str) -> None:
-    done = said(command, "nothing")
-    assert done.exit_code == 2 and "holds no run" in done.stderr, done.stderr
 
 
 def test_an_environment_is_served_until_the_command_is_ended() -> None:

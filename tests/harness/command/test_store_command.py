@@ -8,28 +8,26 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner, Result
 
 from holdfast.harness import LocalCluster
 from holdfast.harness.cli import store as store_commands
-from holdfast.harness.cli.app import app
 from holdfast.harness.cli.store import NOTHING_TO_VERIFY, byte_progress
 from holdfast.store import WeightStore
 from holdfast.store.retention import DiskRetention
 from support.children import Child
+from support.programs import forked_programs as programs
 from support.samples.store_processes import a_holder
 from support.torch_groups import ENVIRON, in_group
 from support.waiting import eventually, next_line
 
-
-def said(*arguments: str | Path) -> Result:
-    return CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"}).invoke(app, ["store", *map(str, arguments)])
+said = partial(programs.said, "store")
 
 
 def as_json(*arguments: str | Path) -> Any:
@@ -210,33 +208,10 @@ def test_a_register_that_does_not_exist_is_an_error_and_is_not_made(command: tup
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("ls",), "name the store by its register's URL"),
-        (("ls", "sqlite:///a", "sqlite:///b"), "one store at a time"),
-        (("ls", "sqlite:///a", "--register", "sqlite:///b"), "name the store once"),
-        (("ls", "--register", "memory://x"), "inside one process"),
-        (("ls", "--register", "nosuch://x"), "known are"),
-        (("ls", "--job", "no such job"), "no job of that name"),
-        (("export", "1", "x", "--format", "zip", "--register", "sqlite:///x"), "'zip' is not one of"),
-        (("inspect", "seven", "--register", "sqlite:///x"), "neither a version's number"),
-        (("inspect", "-1", "--register", "sqlite:///x"), "No such option"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
-)
-def test_wrong_arguments_are_one_line(arguments: tuple[str, ...], message: str) -> None:
-    done = said(*arguments)
-    assert done.exit_code == 2
-    assert message in " ".join(done.stderr.replace("│", " ").split())
-    assert "Traceback" not in done.stderr
-
-
 def test_the_register_of_the_environment_and_a_store_of_another_name_are_looked_into(url: str) -> None:
     with WeightStore(url, name="actor", replicas=1) as store:
         store.publish(1, weights(1.0))
-        asked = ["store", "ls", "--name", "actor", "--json"]
-        done = CliRunner(env={"HOLDFAST_REGISTER": url}).invoke(app, asked)
+        done = said("ls", "--name", "actor", "--json", HOLDFAST_REGISTER=url)
         assert json.loads(done.stdout)["latest"] == 1
         assert as_json("ls", "--register", url)["latest"] is None
 

@@ -1,46 +1,53 @@
-"""`holdfast bench`: definitions, the check of results, interleaving, and whole runs on tiny sizes."""
+"""`holdfast bench`: definitions, the check of results, whole runs on tiny sizes, and the page with its pictures."""
 
 from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from xml.etree import ElementTree
 
+import msgspec
 import numpy as np
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
 from holdfast.ft import Timeouts
 from holdfast.ft.console.console import console
 from holdfast.ft.console.units import format_bytes
 from holdfast.ft.launch.held_directory import MARKER
-from holdfast.harness.bench import recovery
-from holdfast.harness.bench.collectives import run as rounds
-from holdfast.harness.bench.collectives.contestants import ContestantGroup, missing
-from holdfast.harness.bench.collectives.data import START, Array, allocate, count_wrong, fill, pattern
-from holdfast.harness.bench.collectives.definitions import (
+from holdfast.harness.bench import recovery, report
+from holdfast.harness.bench import run as rounds
+from holdfast.harness.bench.command import RecoveryPlan
+from holdfast.harness.bench.contestants import ContestantGroup, missing
+from holdfast.harness.bench.data import START, Array, allocate, count_wrong, fill, pattern
+from holdfast.harness.bench.drivers import BoundOp, LibraryDriver
+from holdfast.harness.bench.operations import (
     OPERATIONS,
     Operation,
     parse_counts,
     parse_size,
     parse_sizes,
 )
-from holdfast.harness.bench.collectives.ranks import Bound, Measure, Measurement, time_ops
-from holdfast.harness.bench.command import app
-from holdfast.harness.bench.drivers.driver import BoundOp, LibraryDriver
-from holdfast.harness.bench.output import page, show
-from holdfast.harness.bench.output.results import Bench, BenchRow
-from holdfast.harness.bench.recovery_plan import RecoveryPlan
-from holdfast.harness.measure.barrier import WorkerBarrier
-from holdfast.harness.measure.noise import Noise
+from holdfast.harness.bench.ranks import Bound, Measure, Measurement, time_ops
+from holdfast.harness.bench.report import Bench, BenchRow, OpFailure, ratios
+from holdfast.harness.measure.results import Machine, Noise
 from holdfast.harness.measure.stats import Timing
+from holdfast.harness.measure.worker import WorkerBarrier
 from holdfast.harness.measure.workers import WorkerFailed
+from holdfast.harness.report import charts
+from holdfast.harness.report.plot import Chart
+from support.browser import pictures
+from support.programs.figures import PercentileBar, draw_bars
+from support.programs.forked_programs import said
 
 
 class Summing(LibraryDriver):
@@ -170,14 +177,6 @@ def test_swapped_blocks_are_counted_as_wrong() -> None:
 # Statistics ------------------------------------------------------------------------------------------------------
 
 
-def _row(contestant: str, turns: tuple[float, ...]) -> BenchRow:
-    timing = Timing.of([1e-6], 1)
-    return BenchRow(
-        op="all_reduce", ranks=2, contestant=contestant, nbytes=8, dtype="float32", timing=timing, single=timing,
-        turns=turns, algbw=0.0, busbw=0.0, wrong=0,
-    )  # fmt: skip
-
-
 def test_timing_is_microseconds_an_op() -> None:
     timing = Timing.of([0.001, 0.002, 0.003], block=10)
     assert timing.p50 == pytest.approx(200.0)
@@ -276,7 +275,7 @@ def test_a_library_that_does_not_measure_an_op_is_left_out_of_it_with_a_word() -
     assert [(failure.op, failure.contestant) for failure in bench.unmeasured] == [("copy", "torch-gloo")] * 2
     assert [row.op for row in bench.rows] == ["barrier"]
     shown = Console(file=io.StringIO(), width=100)
-    show.show(bench, shown)
+    report.show(bench, shown)
     assert isinstance(shown.file, io.StringIO)
     text = shown.file.getvalue()
     assert text.count("torch-gloo left out of copy: copy is not measured on torch") == 1
@@ -334,7 +333,7 @@ def test_a_rank_that_dies_is_reported_and_the_rest_of_its_group_is_ended() -> No
 def test_the_command_prints_json_and_writes_a_plot(tmp_path: Path) -> None:
     picture = tmp_path / "plot.png"
     asked = ["copy", "-n", "1", "--sizes", "8,1K", "--seconds", "0.02", "--rounds", "1", "--json"]
-    result = CliRunner().invoke(app, [*asked, "--plot", str(picture)])
+    result = said("bench", *asked, "--plot", picture)
     assert result.exit_code == 0, result.output
     bench = json.loads(result.stdout)
     assert [row["nbytes"] for row in bench["rows"]] == [8, 1024]
@@ -342,24 +341,8 @@ def test_the_command_prints_json_and_writes_a_plot(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["all_reduce", "--sizes", "many"],
-        ["all_reduce", "-n", "1"],
-        ["all_reduce", "--dtype", "float3"],
-        ["all_reduce", "--peer", "nosuch"],
-        ["put", "--fresh"],
-    ],
-)
-def test_bad_arguments_are_refused_before_anything_starts(arguments: list[str]) -> None:
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 2
-    assert "Usage" in result.stderr
-
-
 def test_a_backend_of_ours_that_cannot_run_fails_the_command() -> None:
-    result = CliRunner().invoke(app, ["barrier", "--backends", "nosuch"])
+    result = said("bench", "barrier", "--backends", "nosuch")
     assert result.exit_code == 1
     assert "nosuch" in result.stdout
 
@@ -367,7 +350,7 @@ def test_a_backend_of_ours_that_cannot_run_fails_the_command() -> None:
 def test_a_plot_without_data_is_an_error(tmp_path: Path) -> None:
     bench = rounds.run(_plan((), ()))
     with pytest.raises(ValueError, match="nothing to plot"):
-        page.plot(bench, tmp_path / "plot.png")
+        report.plot(bench, tmp_path / "plot.png")
 
 
 @pytest.mark.thorough
@@ -405,13 +388,11 @@ def test_recovery_is_measured_on_real_faults(plan: RecoveryPlan) -> None:
     least = 1e3 * silent * plan.stopped
     assert all(least <= kill.detect <= kill.agree <= kill.rebuild <= kill.total for kill in bench.kills)
     assert bench.total.median == pytest.approx(sum(kill.total for kill in bench.kills) / plan.kills)
-    show.show_recovery(bench, console())
+    recovery.show_recovery(bench, console())
 
 
-def test_the_recovery_command_refuses_what_it_cannot_measure() -> None:
-    for asked in ("--together 4", "--proposer --spares 2", "--size big"):
-        assert CliRunner().invoke(app, ["recovery", *asked.split()]).exit_code == 2, asked
-    unknown = CliRunner().invoke(app, ["recovery", "--backend", "nosuch", "--kills", "1"])
+def test_a_backend_that_cannot_run_fails_the_recovery_command() -> None:
+    unknown = said("bench", "recovery", "--backend", "nosuch", "--kills", "1")
     assert unknown.exit_code == 1
     assert "backend 'nosuch' is not available" in unknown.stderr
 
@@ -431,3 +412,119 @@ def test_processor_time_of_our_children_is_not_noise() -> None:
         child.wait(30)
     assert 0 <= mine <= os.cpu_count()  # type: ignore[operator]
     assert theirs > 0.2, "a child that still runs cannot be told from others"
+
+
+# The page and its pictures ----------------------------------------------------------------------------------------
+
+MACHINE = Machine("a processor", 2, "6.1", "3.11", "2.13", 0.05)
+NAMES = ("holdfast:shm", "openmpi", "memcpy")
+
+
+def row(op: str, ranks: int, contestant: str, nbytes: int, microseconds: float) -> BenchRow:
+    timing = Timing.of([microseconds / 1e6] * 3, 1)
+    bandwidth = nbytes / microseconds / 1e3
+    return BenchRow(
+        op=op, ranks=ranks, contestant=contestant, nbytes=nbytes, dtype="float32", timing=timing, single=timing,
+        turns=(microseconds,) * 3, algbw=bandwidth, busbw=bandwidth, wrong=0,
+    )  # fmt: skip
+
+
+def sample(slower: float = 1.0, ranks: Sequence[int] = (2, 4), failures: tuple[OpFailure, ...] = ()) -> Bench:
+    """Two sizes of all_reduce by three contestants."""
+    rows = [
+        row("all_reduce", number, name, size, slower * (3 + size / 9000) * (1 + index) * number)
+        for number in ranks
+        for size in (8, 1 << 20)
+        for index, name in enumerate(NAMES)
+    ]
+    rows.append(row("barrier", ranks[0], NAMES[0], 0, slower * 5.0))
+    return Bench(
+        command="holdfast bench all_reduce", machine=MACHINE, contestants={"shm": "x"}, skipped={}, rows=tuple(rows),
+        ratios=ratios(rows, NAMES[:1]), failures=failures,
+    )  # fmt: skip
+
+
+def test_the_page_has_charts_with_the_roofline_and_is_self_contained() -> None:
+    text = report.render(sample(), when="today")
+    assert len(pictures(text)) == 2 + 2 + 2, "bandwidth and time for 2 and 4 ranks, time over ranks for two sizes"
+    assert text.count('class="roof"') == 2, "where there is bandwidth there is the roofline"
+    assert "✓ all results right" in text
+    assert "1 MiB" in text
+
+
+def test_a_failure_of_ours_is_shown_at_the_top_and_is_not_well() -> None:
+    broken = OpFailure(op="all_reduce", ranks=2, contestant="holdfast:shm", nbytes=8, reason="it <broke>")
+    text = report.render(sample(failures=(broken,)))
+    assert "✗ not all is well" in text
+    assert "it &lt;broke&gt;" in text
+
+
+def drawn(chart: Chart) -> ElementTree.Element:
+    return ElementTree.fromstring(chart.svg("a chart", standalone=True))
+
+
+def tips(drawing: ElementTree.Element) -> list[str]:
+    return [each.text or "" for each in drawing.iter() if each.tag.endswith("title")]
+
+
+def test_lines_of_a_chart_stay_inside_and_their_names_apart() -> None:
+    series = [
+        charts.Series(f"number {index}", ((8.0, 1e-3 * (index + 1)), (1e6, 50.0 + index / 100)), index)
+        for index in range(6)
+    ]
+    drawing = drawn(charts.draw_lines("many", series, str, str, "GB/s"))
+    names = [each for each in drawing.iter() if (each.text or "").startswith("number") and each.tag.endswith("text")]
+    heights = sorted(float(each.get("y", "nan")) for each in names)
+    assert len(heights) == 6
+    assert all(below - above >= charts.LABEL_GAP - 0.1 for above, below in itertools.pairwise(heights))
+    width, height = map(float, drawing.attrib["viewBox"].split()[2:])
+    dots = [each for each in drawing.iter() if each.tag.endswith("use")]
+    assert all(0 < float(dot.get("x", 0)) < width and 0 < float(dot.get("y", 0)) < height for dot in dots)
+    assert "number 3, 8.0: 0.004" in tips(drawing)
+    with pytest.raises(ValueError, match="nothing to draw"):
+        charts.draw_lines("none", [], str, str, "")
+
+
+def test_bars_are_drawn_to_their_percentiles() -> None:
+    bars = [PercentileBar("ours", 5.0, 8.0, 10.0, 0), PercentileBar("theirs", 20.0, 30.0, 40.0, 1)]
+    chart = draw_bars("recovery", bars, lambda value: f"{value:g} ms")
+    assert [round(patch.get_width()) for patch in chart.axes.patches] == [10, 8, 5, 40, 30, 20]  # type: ignore[attr-defined]
+    assert set(tips(drawn(chart))) == {
+        "ours: median 5 ms, p90 8 ms, p99 10 ms",
+        "theirs: median 20 ms, p90 30 ms, p99 40 ms",
+    }
+
+
+def test_a_chart_takes_the_colours_of_its_page_and_alone_it_brings_them() -> None:
+    chart = charts.draw_lines("one", [charts.Series("a", ((1.0, 1.0), (2.0, 3.0)), 0)], str, str, "y")
+    inside = chart.svg("one")
+    assert "var(--s0)" in inside and not re.findall(r"(?:fill|stroke): #[0-9a-f]{6}", inside)
+    assert "<style" not in inside and "prefers-color-scheme: dark" in chart.svg("one", standalone=True)
+
+
+def test_names_of_pictures_say_what_they_show() -> None:
+    assert [name for name, _ in report.bandwidths(sample())] == ["all_reduce-2", "all_reduce-4"]
+    assert [name for name, _ in report.sweeps(sample())] == ["all_reduce-8-ranks", "all_reduce-1048576-ranks"]
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_the_tables_of_a_bench_fit_a_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    stream = io.StringIO()
+    monkeypatch.setattr("sys.stdout", stream)
+    out = console()
+    report.show(sample(), out)
+    lines = stream.getvalue().splitlines()
+    assert not any(line.startswith(("p50: ", "size: 8", "library: ", "now: ")) for line in lines), "a line a figure"
+    assert "not shown at this width: " in stream.getvalue()
+    assert sum("all_reduce" in line for line in lines) == 2
+    assert max(map(len, (line for line in lines if line[:1] in "\u2502\u2503"))) <= columns
+
+
+def test_the_command_writes_the_report_and_its_data(tmp_path: Path) -> None:
+    asked = ["copy", "-n", "1:2", "--sizes", "8,1K", "--seconds", "0.02", "--rounds", "2", "--report", str(tmp_path)]
+    first = said("bench", *asked)
+    assert first.exit_code == 0, first.output
+    assert "1 KiB" in first.stdout and "#wrong" in first.stdout
+    assert "Pictures" in (tmp_path / "report.html").read_text()
+    assert msgspec.json.decode((tmp_path / "bench.json").read_bytes(), type=Bench).wrong == 0

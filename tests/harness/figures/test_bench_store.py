@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from typer.testing import CliRunner, Result
 
 from holdfast.harness.bench.store import data, workloads
 from holdfast.harness.bench.store.drivers import (
@@ -26,11 +25,10 @@ from holdfast.harness.bench.store.drivers import (
     StoreDriver,
     WorkerPlan,
 )
-from holdfast.harness.bench.store.results import StoreBench
-from holdfast.harness.bench.store.run import StorePlan, run
-from holdfast.harness.bench.store.teams import missing
+from holdfast.harness.bench.store.run import StoreBench, StorePlan, run
 from holdfast.harness.bench.store.worker import Digests, StoreWorker, Took
-from holdfast.harness.cli.app import app
+from holdfast.harness.bench.store.workloads import missing
+from support.programs.forked_programs import said
 
 SHAPES = data.equal_shapes(3, 4096)
 
@@ -163,10 +161,6 @@ def test_a_size_that_no_model_has_is_refused() -> None:
 # The command ----------------------------------------------------------------------------------------------------------
 
 
-def said(*arguments: str) -> Result:
-    return CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"}).invoke(app, arguments)
-
-
 @pytest.mark.thorough
 def test_the_command_prints_json() -> None:
     done = said(
@@ -211,18 +205,3 @@ def test_tensors_of_a_gpu_are_measured_beside_a_pinned_copy() -> None:
     found = {(row.figure, row.contestant) for row in bench.rows}
     assert {(figure, name) for figure in ("publish", "get") for name in (HOLDFAST, PINNED)} <= found
     assert {(each, HOLDFAST) for each in ("alone", "beside a pinned copy", "beside a publish")} <= found
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("--peers", "redis"), "torchstore, memcpy"),
-        (("--workloads", "x"), "small"),
-        (("--size", "x"), "64K"),
-        (("--device", "tpu"), "known: cpu, cuda"),
-    ],
-)
-def test_the_command_refuses_what_it_does_not_know(arguments: tuple[str, ...], words: str) -> None:
-    done = said("bench", "store", *arguments)
-    assert done.exit_code == 2
-    assert words in done.stderr

@@ -18,17 +18,24 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-from typer.testing import CliRunner
 
 from holdfast.comms import reproducible
-from holdfast.harness.cli.app import app
-from holdfast.harness.gate.decide import DecisionRule, Verdict, decide
-from holdfast.harness.gate.gate import ComparisonState, GateReport, WorkloadResult, chosen, cluster
+from holdfast.harness.gate.gate import (
+    ComparisonState,
+    DecisionRule,
+    GateReport,
+    Verdict,
+    WorkloadResult,
+    chosen,
+    cluster,
+    decide,
+    to_markdown,
+)
 from holdfast.harness.gate.pairs import PairLauncher, RunningSide, SideFailed
-from holdfast.harness.gate.show import markdown
 from holdfast.harness.gate.sides import NoSuchSide, Side, build, differing_pins
 from holdfast.harness.measure.stats import paired_ratio, t_cdf, t_quantile
 from holdfast.harness.measure.workers import OpFailed, WorkerFailed
+from support.programs.forked_programs import said
 from support.programs.gate_calibration import calibrate
 from support.source_tree import PACKAGES, ROOT
 from support.waiting import eventually
@@ -121,7 +128,7 @@ def test_a_folder_is_a_side_as_it_is_and_pins_that_differ_are_told(repository: P
 def test_an_unknown_side_is_refused_with_what_to_do(repository: Path, tmp_path: Path) -> None:
     with pytest.raises(NoSuchSide):
         build("no-such-commit", repository, tmp_path / "built")
-    refused = CliRunner().invoke(app, ["gate", "no-such-commit", "--repository", str(repository)])
+    refused = said("gate", "no-such-commit", "--repository", repository)
     assert refused.exit_code == 2
     with pytest.raises(ValueError, match="no such workload: nosuch; there are call"):
         chosen(["nosuch"])
@@ -206,7 +213,7 @@ def test_the_gate_finds_the_workload_that_became_slower_and_no_other(tmp_path: P
     execution.write_text(f"{code[:body]}\n        sum(range(2000))\n{code[body:]}")
     comment = tmp_path / "comment.md"
     only = ["--only", "long-way", "--only", "membership", "--most", "6"]
-    result = CliRunner().invoke(app, ["gate", str(ROOT), str(slow), *only, "--json", "--markdown", str(comment)])
+    result = said("gate", ROOT, slow, *only, "--json", "--markdown", comment)
     assert result.exit_code == 1, result.output
     verdicts = {finding["workload"]: finding["verdict"] for finding in json.loads(result.stdout)["findings"]}
     assert verdicts["long-way"] == "slower"
@@ -248,9 +255,9 @@ def reported(*findings: WorkloadResult) -> GateReport:
 def test_workloads_that_base_lacks_are_not_compared() -> None:
     report = reported(found("store", "not compared", "no such module"), found("call", "same"))
     assert report.status == 0
-    assert "### ✅ No slowdown found\n" in markdown(report)
-    assert "❔ not compared: no such module" in markdown(report)
-    assert "Pinned versions differ" in markdown(report)
+    assert "### ✅ No slowdown found\n" in to_markdown(report)
+    assert "❔ not compared: no such module" in to_markdown(report)
+    assert "Pinned versions differ" in to_markdown(report)
     assert msgspec.json.decode(msgspec.json.encode(report))["findings"][0]["workload"] == "store"
 
 
@@ -268,7 +275,7 @@ def test_the_status_and_headline_count_workloads_that_were_not_compared(
 ) -> None:
     report = reported(*findings)
     assert report.status == status
-    assert markdown(report).startswith(f"### {headline}\n")
+    assert to_markdown(report).startswith(f"### {headline}\n")
 
 
 class FakeRank:

@@ -12,10 +12,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from holdfast.harness.measure.barrier import WorkerBarrier
 from holdfast.harness.measure.rounds import TimedTurn, Workload, mirrored, rotated, take_turns, total_wrong
 from holdfast.harness.measure.stats import pairwise
-from holdfast.harness.measure.worker import serve
+from holdfast.harness.measure.worker import WorkerBarrier, serve
 from holdfast.harness.measure.workers import (
     Fork,
     OpFailed,
@@ -151,7 +150,7 @@ def test_a_barrier_lets_none_through_before_the_last(tmp_path: Path) -> None:
 
 
 class Named(Workload[str]):
-    """A workload that notes whose turn it is, and fails for some."""
+    """A workload that notes the order of turns, and fails for some."""
 
     name = "named"
 

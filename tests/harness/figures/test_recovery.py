@@ -1,4 +1,4 @@
-"""The reader of recoveries: from the events of a job to when a fault was known, and when each process went on."""
+"""The reader of recoveries: from events to when a fault was known and each process went on."""
 
 from __future__ import annotations
 

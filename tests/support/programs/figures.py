@@ -16,13 +16,12 @@ import msgspec
 
 from holdfast.ft.console.console import FoldingTable
 from holdfast.ft.console.units import counted
-from holdfast.harness.bench.output import page
-from holdfast.harness.bench.output.results import Bench
+from holdfast.harness.bench import report
 from holdfast.harness.bench.recovery import RecoveryBench
+from holdfast.harness.bench.report import Bench
 from holdfast.harness.bench.store.drivers import HOLDFAST
-from holdfast.harness.bench.store.results import StoreBench
-from holdfast.harness.bench.store.show import CAPTION, heading, table_of, threads_of
-from holdfast.harness.measure.show import describe, show_time
+from holdfast.harness.bench.store.run import CAPTION, StoreBench, heading, table_of, threads_of
+from holdfast.harness.measure.results import describe, show_time
 from holdfast.harness.measure.stats import Spread
 from holdfast.harness.report.charts import WIDTH
 from holdfast.harness.report.plot import FONT, SERIES, Chart, light
@@ -49,7 +48,7 @@ def _collectives(folder: Path) -> Iterator[tuple[str, str]]:
     """Bus bandwidth of each op, and the time of small all_reduces."""
     for path in sorted((folder / "bench").glob("*.json")):
         bench = msgspec.json.decode(path.read_bytes(), type=Bench)
-        draw = page.times if path.stem == "small" else page.bandwidths
+        draw = report.times if path.stem == "small" else report.bandwidths
         for name, chart in draw(bench):
             yield f"bench-{name}.svg", chart.svg(name, standalone=True)
 

@@ -19,8 +19,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
+from typer.testing import CliRunner, Result
+
 from holdfast.comms.plugins.registry import registry
 from holdfast.ft.processes.zygote_client import ForkedProcess, zygote
+from holdfast.harness.cli.app import app
 from support.source_tree import TESTS
 
 HOLDFAST = Path(sys.executable).parent / "holdfast"
@@ -85,6 +88,11 @@ def run_holdfast(
     """Run the `holdfast` command."""
     program = [str(HOLDFAST), *map(str, arguments)]
     return run_forked(HOLDFAST.read_text(), program, cwd=cwd, environ=environ, timeout=timeout)
+
+
+def said(*arguments: str | Path, **environ: str) -> Result:
+    """Run the command in this process: wide, without colours, and for what has no process of its own to show."""
+    return CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1", **environ}).invoke(app, [*map(str, arguments)])
 
 
 def _run(

@@ -16,11 +16,10 @@ import msgspec
 
 from holdfast.ft.console.units import counted
 from holdfast.ft.launch.held_directory import HeldDirectory
-from holdfast.harness.gate.decide import DecisionRule
-from holdfast.harness.gate.gate import ComparisonState, chosen, compare
+from holdfast.harness.gate.gate import ComparisonState, DecisionRule, chosen, compare
 from holdfast.harness.gate.pairs import PairLauncher
 from holdfast.harness.gate.sides import Side, build
-from holdfast.harness.measure.noise import Noise
+from holdfast.harness.measure.results import Noise
 
 
 class Rate(msgspec.Struct, frozen=True):

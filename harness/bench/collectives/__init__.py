@@ -1,1 +1,0 @@
-"""`holdfast bench OP`: libraries in turn, every result checked."""

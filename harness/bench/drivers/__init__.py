@@ -1,1 +1,0 @@
-"""One library each, driven for `holdfast bench`."""

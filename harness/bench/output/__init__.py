@@ -1,1 +1,0 @@
-"""Results of a bench: records, tables, charts, pages."""

@@ -1,1 +1,0 @@
-"""Runs of the simulator: one seed, many seeds, and the smallest schedule that fails."""

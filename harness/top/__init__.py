@@ -1,1 +1,0 @@
-"""`holdfast top`: a live view of a job, from its register, flight recordings and event logs."""
