@@ -24,9 +24,7 @@ from holdfast.ft.events import Event
 from holdfast.ft.telemetry.flight import find, read
 from holdfast.ft.telemetry.flight.recorder import FlightRecorder
 from holdfast.harness.cli.app import app
-from support.blame.cases import KINDS, generated
-from support.blame.injected import FAULTS, injected
-from support.blame.model import ModelCall, ModelWorld
+from support.blame_cases import FAULTS, KINDS, ModelCall, ModelWorld, generated, injected
 from support.event_records import an_event
 
 SUM = ModelCall("all_reduce", torch.empty(4, device="meta"), "sum")
