@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import msgspec
 
@@ -148,9 +147,7 @@ class PairLauncher:
     def __enter__(self) -> PairLauncher:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         try:
             self._program.communicate(timeout=5.0)
         except subprocess.TimeoutExpired:

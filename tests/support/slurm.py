@@ -19,7 +19,6 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 
 from holdfast.comms.errors import HoldfastError
 from holdfast.comms.transport.liveness import HOST
@@ -95,9 +94,7 @@ class SlurmCluster:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
