@@ -7,6 +7,7 @@ no view changes, so a simulation that gets these numbers still has to predict.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import queue
 import random
@@ -400,7 +401,7 @@ def measure_costs(ranks: int, backend: str, progress: Callable[[str], None] = la
         backend=backend,
         cores=len(os.sched_getaffinity(0)),
         link=median(times[0].links),
-        spread=stdev(map(_log, times[0].links)),
+        spread=stdev(map(math.log, times[0].links)),
         message=sum(rank.processor for rank in times) / (2 * ROUNDS * (ranks - 1)),
         read=median(times[0].reads),
         write=median(times[0].writes),
@@ -408,10 +409,6 @@ def measure_costs(ranks: int, backend: str, progress: Callable[[str], None] = la
         op=median(over[number] - stand[number] for number in rounds) / OPS,
         gone=median(gone),
     )
-
-
-def _log(seconds: float) -> float:
-    return float(torch.tensor(seconds, dtype=torch.float64).log())
 
 
 def _measure_rank(comm: Communicator, port: int, folder: str) -> _RankTimes:

@@ -359,29 +359,8 @@ def _model(nbytes: int) -> tuple[TensorShape, ...]:
     return model_shapes(nbytes, "bfloat16")
 
 
-def _half_model(nbytes: int) -> tuple[TensorShape, ...]:
-    return _model(nbytes // 2)
-
-
-def _quarter_model(nbytes: int) -> tuple[TensorShape, ...]:
-    """Each of the readers of a fan-out has a target of its own."""
-    return _model(nbytes // 4)
-
-
-def _served_model(nbytes: int) -> tuple[TensorShape, ...]:
-    return model_shapes(min(nbytes, SERVED_BYTES), "float32")
-
-
-def _flat(nbytes: int) -> tuple[TensorShape, ...]:
-    return equal_shapes(8, nbytes // 8)
-
-
 def _many(nbytes: int) -> tuple[TensorShape, ...]:
     return equal_shapes(64, nbytes // 64, "bfloat16")
-
-
-def _small(nbytes: int) -> tuple[TensorShape, ...]:
-    return equal_shapes(300, 16 << 10)
 
 
 WORKLOADS = (
@@ -396,7 +375,7 @@ WORKLOADS = (
         "random",
         "8 random tensors of float32",
         ("publish", "get"),
-        _flat,
+        lambda nbytes: equal_shapes(8, nbytes // 8),
         exchange,
     ),
     StoreBenchWorkload(
@@ -412,7 +391,7 @@ WORKLOADS = (
         "small",
         "300 tensors of 16 KiB",
         ("publish", "get"),
-        _small,
+        lambda _: equal_shapes(300, 16 << 10),
         exchange,
     ),
     StoreBenchWorkload(
@@ -427,7 +406,7 @@ WORKLOADS = (
         "reshard",
         f"half of the size, from {counted(FSDP_RANKS, 'rank')} of FSDP to {TP_RANKS} of tensor parallelism",
         ("publish", "resharded", "whole, one reader"),
-        _half_model,
+        lambda nbytes: _model(nbytes // 2),
         _reshard,
         contestants=(HOLDFAST, TORCHSTORE),
         workers=TeamPlan(publishers=FSDP_RANKS, readers=TP_RANKS, sharded=True),
@@ -462,7 +441,7 @@ WORKLOADS = (
         "fan-out",
         f"a quarter of the size: the newest version to {FAN_OUT} readers at once",
         ("one reader", f"{FAN_OUT} readers", f"{FAN_OUT} readers that map"),
-        _quarter_model,
+        lambda nbytes: _model(nbytes // 4),
         _fan_out,
         contestants=(HOLDFAST, TORCHSTORE, MEMCPY),
         workers=TeamPlan(readers=FAN_OUT),
@@ -471,7 +450,7 @@ WORKLOADS = (
         "served",
         "from the start of a publish to the tensors of a reader that follows: 10 million parameters in float32",
         ("served",),
-        _served_model,
+        lambda nbytes: model_shapes(min(nbytes, SERVED_BYTES), "float32"),
         _served,
         contestants=(HOLDFAST,),
     ),
