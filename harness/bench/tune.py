@@ -32,7 +32,7 @@ _DEADLINE = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class AlgorithmChoice:
     """The algorithm that runs `op` of `nbytes` on `ranks` ranks, and the modelled seconds of each algorithm."""
 
     op: str
@@ -125,12 +125,12 @@ def links() -> dict[str, tuple[Link, tuning.Measured | None]]:
     return {name: (link, measured.get(name)) for name, link in sorted(known.items())}
 
 
-def choices(link: Link, ranks: Sequence[int], sizes: Sequence[int]) -> list[Choice]:
+def choices(link: Link, ranks: Sequence[int], sizes: Sequence[int]) -> list[AlgorithmChoice]:
     """One choice over `link` for each op with several algorithms, each number of ranks and each size."""
     found = []
     for op, costs in cost.OPS.items():
         for count in ranks:
             for nbytes in sizes:
                 seconds = costs(link, count, nbytes)
-                found.append(Choice(op, count, nbytes, cost.choose(seconds), seconds))
+                found.append(AlgorithmChoice(op, count, nbytes, cost.choose(seconds), seconds))
     return found

@@ -12,7 +12,7 @@ from holdfast.ft.console.units import format_bytes
 from holdfast.harness.command_line import in_one_line
 
 if TYPE_CHECKING:
-    from holdfast.harness.bench.tune import Choice
+    from holdfast.harness.bench.tune import AlgorithmChoice
 
 SHOWN_RANKS = (2, 3, 4, 8, 64)
 SHOWN_SIZES = tuple(8 << step for step in range(28))
@@ -97,7 +97,7 @@ def _print(links: dict[str, Any], json: bool) -> None:
             out.print(f"  {row[0].op:<11}{row[0].ranks:>3} ranks: {_in_words(row)}")
 
 
-def _in_words(row: Sequence[Choice]) -> str:
+def _in_words(row: Sequence[AlgorithmChoice]) -> str:
     """The algorithms by growing size, each with the size from which on it is chosen."""
     words = [row[0].algorithm]
     for before, each in itertools.pairwise(row):
