@@ -169,7 +169,12 @@ class MpiTransport(MessageTransport):
         self._others = [process for rank, process in enumerate(meeting.processes) if rank != context.rank]
         self._peers = context.peers
         self._service: RequestService | None = None
-        self._run = self._op_call(self._begin, self._finish_begun)
+        self._run = self._op_call(
+            self._begin,
+            lambda request, error, op, memory, start, given, limit: self._finish_late(
+                op, memory, request, error, limit
+            ),
+        )
         """run(op, memory, start, given, deadline): complete a collective of MPI's own that `start(*given)` begins.
 
         `memory` is kept until then.
@@ -193,18 +198,6 @@ class MpiTransport(MessageTransport):
         if self._error is not None:
             raise self._error.again()
         return start(*given)
-
-    def _finish_begun(
-        self,
-        request: MPI.Request | None,
-        error: RuntimeError | None,
-        op: str,
-        memory: object,
-        start: object,
-        given: object,
-        deadline: float,
-    ) -> None:
-        self._finish_late(op, memory, request, error, deadline)
 
     def _finish_late(
         self, op: str, memory: object, request: MPI.Request | None, error: RuntimeError | None, deadline: float
@@ -381,62 +374,58 @@ class MpiTransport(MessageTransport):
     # -- reductions
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, deadline: float) -> None:
-        kind = _native_op(tensor.dtype, op)
         large = tensor.nbytes >= self._segmented_bytes and self.size > 1
-        if kind is None and not large:
+        call = None if large else self._all_reduce_call(tensor.dtype, op, tensor.nbytes)
+        if call is None and not large:
             super().all_reduce(tensor, op, deadline)
             return
         scaled = arithmetic.prescale(tensor, op)
         if scaled is not tensor:
             tensor.copy_(scaled)
-        if large:
-            exchange = self._exchange("all_reduce", deadline)
-            segmented_all_reduce(exchange, tensor.view(-1), op, PART_BYTES)
-        elif (prepared := self._prepare(tensor.dtype, op, tensor.nbytes)) is not None:
-            prepared(tensor, deadline)
-        elif kind is not None:
-            mpi, reduce = kind
-            given = MPI.IN_PLACE, [buffer_of(tensor), mpi], reduce
-            self._run("all_reduce", tensor, self._comm.Iallreduce, given, deadline)
+        if call is not None:
+            call(tensor, deadline)
+        else:
+            segmented_all_reduce(self._exchange("all_reduce", deadline), tensor.view(-1), op, PART_BYTES)
         arithmetic.postscale(tensor, op, self.size)
 
-    def _prepare(self, dtype: torch.dtype, op: ReduceOp, nbytes: int) -> OpCall | None:
-        """A persistent all_reduce of MPI for `nbytes` bytes; None if each op has to begin a new request.
+    def _all_reduce_call(self, dtype: torch.dtype, op: ReduceOp, nbytes: int) -> OpCall | None:
+        """The calls of MPI's all_reduce of `nbytes` bytes; None if MPI does not reduce this as torch does.
 
-        MPI requires all ranks to make the same ones in the same order. They do: each is made by the first such op, on
-        the fast path or the slow one.
+        Small ones are persistent requests of MPI, the others begin a new request each. MPI requires all ranks to make
+        the same persistent ones in the same order. They do: each is made by the first such op, on the fast path or the
+        slow one.
         """
-        form, kind = (dtype, op.name, nbytes), _native_op(dtype, op)
-        if form in self._prepared:
-            return self._prepared[form]
-        if kind is None or not 0 < nbytes <= STAGED_BYTES or len(self._prepared) == MOST_PREPARED:
-            return None
-        stage = bytearray(nbytes)
-        try:
-            request = self._comm.Allreduce_init(MPI.IN_PLACE, [stage, kind[0]], kind[1])
-        except MPI.Exception as error:
-            raise self._explain("all_reduce", self._op, error) from error
-        self._requests.append((request, stage))
+        form, kind, stage = (dtype, op.name, nbytes), _native_op(dtype, op), None
+        if kind is None or form in self._prepared:
+            return self._prepared.get(form)
+        mpi, reduce = kind
+
+        def begin(tensor: Tensor, deadline: float) -> MPI.Request:
+            given = MPI.IN_PLACE, [buffer_of(tensor), mpi], reduce
+            return self._begin("all_reduce", tensor, self._comm.Iallreduce, given, deadline)
 
         def start(tensor: Tensor, deadline: float) -> MPI.Request:
             self._op += 1
             if self._error is not None:
                 raise self._error.again()
-            request.Start()
-            return request
-
-        self._prepared[form] = self._all_reduce_call(start, stage)
-        return self._prepared[form]
-
-    def _all_reduce_call(self, start: Callable[[Tensor, float], MPI.Request], stage: bytearray | None = None) -> OpCall:
-        """The all_reduces that `start` begins, on the stage if there is one."""
+            persistent.Start()
+            return persistent
 
         def finish_late(
             request: MPI.Request | None, error: RuntimeError | None, tensor: Tensor, deadline: float
         ) -> None:
             self._finish_late("all_reduce", tensor if stage is None else stage, request, error, deadline)
 
-        return self._op_call(start, finish_late, stage)
+        if not 0 < nbytes <= STAGED_BYTES or len(self._prepared) == MOST_PREPARED:
+            return self._op_call(begin, finish_late)
+        stage = bytearray(nbytes)
+        try:
+            persistent = self._comm.Allreduce_init(MPI.IN_PLACE, [stage, mpi], reduce)
+        except MPI.Exception as error:
+            raise self._explain("all_reduce", self._op, error) from error
+        self._requests.append((persistent, stage))
+        self._prepared[form] = self._op_call(start, finish_late, stage)
+        return self._prepared[form]
 
     def reduce(self, tensor: Tensor, dst: int, op: ReduceOp, deadline: float) -> None:
         kind = _native_op(tensor.dtype, op)
@@ -533,18 +522,10 @@ class MpiTransport(MessageTransport):
         reduction, dtype = plan.reduction, plan.dtype
         if plan.op != "all_reduce" or plan.nbytes >= self._segmented_bytes or reduction is None or dtype is None:
             return Transport.function(self, plan)
-        kind = _native_op(dtype, reduction)
-        if kind is None or reduction.name in arithmetic.SCALED:
-            return super().function(plan)
-        if (prepared := self._prepare(dtype, reduction, plan.nbytes)) is not None:
-            return prepared
-        mpi, reduce = kind
-
-        def start(tensor: Tensor, deadline: float) -> MPI.Request:
-            given = MPI.IN_PLACE, [buffer_of(tensor), mpi], reduce
-            return self._begin("all_reduce", tensor, self._comm.Iallreduce, given, deadline)
-
-        return self._all_reduce_call(start)
+        call = None
+        if reduction.name not in arithmetic.SCALED:
+            call = self._all_reduce_call(dtype, reduction, plan.nbytes)
+        return super().function(plan) if call is None else call
 
     # -- messages, for the algorithms
 
