@@ -73,6 +73,7 @@ class WorkLog:
         self._spans: deque[_Span] = deque(maxlen=MOST)
         self._calls: dict[str, _Calls] = {}
         self._unread: dict[str, _Span] = {}
+        self._lasting: dict[str, tuple[int, float, float]] = {}
 
     @contextmanager
     def doing(self, what: str, number: int) -> Iterator[None]:
@@ -87,6 +88,19 @@ class WorkLog:
         """Record what began at `began` on `time.monotonic()`, and ends now."""
         with self._lock:
             self._spans.append(_Span(what, number, began, time.monotonic() - began, cpu))
+
+    def lasting(self, what: str, number: int | None, cpu: float) -> None:
+        """Record a span of `what` that lasts until this is called with another number; None ends it.
+
+        `cpu` is what the clock of its processor seconds shows now.
+        """
+        now, before = time.monotonic(), self._lasting.get(what)
+        if before is not None and before[0] != number:
+            with self._lock:
+                self._spans.append(_Span(what, before[0], before[1], now - before[1], cpu - before[2]))
+            del self._lasting[what]
+        if number is not None and what not in self._lasting:
+            self._lasting[what] = number, now, cpu
 
     @contextmanager
     def calling(self, what: str) -> Iterator[None]:

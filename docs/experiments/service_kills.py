@@ -13,18 +13,15 @@ import os
 import signal
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from holdfast.ft.console.units import counted
 from holdfast.ft.processes.zygote_client import shut_down
-from holdfast.rl.actors.engine import Engine, endpoint
-from holdfast.rl.actors.local import LocalEngine
-from holdfast.rl.actors.monarch import MonarchEngine
-from holdfast.rl.actors.replicas import ReplicaEvent, affinity
-from holdfast.rl.actors.service import Service, served
+from holdfast.rl.actors.engine import Engine, LocalEngine, endpoint
+from holdfast.rl.actors.service import ReplicaEvent, Service, affinity, served
 
 REPLICAS, CLIENTS = 3, 6
 _CALL_SECONDS = 0.005
@@ -134,10 +131,15 @@ def _spread(seconds: Sequence[float]) -> str:
     return f"median {statistics.median(seconds) * 1e3:.1f} ms, worst {max(seconds) * 1e3:.1f} ms"
 
 
+def _monarch() -> Engine:
+    from holdfast.rl.actors.monarch import MonarchEngine
+
+    return MonarchEngine()
+
+
 async def run(name: str, kills: int) -> KillFigures:
     """Measure one engine."""
-    kinds: dict[str, Callable[[], Engine]] = {"local": LocalEngine, "monarch": MonarchEngine}
-    async with kinds[name]() as engine:
+    async with LocalEngine() if name == "local" else _monarch() as engine:
         return await measure(engine, name, kills)
 
 

@@ -61,12 +61,12 @@ def demo(
     lost, and every invariant held; 1 if not; 2 if the run could not be done; 130 if interrupted.
     """
     from holdfast.ft.processes.zygote_start import start_early
-    from holdfast.harness.training import preload
+    from holdfast.harness import training
 
     check_modules("rl", "the demo", "transformers", "monarch")
     check_modules("report", "the report", "jinja2", "matplotlib")
     check_folder(report, "--report", "report.html", "run.json")
-    start_early(*preload.PRELOAD, preload.DRIVER)
+    start_early(*training.PRELOAD, training.DRIVER)
     try:
         with in_one_line("holdfast demo", ValueError):
             repeat = _repeat(steps, seed, hosts, backend)

@@ -47,7 +47,7 @@ def train(
     SIGTERM, which end all of its processes.
     """
     from holdfast.ft.processes.zygote_start import start_early
-    from holdfast.harness.training.preload import PRELOAD
+    from holdfast.harness.training import PRELOAD
 
     if not dry_run:
         start_early(*PRELOAD)
@@ -75,7 +75,7 @@ def resume(directory: RunFolder = Path("run"), set_: Sets = None, json: Json = F
     Nothing is trained twice in the weights, and no prompt is skipped. What the weights depend on cannot be changed.
     """
     from holdfast.ft.processes.zygote_start import start_early
-    from holdfast.harness.training.preload import PRELOAD
+    from holdfast.harness.training import PRELOAD
 
     start_early(*PRELOAD)
     from holdfast.harness.training.command import configuration_of, run_here
@@ -111,7 +111,7 @@ def evaluate(
     episodes are played in this one, or at environment.addresses. The names in TorchTitan's checkpoints
     are translated by its interpreter: trainer.python, or that of make extra-titan.
     """
-    from holdfast.harness.training.evaluation import evaluate_here
+    from holdfast.harness.training.command import evaluate_here
 
     if version is not None and model is not None:
         raise typer.BadParameter("give a version or a model", param_hint="--version, --model")
@@ -143,7 +143,7 @@ def export(
 
     A function takes the run's configuration, the model and OUT, and returns what it wrote in words.
     """
-    from holdfast.harness.training.evaluation import export_version
+    from holdfast.harness.training.command import export_version
 
     typer.echo(export_version(directory, version, to, out))
 

@@ -69,8 +69,7 @@ def top(
 
 def _views(job: str, register: str) -> tuple[Callable[[], Any], Callable[[Any], RenderableType]]:
     """An observer of a job, or of the run of reinforcement learning in a folder; and its drawing."""
-    from holdfast.rl.run.run_directory import RunDirectory
-    from holdfast.rl.run.run_status import read_status
+    from holdfast.rl.run.run_directory import RunDirectory, read_status
 
     status = RunDirectory(Path(job)).status_file
     if status.is_file():

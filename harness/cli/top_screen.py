@@ -12,7 +12,7 @@ from rich.text import Text
 from holdfast.ft.console.console import FoldingTable
 from holdfast.ft.console.units import coarse_seconds, counted
 from holdfast.ft.diagnosis.jobs import JobState, LastFault, ProcessRow
-from holdfast.rl.run.run_status import RunStatus
+from holdfast.rl.run.run_directory import RunStatus
 
 _STATES = {
     "running": "green",

@@ -18,9 +18,8 @@ from holdfast.ft.listen_address import choose_address, local_addresses
 from holdfast.ft.processes.channel import ProcessChannel
 from holdfast.ft.processes.zygote_client import inherit_zygote, shut_down
 from holdfast.ft.schedulers import found_hosts
-from holdfast.harness.training.preload import PRELOAD
-from holdfast.rl.actors.engine import Engine
-from holdfast.rl.actors.local import LocalEngine
+from holdfast.harness.training import PRELOAD
+from holdfast.rl.actors.engine import Engine, LocalEngine
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.telemetry import Observer, TensorBoard

@@ -1,4 +1,4 @@
-"""Actors in processes of their own: endpoints, the handle of one, its host, and the engine in use.
+"""Actors in processes of their own: endpoints, the handle of one, its host, the engine in use, and `LocalEngine`.
 
 A request is a packed recipe (the first one, which makes the actor), a packed call, or empty: a ping. What carries it is
 the engine's. The end of the process is seen beside that, and ends all calls in flight.
@@ -10,10 +10,15 @@ import asyncio
 import concurrent.futures
 import contextlib
 import inspect
+import itertools
 import os
+import socket
+import struct
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +34,8 @@ from holdfast.ft.control.event_loop import LoopThread
 from holdfast.ft.detectors.process_watch import fatal_signal, open_threads_of
 from holdfast.ft.launch.held_directory import HeldDirectory
 from holdfast.ft.launch.launcher import StartFailed, how_it_ended
-from holdfast.ft.processes.child_process import ChildProcess
+from holdfast.ft.processes.channel import ChannelClosed, FramedSocket, ProcessChannel
+from holdfast.ft.processes.child_process import ChildProcess, ExecutedProcess, spawned
 from holdfast.ft.processes.remote_calls import (
     CallResult,
     MethodCall,
@@ -39,6 +45,7 @@ from holdfast.ft.processes.remote_calls import (
     unpack,
     unpack_error,
 )
+from holdfast.ft.processes.zygote_client import zygote_with
 from holdfast.rl.actors.errors import (
     ActorDied,
     ActorProcessLost,
@@ -251,16 +258,14 @@ class ActorProcess(ABC):
 class Engine(ABC):
     """Starts actors in processes of their own. Used in one event loop; a context manager that ends them all.
 
-    Processes write to `logs`, by name; the default is a directory that `close` removes. `environ` is added to the
-    environment of all processes, `preload` names modules to import in the zygote.
+    Processes write to `logs`, by name; the default is a directory that `close` removes. `preload` names modules to
+    import in the zygote.
     """
 
-    def __init__(
-        self, logs: Path | None = None, environ: Mapping[str, str] | None = None, preload: tuple[str, ...] = ()
-    ) -> None:
+    def __init__(self, logs: Path | None = None, preload: tuple[str, ...] = ()) -> None:
         self._own = HeldDirectory("holdfast-actors-") if logs is None else None
         self._logs = self._own.path if self._own is not None else logs
-        self._environ, self._preload = dict(environ or {}), preload
+        self._preload = preload
         self._processes: set[ActorProcess] = set()
         self._on_host_away: list[Callable[[str], None]] = []
         self._token: Token[Engine] | None = None
@@ -283,7 +288,7 @@ class Engine(ABC):
         `on_exit` is called once, however the process ends. Raises `ActorStartFailed`.
         """
         recipe = pack(ObjectRecipe(actor, args, kwargs))
-        order = ActorOrder(name, actor, on_exit, {**self._environ, **(environ or {})}, python, host or "")
+        order = ActorOrder(name, actor, on_exit, environ or {}, python, host or "")
         try:
             found = await self._process(order)
         except StartFailed as error:
@@ -455,7 +460,7 @@ class OwnProcess(ActorProcess):
 
 
 class ActorHost:
-    """Runs an actor in its process: async methods in an event loop, sync ones one at a time in a thread.
+    """Runs an actor in its process. Async methods run in an event loop, sync ones one at a time in a thread.
 
     Every failure is an answer.
     """
@@ -509,3 +514,101 @@ def _done(answer: bytes) -> concurrent.futures.Future[bytes]:
     done: concurrent.futures.Future[bytes] = concurrent.futures.Future()
     done.set_result(answer)
     return done
+
+
+_NUMBER = struct.Struct("<Q")
+"""The length of a frame, and the number of a call, which its request and its answer begin with."""
+
+_SEND_SECONDS = 600.0
+
+
+class LocalProcess(OwnProcess):
+    """A child of this process, on a socket pair."""
+
+    def __init__(
+        self,
+        order: ActorOrder,
+        child: Child,
+        streams: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+        forget: Callable[[ActorProcess], None],
+    ) -> None:
+        super().__init__(order, child, forget)
+        reader, self._writer = streams
+        self._answers: dict[int, asyncio.Future[bytes]] = {}
+        self._numbers = itertools.count()
+        self._reading = asyncio.create_task(self._read(reader))
+
+    def _send(self, request: bytes, answer: asyncio.Future[bytes]) -> None:
+        number = next(self._numbers)
+        self._answers[number] = answer
+        answer.add_done_callback(lambda _: self._answers.pop(number))
+        self._writer.writelines((_NUMBER.pack(_NUMBER.size + len(request)), _NUMBER.pack(number), request))
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, OSError):  # it is ending: the watch will say how
+            while True:
+                (length,) = _NUMBER.unpack(await reader.readexactly(_NUMBER.size))
+                (number,) = _NUMBER.unpack(await reader.readexactly(_NUMBER.size))
+                found = await reader.readexactly(length - _NUMBER.size)
+                answer = self._answers.get(number)
+                if answer is not None and not answer.done():
+                    answer.set_result(found)
+
+    def _leave(self) -> None:
+        self._writer.close()  # it ends once it has run its exit functions
+
+    async def _release(self) -> None:
+        self._writer.transport.abort()
+        self._reading.cancel()
+        await super()._release()
+
+
+class LocalEngine(Engine):
+    """Starts actors in processes of this host; see `Engine`."""
+
+    async def _process(self, order: ActorOrder) -> LocalProcess:
+        if order.host:
+            raise ActorStartFailed(
+                order.name, f"the local engine reaches no host {order.host!r}: use the Monarch engine"
+            )
+        process = await spawned(partial(self._spawn, order))
+        child = Child(process)
+        try:
+            streams = await asyncio.open_unix_connection(sock=process.channel.detach())
+        except BaseException:
+            child.kill()
+            await asyncio.shield(child.reaped.wait())
+            raise
+        return LocalProcess(order, child, streams, self._processes.discard)
+
+    def _spawn(self, order: ActorOrder) -> ChildProcess:
+        output = self._log_of(order.name)
+        if order.python is None:
+            source = zygote_with(__name__, *self._preload)
+            return source.spawn(serve_actor, name=order.name, output=output, environ=order.environ)
+        command = [order.python, "-P", "-m", __name__]
+        return ExecutedProcess(command, name=order.name, output=output, environ=order.environ)
+
+
+def serve_actor(channel: ProcessChannel) -> None:
+    """Answer the numbered requests of the parent until it closes its end: the body of a child of `LocalEngine`."""
+    frames, host = FramedSocket(channel.detach()), ActorHost()
+    with contextlib.suppress(ChannelClosed):
+        while True:
+            frame = memoryview(frames.receive())
+            number, request = bytes(frame[: _NUMBER.size]), frame[_NUMBER.size :]
+            host.answer(request).add_done_callback(partial(_answer, frames, number))
+
+
+def _answer(frames: FramedSocket, number: bytes, answer: Future[bytes]) -> None:
+    try:
+        frames.send(number + answer.result(), _SEND_SECONDS)
+    except ChannelClosed:
+        pass
+    except TimeoutError:  # part of it may be sent: no later answer could be read
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    serve_actor(ProcessChannel(socket.socket(fileno=int(sys.argv[1]))))
+    os._exit(0)

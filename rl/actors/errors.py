@@ -7,9 +7,6 @@ from collections.abc import Sequence
 from holdfast.comms.errors import HoldfastError
 from holdfast.ft.console.units import counted
 
-AWAY_SECONDS = 30.0
-"""Seconds for which processes are started again that fail by an error that passes, such as a register that is away."""
-
 
 class NoEngine(HoldfastError):
     """There is no engine to start processes with."""

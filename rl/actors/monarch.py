@@ -14,19 +14,37 @@ import os
 import re
 import secrets
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from holdfast.comms.system.descriptors import OwnedDescriptor
+from holdfast.comms.transport.liveness import start_time, this_host
 from holdfast.ft.launch.launcher import StartFailed
 from holdfast.ft.launch.process_proxies import ProcessProxy, proxy_command
 from holdfast.ft.processes.child_process import ChildProcess, ExecutedProcess
 from holdfast.ft.processes.zygote_client import zygote_with
-from holdfast.rl.actors.engine import START_SECONDS, ActorOrder, ActorProcess, Child, Engine, OwnProcess
+from holdfast.rl.actors.engine import (
+    START_SECONDS,
+    ActorHost,
+    ActorOrder,
+    ActorProcess,
+    Child,
+    DeathWatch,
+    Engine,
+    OwnProcess,
+)
 from holdfast.rl.actors.errors import ActorDied, ActorHostAway, ActorStartFailed, EndpointTimeout, NoEngine
 from holdfast.rl.actors.monarch_host import PRELOAD, Forks, become_proc, listen_on, whereabouts
+
+os.environ.setdefault("MONARCH_FILE_LOG", "error")  # its log file grows without end
+try:
+    from monarch import actor as monarch_actor
+    from monarch._src.actor.host_mesh import BootstrapCommand
+except ImportError as error:
+    raise NoEngine(f"Monarch is not installed: {error}; pip install 'holdfast[rl]'") from error
 
 _log = logging.getLogger(__name__)
 _STOP_SECONDS = 5.0
@@ -40,12 +58,72 @@ _LOOK_SECONDS = 0.25
 """Seconds between two looks whether a host was started."""
 
 
+class MonarchBody(monarch_actor.Actor):  # type: ignore[misc]
+    """Passes requests to an `ActorHost`. Its endpoint never raises: to Monarch that would be a fault."""
+
+    def __init__(self) -> None:
+        self._host = ActorHost()
+
+    @monarch_actor.concurrent_endpoint  # type: ignore[untyped-decorator]
+    async def ask(self, request: bytes) -> bytes:
+        """The answer of `ActorHost`."""
+        return await asyncio.wrap_future(self._host.answer(request))
+
+
+class HostObserver(monarch_actor.Actor):  # type: ignore[misc]
+    """Watches and kills the other processes of its host for a `MonarchEngine` elsewhere."""
+
+    def __init__(self) -> None:
+        self._watched: dict[int, int] = {}
+
+    @monarch_actor.concurrent_endpoint  # type: ignore[untyped-decorator]
+    async def beat(self) -> str:
+        """Answer at once, with what `this_host` is here."""
+        return this_host()
+
+    @monarch_actor.concurrent_endpoint  # type: ignore[untyped-decorator]
+    async def watch(self, pid: int) -> str:
+        """Return how a process ends, when it does."""
+        try:
+            pidfd = OwnedDescriptor(os.pidfd_open(pid))
+        except ProcessLookupError:
+            return f"process {pid} has ended"
+        ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        watching = DeathWatch(pid, pidfd, ended.set_result)
+        watching.follow_threads()
+        self._watched[pid] = pidfd
+        try:
+            return await ended or f"process {pid} ended"
+        finally:
+            watching.close()
+            del self._watched[pid]
+            pidfd.close()
+
+    @monarch_actor.concurrent_endpoint  # type: ignore[untyped-decorator]
+    async def kill(self, pid: int) -> None:
+        """Send SIGKILL to a process that is watched; a number that another process has by now means none."""
+        if (pidfd := self._watched.get(pid)) is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+
+    @monarch_actor.concurrent_endpoint  # type: ignore[untyped-decorator]
+    async def fence(self, pid: int, started: int) -> None:
+        """Send SIGKILL to a process by its number and start time, whether or not it is watched."""
+        with contextlib.suppress(ProcessLookupError):
+            pidfd = os.pidfd_open(pid)
+            try:
+                if start_time(pid) == started:
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            finally:
+                os.close(pidfd)
+
+
 class MonarchProcess(OwnProcess):
     """A Monarch proc of one process on this host, with one actor in it."""
 
     def __init__(self, order: ActorOrder, child: Child, procs: Any, forget: Callable[[ActorProcess], None]) -> None:
         super().__init__(order, child, forget)
-        self._procs, self._body = procs, _body(procs, order.name)
+        self._procs, self._body = procs, procs.spawn(_plain(order.name), MonarchBody)
 
     def _send(self, request: bytes, answer: asyncio.Future[bytes]) -> None:
         _ask_body(self._body, request, answer, self.kill)
@@ -63,7 +141,7 @@ class RemoteProcess(ActorProcess):
 
     def __init__(self, order: ActorOrder, procs: Any, host: RemoteHost, observer: Any) -> None:
         super().__init__(order, 0, host.engine.forget)
-        self._procs, self._body = procs, _body(procs, order.name)
+        self._procs, self._body = procs, procs.spawn(_plain(order.name), MonarchBody)
         self._host, self._observer = host, observer
         self.started = 0
         """The start time of the process there."""
@@ -137,14 +215,13 @@ class MonarchEngine(Engine):
     def __init__(
         self,
         logs: Path | None = None,
-        environ: Mapping[str, str] | None = None,
         preload: tuple[str, ...] = (),
         listen: str | None = None,
         silence: float = 5.0,
     ) -> None:
-        self.monarch = _monarch(listen)
+        self._listens = _use_monarch(listen)
         self.silence = silence
-        super().__init__(logs, environ, preload)
+        super().__init__(logs, preload)
         self._forks: Forks | None = None
         self._expected: dict[str, tuple[ActorOrder, asyncio.Future[Child]]] = {}
         self._hosts: dict[str, RemoteHost] = {}
@@ -187,7 +264,7 @@ class MonarchEngine(Engine):
         token = secrets.token_hex(16)
         expected: asyncio.Future[Child] = asyncio.get_running_loop().create_future()
         self._expected[token] = order, expected
-        procs = self.spawn_procs(self.monarch.this_host(), order.name, {}, token, self._forks.path)
+        procs = self.spawn_procs(monarch_actor.this_host(), order.name, {}, token, self._forks.path)
         try:
             async with asyncio.timeout(START_SECONDS):
                 child = await expected
@@ -205,14 +282,14 @@ class MonarchEngine(Engine):
             raise ActorStartFailed(
                 order.name, f"python={order.python!r} cannot be chosen on another host: {order.host}"
             )
-        if self.monarch.listen is None:
+        if not self._listens:
             raise ActorStartFailed(order.name, f"{order.host} cannot reach this process: MonarchEngine(listen=ADDRESS)")
         host = self._hosts.setdefault(order.host, RemoteHost(order.host, self))
         return await host.process(order, {PRELOAD: ",".join(self._preload), **order.environ})
 
     def spawn_procs(self, mesh: Any, name: str, environ: Mapping[str, str], token: str, path: str = "") -> Any:
         """Have Monarch start one process on a host: a proxy, which asks for a fork there."""
-        command = self.monarch.BootstrapCommand(sys.executable, None, proxy_command(token, path), dict(environ))
+        command = BootstrapCommand(sys.executable, None, proxy_command(token, path), dict(environ))
         return mesh.spawn_procs(per_host={"replica": 1}, name=_plain(name), bootstrap_command=command)
 
     def _spawn(self, request: ProcessProxy) -> ChildProcess:
@@ -295,8 +372,6 @@ class RemoteHost:
 
     async def _attach(self, seconds: float) -> _Attached:
         """Attach the host, and start an observer there. Raises TimeoutError, ValueError, or what Monarch does."""
-        from holdfast.rl.actors.monarch_actor import HostObserver
-
         async with asyncio.timeout(seconds):
             while True:  # it may be about to start
                 try:
@@ -304,7 +379,7 @@ class RemoteHost:
                     break
                 except OSError:
                     await asyncio.sleep(_LOOK_SECONDS)
-            mesh = self.engine.monarch.attach(at)
+            mesh = monarch_actor.attach_to_workers(ca="trust_all_connections", workers=[at])
             procs = self.engine.spawn_procs(mesh, "observer", {}, secrets.token_hex(16))
             observer = procs.spawn("observer", HostObserver)
             try:
@@ -393,12 +468,6 @@ async def stop_procs(procs: Any, seconds: float = _STOP_SECONDS) -> None:
         await asyncio.to_thread(asyncio.run, bounded())
 
 
-def _body(procs: Any, name: str) -> Any:
-    from holdfast.rl.actors.monarch_actor import MonarchBody
-
-    return procs.spawn(_plain(name), MonarchBody)
-
-
 def _ask_body(body: Any, request: bytes, answer: asyncio.Future[bytes], kill: Callable[[], None]) -> None:
     """Call the one endpoint. A process that Monarch cannot reach is killed: its end, when seen, ends the call."""
 
@@ -421,37 +490,19 @@ def _plain(name: str) -> str:
     return re.sub(r"\W", "_", name)
 
 
-class _Monarch:
-    """What is used of Monarch. An unhandled fault would end this process: pidfds have told of the death before."""
+_listening: list[str | None] = []
+"""What Monarch listens on in this process, once an engine was made."""
 
-    def __init__(self, listen: str | None) -> None:
-        self.listen = listen
-        os.environ.setdefault("MONARCH_FILE_LOG", "error")  # its log file grows without end
-        actor: Any = import_module("monarch.actor")
+
+def _use_monarch(listen: str | None) -> bool:
+    """Have Monarch listen on an address, for the life of this process; returns whether other hosts reach it."""
+    if not _listening:
         if listen is not None:
             listen_on(listen)
-        actor.unhandled_fault_hook = lambda failure: _log.debug("Monarch: %s", failure)
-        self.this_host = actor.this_host
-        self._attach = actor.attach_to_workers
-        self.BootstrapCommand = import_module("monarch._src.actor.host_mesh").BootstrapCommand
-
-    def attach(self, address: str) -> Any:
-        """The host mesh of one host by its address."""
-        return self._attach(ca="trust_all_connections", workers=[address])
-
-
-_loaded: _Monarch | None = None
-
-
-def _monarch(listen: str | None) -> _Monarch:
-    global _loaded
-    if _loaded is None:
-        try:
-            _loaded = _Monarch(listen)
-        except ImportError as error:
-            raise NoEngine(f"Monarch is not installed: {error}; pip install 'holdfast[rl]'") from error
-    if listen is not None and _loaded.listen != listen:
-        raise NoEngine(
-            f"Monarch listens on {_loaded.listen or 'this host alone'} in this process already, not {listen}"
-        )
-    return _loaded
+        _listening.append(listen)
+        # An unhandled fault would end this process: pidfds have told of the death before.
+        monarch_actor.unhandled_fault_hook = lambda failure: _log.debug("Monarch: %s", failure)
+    [before] = _listening
+    if listen not in (None, before):
+        raise NoEngine(f"Monarch listens on {before or 'this host alone'} in this process already, not {listen}")
+    return before is not None

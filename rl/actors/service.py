@@ -4,23 +4,477 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
+import math
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Hashable,
+    Mapping,
+    Sequence,
+)
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Self
 
 import msgspec
+import xxhash
 
 from holdfast.comms.errors import HoldfastError, again, describe
-from holdfast.ft.telemetry.metrics import PORT, ports, serve_page
-from holdfast.rl.actors.engine import Endpoint, current_engine, endpoint_of
-from holdfast.rl.actors.errors import ActorProcessLost, NoReplica, QuorumMissed, ReplicaLost
-from holdfast.rl.actors.replicas import ReplicaSet, ReplicaStatus, RouteChoice, ServiceOptions, ServiceReplica
+from holdfast.comms.transport.liveness import is_stopped, read_proc_stat
+from holdfast.rl.actors.engine import ActorProcess, Endpoint, Engine, current_engine, endpoint_of
+from holdfast.rl.actors.errors import (
+    ActorDied,
+    ActorHostAway,
+    ActorProcessLost,
+    EndpointTimeout,
+    NoReplica,
+    Overloaded,
+    QuorumMissed,
+    ReplicaLost,
+    ServiceClosed,
+    ServiceFailed,
+)
+
+Health = Literal["starting", "ready", "lost"]
+
+_FIRST_BACKOFF, _LONGEST_BACKOFF = 0.05, 5.0
+_STOP_SECONDS = 10.0
+_STOPPED = ([b"T"], [b"t"])
+_AWAY_SECONDS = 30.0
+"""Seconds for which processes are started again that fail by an error that passes, such as a register that is away."""
+_PING_SECONDS = 1.0
+"""Seconds after an answered ping until the next one, if no process is stopped; less if `silence` is short."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceOptions:
+    """How a service runs its actor. Raises ValueError for what cannot be."""
+
+    num_replicas: int = 1
+    engine: Engine | None = None
+    """None: the engine in use (`async with engine`)."""
+    name: str = ""
+    python: str | None = None
+    """Another interpreter for the replicas."""
+    hosts: tuple[str, ...] = ()
+    """Addresses of hosts, which replicas are spread over; none: this host."""
+    environ: Mapping[str, str] = field(default_factory=dict)
+    prepare: Callable[[ServiceReplica], Awaitable[None]] | None = None
+    """Awaited for each new replica before it serves: it has a `name`, and `call(method, ...)`."""
+    observer: Callable[[ReplicaEvent], None] | None = None
+    concurrency: int = 16
+    """Calls that a replica has at a time."""
+    queue: int = 256
+    """Calls that wait for a replica; one more is refused."""
+    timeout: float = 600.0
+    """Seconds in which a call must find a replica and be answered, with all its tries."""
+    deadline: float | None = None
+    """Seconds after which a call hangs, so that its replica is replaced; an endpoint's own deadline goes before."""
+    tries: int = 3
+    """Replicas that an idempotent call is given to, one after the other."""
+    heartbeat: float = 0.25
+    """Seconds between looks at the processes. A ping follows when one is stopped, and after a second without any."""
+    silence: float = 5.0
+    """Seconds without an answer to pings after which a replica is replaced; a stopped one is found at once."""
+    start_failures: int = 5
+    """Failures to start, one after the other, after which the service is given up."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_replicas", "concurrency", "queue", "tries", "start_failures"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)!r}: give 1 or more")
+        for name in ("timeout", "heartbeat", "silence"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)!r}: give seconds, more than 0")
+        if self.deadline is not None and not self.deadline > 0:
+            raise ValueError(f"deadline={self.deadline!r}: give seconds, more than 0, or None")
+
+
+class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of the replica in a `slot` of its service; `pid` is 0 until it is started.
+
+    `load` counts its calls in flight and open sessions, `restarts` how often the slot was filled again.
+    """
+
+    name: str
+    slot: int
+    host: str
+    pid: int
+    health: Health
+    load: int
+    restarts: int
+    version: int | None = None
+
+
+ReplicaEventKind = Literal["ready", "lost", "start_failed", "took_over"]
+
+
+class ReplicaEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """What happened to a replica, which is process `pid` of `host`, at `time` (monotonic seconds).
+
+    "ready": it serves, `seconds` after its start was begun. "took_over": it answered a call that the replica `detail`
+    had before it was lost; the call took `seconds` in all. "start_failed" with `passing`: the reason passes, so it is
+    not counted.
+    """
+
+    time: float
+    service: str
+    replica: str
+    slot: int
+    kind: ReplicaEventKind
+    host: str = ""
+    pid: int = 0
+    detail: str = ""
+    seconds: float = 0.0
+    passing: bool = False
+
+
+class ServiceReplica:
+    """The process that a slot of a service has now, after so many `restarts`.
+
+    Its host is the one `moves` after the slot's own. `on_lost(replica, served)` is called at most once, with whether it
+    was in service.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        slot: int,
+        options: ServiceOptions,
+        on_lost: Callable[[ServiceReplica, bool], None],
+        restarts: int = 0,
+        moves: int = 0,
+    ) -> None:
+        self.name, self.slot, self.options, self.restarts = name, slot, options, restarts
+        self.host = options.hosts[(slot + moves) % len(options.hosts)] if options.hosts else ""
+        self.health: Health = "starting"
+        self.why = ""
+        self.outstanding = self.sessions = self.used = 0
+        self.began = time.monotonic()
+        self.gone = asyncio.Event()
+        """Set when it is lost."""
+        self._on_lost = on_lost
+        self._process: ActorProcess | None = None
+        self._beating: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int:
+        """Its process; 0 until there is one."""
+        return 0 if self._process is None else self._process.pid
+
+    @property
+    def load(self) -> int:
+        """Calls in flight and open sessions."""
+        return self.outstanding + self.sessions
+
+    @property
+    def routable(self) -> bool:
+        """Whether it may be given another call."""
+        return self.health == "ready" and self.outstanding < self.options.concurrency
+
+    async def start(self, engine: Engine, actor: type[Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Start the process, and prepare it. Raises `ActorStartFailed`, or what `prepare` does."""
+        self._process = await engine.start(
+            self.name,
+            actor,
+            *args,
+            on_exit=self.lose,
+            environ=self.options.environ,
+            python=self.options.python,
+            host=self.host or None,
+            **kwargs,
+        )
+        self._beating = asyncio.create_task(self._beat())
+        if self.options.prepare is not None:
+            async with asyncio.timeout(self.options.timeout):
+                await self.options.prepare(self)
+        if self.health == "lost":
+            raise HoldfastError(f"replica {self.name} was lost: {self.why}")
+
+    async def call(self, method: str, /, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
+        """Call the process. A call that hangs costs the replica. Raises what `ActorProcess.call` does."""
+        assert self._process is not None, "it was started"
+        try:
+            return await self._process.call(method, *args, timeout=timeout, **kwargs)
+        except EndpointTimeout:
+            self.lose(f"{method} hangs: it was not answered within {timeout:.3g} s")
+            raise
+
+    def lose(self, why: str) -> None:
+        """Kill what is left of it, and have it replaced. Does nothing to one that is stopped or lost."""
+        if self.health == "lost":
+            return
+        served = self.health != "starting"
+        self.health, self.why = "lost", why
+        if self._process is not None:
+            self._process.kill()
+        self.gone.set()
+        self._on_lost(self, served)
+
+    async def stop(self) -> None:
+        """End its process, in good order unless it is lost. Idempotent."""
+        if self._beating is not None:
+            self._beating.cancel()
+        patience = 0.0 if self.health == "lost" else _STOP_SECONDS
+        self.health, self.why = "lost", self.why or "it was stopped"
+        if self._process is not None:
+            await self._process.stop(patience)
+
+    def status(self) -> ReplicaStatus:
+        """What is known of it now."""
+        return ReplicaStatus(
+            name=self.name,
+            slot=self.slot,
+            host=self.host,
+            pid=self.pid,
+            health=self.health,
+            load=self.load,
+            restarts=self.restarts,
+        )
+
+    async def _beat(self) -> None:
+        """Look at the process again and again; lose the replica when it is stopped, or silent for too long.
+
+        A ping costs more than anything else that an idle run does. So every interval has a look at a process of this
+        host, which finds one that is stopped, and a ping follows a stop, or `_PING_SECONDS` without any.
+        """
+        assert self._process is not None, "it was started"
+        interval, silence = self.options.heartbeat, self.options.silence
+        calm = min(_PING_SECONDS, silence / 5)
+        missed, most = 0, max(1, math.ceil((silence - calm) / interval))
+        answered = -math.inf
+        while self.health != "lost":
+            if not missed and time.monotonic() - answered < calm and not self._is_stopped():
+                await asyncio.sleep(interval)
+                continue
+            try:
+                await self._process.ping(interval)
+            except EndpointTimeout as late:
+                missed += 1
+                if not self.host and is_stopped(late.pid):
+                    self.lose(f"process {late.pid} is stopped, by SIGSTOP or a debugger")
+                elif missed >= most:  # counted, so that a pause of this process is not taken for theirs
+                    self.lose(f"process {late.pid} has answered no heartbeat for {silence:.3g} s")
+            except ActorDied:
+                return
+            else:
+                missed, answered = 0, time.monotonic()
+                await asyncio.sleep(interval)
+
+    def _is_stopped(self) -> bool:
+        """Whether the kernel says that the process is stopped; one in a frozen cgroup is found by its silence."""
+        assert self._process is not None, "it was started"
+        try:
+            return not self.host and read_proc_stat(self._process.pid)[:1] in _STOPPED
+        except OSError:  # this process has no free descriptor
+            return False
+
+
+def choose(
+    replicas: Sequence[ServiceReplica], key: Hashable = None, avoid: frozenset[str] = frozenset()
+) -> ServiceReplica | None:
+    """The replica for a call, with one more call in flight; None if the call has to wait.
+
+    It is the least loaded one, or with a `key` always the same one while that is ready. Those to `avoid` are chosen
+    only if there is no other.
+    """
+    ready = [each for each in replicas if each.health == "ready"]
+    ready = [each for each in ready if each.name not in avoid] or ready
+    free = [each for each in ready if each.routable]
+    if key is not None:
+        home = max(ready, key=lambda each: affinity(key, each.slot), default=None)
+        chosen = home if home in free else None
+    else:
+        chosen = min(free, key=lambda each: (each.load, each.used), default=None)
+    if chosen is not None:
+        chosen.used = 1 + max(each.used for each in replicas)
+        chosen.outstanding += 1
+    return chosen
+
+
+def affinity(key: Hashable, slot: int) -> int:
+    """Rendezvous hashing: without a slot, only its own keys move."""
+    return xxhash.xxh3_64_intdigest(repr((key, slot)).encode())
+
+
+def _passes(error: Exception) -> bool:
+    """Whether a start may succeed later, as nothing ended the process."""
+    return isinstance(error, HoldfastError) and error.retryable and not isinstance(error, ActorProcessLost)
+
+
+class ReplicaSet:
+    """The replicas of one service: keeps them alive, and gives them calls. Used in one event loop."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        name: str,
+        actor: type[Any],
+        options: ServiceOptions,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        self.name, self.options = name, options
+        self.calls = self.retried = self.lost = self.overloaded = 0
+        self.replicas: list[ServiceReplica] = []
+        """That of each slot. It is filled again whenever its replica is lost."""
+        self._engine, self._actor, self._args, self._kwargs = engine, actor, args, kwargs
+        self._waiting: dict[asyncio.Future[ServiceReplica], tuple[Hashable, frozenset[str]]] = {}
+        self._over: HoldfastError | None = None
+        self._unready = set(range(options.num_replicas))
+        """The slots that were never ready."""
+        self._started = asyncio.Event()
+        self._keeping: list[asyncio.Task[None]] = []
+        self._stopping: set[asyncio.Task[None]] = set()
+
+    @property
+    def queued(self) -> int:
+        """How many calls wait for a replica."""
+        return len(self._waiting)
+
+    def check(self) -> None:
+        """Raise `ServiceFailed` or `ServiceClosed` if the service is over."""
+        if self._over is not None:
+            raise again(self._over)
+
+    async def start(self) -> None:
+        """Start all replicas. Raises `ServiceFailed`."""
+        self.replicas = [self._new(slot, 0, 0) for slot in range(self.options.num_replicas)]
+        self._keeping = [asyncio.create_task(self._keep(slot)) for slot in range(self.options.num_replicas)]
+        await self._started.wait()
+        self.check()
+
+    async def acquire(self, key: Hashable, avoid: frozenset[str] = frozenset()) -> ServiceReplica:
+        """Wait for a replica, as `choose` has it; the caller must `release` it. Raises `Overloaded`."""
+        self.check()
+        chosen = choose(self.replicas, key, avoid)
+        if chosen is not None:
+            return chosen
+        if len(self._waiting) >= self.options.queue:
+            self.overloaded += 1
+            raise Overloaded(self.name, len(self._waiting))
+        waiting: asyncio.Future[ServiceReplica] = asyncio.get_running_loop().create_future()
+        self._waiting[waiting] = key, avoid
+        try:
+            return await waiting
+        except asyncio.CancelledError:
+            if waiting.done() and not waiting.cancelled() and waiting.exception() is None:
+                self.release(waiting.result())
+            raise
+        finally:
+            self._waiting.pop(waiting, None)
+
+    def release(self, replica: ServiceReplica) -> None:
+        """Take back a replica after a call."""
+        replica.outstanding -= 1
+        self.settle()
+
+    def settle(self) -> None:
+        """Give replicas to waiting calls, as far as there are free ones."""
+        for waiting, (key, avoid) in tuple(self._waiting.items()):
+            if not any(each.routable for each in self.replicas):
+                return
+            if not waiting.done() and (chosen := choose(self.replicas, key, avoid)) is not None:
+                waiting.set_result(chosen)
+                del self._waiting[waiting]
+
+    def took_over(self, replica: ServiceReplica, lost: str, seconds: float) -> None:
+        """Tell that a replica answered a call, which a lost one had before."""
+        self._tell(replica, "took_over", lost, seconds)
+
+    async def close(self) -> None:
+        """End all replicas; waiting calls raise `ServiceClosed`. Idempotent."""
+        self._end(ServiceClosed(self.name))
+        for task in self._keeping:
+            task.cancel()
+        await asyncio.gather(*self._keeping, return_exceptions=True)
+        replicas, self.replicas = self.replicas, []
+        await asyncio.gather(*[each.stop() for each in replicas])
+        await asyncio.gather(*self._stopping, return_exceptions=True)
+
+    async def _keep(self, slot: int) -> None:
+        """Start the replica of a slot, and another one whenever that is lost or cannot be started."""
+        failures, moves, since = 0, 0, time.monotonic()
+        while True:
+            replica = self.replicas[slot]
+            try:
+                await replica.start(self._engine, self._actor, self._args, self._kwargs)
+            except Exception as error:
+                await replica.stop()
+                away = isinstance(error, ActorHostAway)
+                moves += away
+                elsewhere = away and moves % len(self.options.hosts) != 0
+                passing = elsewhere or (_passes(error) and time.monotonic() - since < _AWAY_SECONDS)
+                failures += not elsewhere
+                over = failures >= self.options.start_failures and not passing
+                if over:
+                    self._end(ServiceFailed(self.name, failures, describe(error)))
+                self._tell(replica, "start_failed", describe(error), passing=passing)
+                if over:
+                    return
+                if not elsewhere:
+                    await asyncio.sleep(min(_LONGEST_BACKOFF, _FIRST_BACKOFF * 2 ** min(failures - 1, 10)))
+            else:
+                failures = 0
+                replica.health = "ready"
+                self._tell(replica, "ready", seconds=time.monotonic() - replica.began)
+                self._unready.discard(slot)
+                if not self._unready:
+                    self._started.set()
+                self.settle()
+                await replica.gone.wait()
+                since = time.monotonic()
+                stopping = asyncio.create_task(replica.stop())
+                self._stopping.add(stopping)
+                stopping.add_done_callback(self._stopping.discard)
+            self.replicas[slot] = self._new(slot, replica.restarts + 1, moves)
+
+    def _new(self, slot: int, restarts: int, moves: int) -> ServiceReplica:
+        name = f"{self.name}-{slot}" + (f".{restarts}" if restarts else "")
+        return ServiceReplica(name, slot, self.options, self._was_lost, restarts, moves)
+
+    def _was_lost(self, replica: ServiceReplica, served: bool) -> None:
+        if served:
+            self.lost += 1
+            self._tell(replica, "lost", replica.why)
+
+    def _end(self, error: HoldfastError) -> None:
+        self._over = self._over or error
+        for waiting in tuple(self._waiting):
+            if not waiting.done():
+                waiting.set_exception(again(self._over))
+        self._started.set()
+
+    def _tell(
+        self,
+        replica: ServiceReplica,
+        kind: ReplicaEventKind,
+        detail: str = "",
+        seconds: float = 0.0,
+        passing: bool = False,
+    ) -> None:
+        if self.options.observer is not None:
+            self.options.observer(
+                ReplicaEvent(
+                    time=time.monotonic(),
+                    service=self.name,
+                    replica=replica.name,
+                    slot=replica.slot,
+                    kind=kind,
+                    host=replica.host,
+                    pid=replica.pid,
+                    detail=detail,
+                    seconds=seconds,
+                    passing=passing,
+                )
+            )
+
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
 """Seconds between two tries of a call that every replica has failed."""
+_HALF_DONE = "it may be half done, and is not declared idempotent, so it is not tried elsewhere"
 
 
 class ServiceStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,10 +509,10 @@ class ServiceEndpoint:
     """One method of all replicas; `options` gives a copy that is called otherwise."""
 
     endpoint: Endpoint
-    choice: RouteChoice
     timeout: float
     deadline: float | None
     _replicas: ReplicaSet
+    key: Hashable = None
     patience: float | None = None
 
     def options(
@@ -75,7 +529,7 @@ class ServiceEndpoint:
         """
         return replace(
             self,
-            choice=self.choice if key is None else RouteChoice(key=key),
+            key=self.key if key is None else key,
             timeout=timeout or self.timeout,
             deadline=deadline or self.deadline,
             patience=patience or self.patience,
@@ -90,12 +544,12 @@ class ServiceEndpoint:
         """
         name, most = self.endpoint.name, self._replicas.options.tries
         self._replicas.calls += 1
-        began, lost, tries, choice = time.monotonic(), "", 0, self.choice
+        began, lost, tries, tried = time.monotonic(), "", 0, frozenset[str]()
         bound = asyncio.timeout(self.timeout)
         try:
             async with bound:
                 while True:
-                    replica = await self._replicas.acquire(choice)
+                    replica = await self._replicas.acquire(self.key, tried)
                     try:
                         if replica.health == "lost":  # since it was chosen: it never had the call
                             continue
@@ -105,11 +559,8 @@ class ServiceEndpoint:
                             self._replicas.took_over(replica, lost, time.monotonic() - began)
                         return answer
                     except ActorProcessLost as error:
-                        if not self.endpoint.idempotent:
-                            hint = "it may be half done, and is not declared idempotent, so it is not tried elsewhere"
-                            raise ReplicaLost(replica.name, name, replica.why, tries, hint) from error
-                        if tries >= most:
-                            hint = "the call itself may end them"
+                        if not self.endpoint.idempotent or tries >= most:
+                            hint = "the call itself may end them" if self.endpoint.idempotent else _HALF_DONE
                             raise ReplicaLost(replica.name, name, replica.why, tries, hint) from error
                         lost = lost or replica.name
                         self._replicas.retried += 1
@@ -119,9 +570,9 @@ class ServiceEndpoint:
                         self._replicas.retried += 1
                     finally:
                         self._replicas.release(replica)
-                    if replica.name in choice.avoid:  # there is no other one
+                    if replica.name in tried:  # there is no other one
                         await asyncio.sleep(min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**tries))
-                    choice = replace(choice, avoid=choice.avoid | {replica.name})
+                    tried |= {replica.name}
         except TimeoutError:
             if not bound.expired():
                 raise
@@ -206,13 +657,13 @@ class Service:
         found = endpoint_of(self.actor, method)
         options = self._replicas.options
         deadline = found.deadline or options.deadline
-        return ServiceEndpoint(found, RouteChoice(), options.timeout, deadline, self._replicas)
+        return ServiceEndpoint(found, options.timeout, deadline, self._replicas)
 
     @contextlib.asynccontextmanager
     async def session(self, key: Hashable = None) -> AsyncIterator[ReplicaSession]:
         """Work with one replica, the least loaded or that of `key`."""
         async with asyncio.timeout(self._replicas.options.timeout):
-            replica = await self._replicas.acquire(RouteChoice(key=key))
+            replica = await self._replicas.acquire(key)
         replica.sessions += 1
         self._replicas.release(replica)
         try:
@@ -234,10 +685,9 @@ class Service:
     def status(self) -> ServiceStatus:
         """The service and its replicas now. May be called from any thread."""
         replicas = self._replicas
-        slots = sorted(replicas.slots.copy().items())
         return ServiceStatus(
             name=replicas.name,
-            replicas=tuple(slot.replica.status(max(0, slot.fillings - 1)) for _, slot in slots),
+            replicas=tuple(each.status() for each in tuple(replicas.replicas)),
             queued=replicas.queued,
             calls=replicas.calls,
             retried=replicas.retried,
@@ -262,10 +712,6 @@ class ServiceSpec:
 
     actor: type[Any]
     chosen: ServiceOptions
-
-    def options(self, **changes: Any) -> ServiceSpec:
-        """The same with other options."""
-        return ServiceSpec(self.actor, replace(self.chosen, **changes))
 
     async def as_service(self, *args: Any, **kwargs: Any) -> Service:
         """Start the service; each replica makes `actor(*args, **kwargs)`.
@@ -295,73 +741,3 @@ class Servable:
 def served(actor: type[Any], **chosen: Any) -> ServiceSpec:
     """The options of a service of any actor's class, which need not be `Servable`."""
     return ServiceSpec(actor, ServiceOptions(**chosen))
-
-
-_SERVICE_GAUGES = {"queued": "Calls that wait for a replica.", "version": "The committed version; -1 before the first."}
-_SERVICE_COUNTERS = {
-    "calls": "Calls of the service.",
-    "retried": "Calls that were given to another replica.",
-    "overloaded": "Calls that were refused, as the queue was full.",
-    "lost": "Replicas that died, stopped or hung while they served.",
-}
-_REPLICA_GAUGES = {
-    "ready": "1 if the replica serves, else 0.",
-    "load": "Calls in flight and open sessions of the replica.",
-    "version": "The version that the replica serves; -1 without one.",
-    "restarts": "How often the replica's slot was filled again.",
-}
-
-
-class ServiceMetrics:
-    """Serves the metrics of services to Prometheus at `url` until `close`; `asked` is as in HOLDFAST_METRICS_PORT.
-
-    `look` gives the services at each request. Raises ValueError if `asked` names no ports, `HoldfastError` if
-    prometheus_client is not installed or no port is free.
-    """
-
-    def __init__(self, asked: str, look: Callable[[], Iterable[ServiceStatus]]) -> None:
-        try:
-            import prometheus_client as prometheus
-        except ImportError as error:
-            raise HoldfastError("metrics need prometheus_client: pip install 'holdfast[metrics]'") from error
-        registry, self._look = prometheus.CollectorRegistry(), look
-        registry.register(self)
-        self._server = serve_page(
-            ports(asked), lambda: (prometheus.CONTENT_TYPE_LATEST, prometheus.generate_latest(registry))
-        )
-        self.url = f"http://127.0.0.1:{self._server.port}/metrics"
-
-    def collect(self) -> Iterator[Any]:
-        """Yield all metrics; prometheus_client calls it for each request."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
-        services = tuple(self._look())
-        for kind, names in ((GaugeMetricFamily, _SERVICE_GAUGES), (CounterMetricFamily, _SERVICE_COUNTERS)):
-            for name, text in names.items():
-                family = kind(f"holdfast_service_{name}", text, labels=["service"])
-                for service in services:
-                    family.add_metric([service.name], _number(getattr(service, name)))
-                yield family
-        for name, text in _REPLICA_GAUGES.items():
-            family = GaugeMetricFamily(f"holdfast_replica_{name}", text, labels=["service", "replica"])
-            for service in services:
-                for each in service.replicas:
-                    value = each.health == "ready" if name == "ready" else getattr(each, name)
-                    family.add_metric([service.name, str(each.slot)], _number(value))
-            yield family
-
-    def close(self) -> None:
-        """Stop serving. Idempotent."""
-        self._server.close()
-
-
-@contextlib.contextmanager
-def metrics_if_asked(look: Callable[[], Iterable[ServiceStatus]]) -> Iterator[None]:
-    """Serve the metrics inside of the block if HOLDFAST_METRICS_PORT is set. Raises as `ServiceMetrics`."""
-    asked = os.environ.get(PORT, "")
-    with contextlib.closing(ServiceMetrics(asked, look)) if asked else contextlib.nullcontext():
-        yield
-
-
-def _number(value: int | None) -> int:
-    return -1 if value is None else int(value)

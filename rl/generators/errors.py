@@ -7,14 +7,6 @@ from collections.abc import Sequence
 from holdfast.comms.errors import HoldfastError
 
 
-class ModelMisfit(HoldfastError):
-    """A model that cannot be built, or that does not fit its tokenizer or the generator."""
-
-    def __init__(self, model: str, why: str, hint: str) -> None:
-        self.model, self.why = model, why
-        super().__init__(f"the model {model} does not fit: {why}; {hint}")
-
-
 class BadRequest(HoldfastError):
     """A sampling request that this generator's model cannot serve; nothing was generated."""
 

@@ -12,13 +12,21 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from holdfast.rl.generators.errors import ModelMisfit
+from holdfast.comms.errors import HoldfastError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _building = threading.Lock()
 """Held while the global random state is that of a model; threads share it."""
+
+
+class ModelMisfit(HoldfastError):
+    """A model that cannot be built, or that does not fit its tokenizer or the generator."""
+
+    def __init__(self, model: str, why: str, hint: str) -> None:
+        self.model, self.why = model, why
+        super().__init__(f"the model {model} does not fit: {why}; {hint}")
 
 
 class ModelSource(msgspec.Struct, frozen=True, kw_only=True):

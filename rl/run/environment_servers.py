@@ -7,22 +7,20 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Mapping
 from urllib.parse import urlencode
 
 from holdfast.ft import faultpoints
 from holdfast.ft.listen_address import choose_address, local_addresses
-from holdfast.rl.actors.engine import Engine, endpoint
+from holdfast.rl.actors.engine import endpoint
 from holdfast.rl.actors.errors import ServiceFailed
-from holdfast.rl.actors.replicas import ReplicaEvent, ServiceReplica
-from holdfast.rl.actors.service import Service, ServiceStatus, served
-from holdfast.rl.config.run_config import EnvironmentConfig
+from holdfast.rl.actors.service import ReplicaEvent, ServiceReplica
+from holdfast.rl.config.run_config import EnvironmentConfig, RunConfig
 from holdfast.rl.environments.client import EnvironmentClient, EnvironmentPool
 from holdfast.rl.environments.registry import check_environment, environment_factory
 from holdfast.rl.environments.server import EnvironmentServer
 from holdfast.rl.environments.session import SessionSource
 from holdfast.rl.errors import EnvironmentFailed, UnknownEnvironment
-from holdfast.rl.run.telemetry import ProcessRecorder, RunTelemetry, answers
+from holdfast.rl.run.services import RunServices
 from holdfast.rl.telemetry import WorkReport
 
 ROLE = "environment"
@@ -89,72 +87,47 @@ async def _end_when_all_hang(server: EnvironmentServer) -> None:
 class EnvironmentServers:
     """The source of a run's sessions. `start` before use; `close` ends the servers that it started."""
 
-    def __init__(
-        self,
-        config: EnvironmentConfig,
-        engine: Engine,
-        telemetry: RunTelemetry | None = None,
-        hosts: tuple[str, ...] = (),
-    ) -> None:
-        """The servers that it starts are spread over `hosts`; none: this host. `telemetry` is that of a run."""
-        self.name = full_name(config)
-        self._config, self._engine, self._hosts = config, engine, hosts
-        self._recorder = None if telemetry is None else ProcessRecorder(ROLE, telemetry)
+    def __init__(self, config: RunConfig, services: RunServices) -> None:
+        self._config, self._services = config.environment, services
+        self._reached = bool(config.engine.hosts)
         self._urls: dict[str, str] = {}
         self._pool: EnvironmentPool | None = None
-        self._service: Service | None = None
-        self._source: SessionSource | None = None
 
     async def start(self) -> SessionSource:
         """Start what must run. Raises `UnknownEnvironment`."""
-        config, name = self._config, self.name
-        if config.servers:
-            spec = served(
-                ServedEnvironment,
-                name=ROLE,
-                num_replicas=config.servers,
-                prepare=self._listen,
-                observer=self._hear,
-                engine=self._engine,
-                hosts=self._hosts,
-                start_failures=3,
-            )
-            try:
-                self._service = await spec.as_service(name, config.sessions, config.timeout, bool(self._hosts))
-            except ServiceFailed as error:
-                raise UnknownEnvironment(name, f"no server of it can be started: {error}") from error
-            # No other client has a use for its own servers, so sessions are kept.
-            self._source = self._pool = _pool(config, tuple(self._urls.values()), keep=True)
-        else:
+        config, name = self._config, full_name(self._config)
+        if not config.servers:
             if all(found := await asyncio.gather(*(_why_not(url, config.timeout) for url in config.addresses))):
                 raise UnknownEnvironment(name, f"no server of it can be used: {'; '.join(found)}")
-            self._source = _pool(config, config.addresses, keep=False)
-        return self._source
-
-    def status(self) -> tuple[ServiceStatus, ...]:
-        """The service of the servers that it started, if there are any. May be called from any thread."""
-        return () if self._service is None else (self._service.status(),)
-
-    async def work(self) -> Mapping[str, WorkReport]:
-        """What each server of its own did since the last call, without those that do not answer."""
-        if self._service is None:
-            return {}
-        return await answers(self._service.work)
+            self._pool = _pool(config, config.addresses, keep=False)
+            return self._pool
+        try:
+            await self._services.start(
+                ROLE,
+                ServedEnvironment,
+                *(name, config.sessions, config.timeout, self._reached),
+                num_replicas=config.servers,
+                environ={},  # the job is none of the environment's business
+                prepare=self._listen,
+                observer=self._hear,
+                start_failures=3,
+            )
+        except ServiceFailed as error:
+            raise UnknownEnvironment(name, f"no server of it can be started: {error}") from error
+        # No other client has a use for its own servers, so sessions are kept.
+        self._pool = _pool(config, tuple(self._urls.values()), keep=True)
+        return self._pool
 
     async def close(self) -> None:
-        """End all servers. Idempotent."""
-        if self._source is not None:
-            await self._source.close()
-        if self._service is not None:
-            await self._service.close()
+        """Leave all servers; those that it started end with their service. Idempotent."""
+        if self._pool is not None:
+            await self._pool.close()
 
     async def _listen(self, replica: ServiceReplica) -> None:
         self._urls[replica.name] = await replica.call("listen", timeout=START_SECONDS)
         self._use()
 
     def _hear(self, event: ReplicaEvent) -> None:
-        if self._recorder is not None:
-            self._recorder.hear(event)
         if event.kind in ("lost", "start_failed"):
             self._urls.pop(event.replica, None)
             self._use()

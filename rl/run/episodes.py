@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from holdfast.ft.console.units import counted
-from holdfast.rl.actors.engine import Engine
-from holdfast.rl.actors.service import ServiceStatus
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.data.episode import Completion, Group, Prompt
 from holdfast.rl.data.replay_buffer import FailedGroup, ReplayBuffer
 from holdfast.rl.environments.play import EnvironmentGames, EpisodeFailure, codec_of
 from holdfast.rl.errors import RewardFailed, RunFailed
-from holdfast.rl.generators.errors import ModelMisfit
-from holdfast.rl.generators.models import ModelSource
+from holdfast.rl.generators.models import ModelMisfit, ModelSource
 from holdfast.rl.grpo.loop import Generate, generate_episode, play_episodes
 from holdfast.rl.rewards.judge import Judge, reward_of
 from holdfast.rl.run.environment_servers import EnvironmentServers, check_name
 from holdfast.rl.run.evaluation import HeldOutResult, play_games, play_prompts
 from holdfast.rl.run.policy import Task, in_policy_process, task_of, tokenizer_of, warm_up, warmed_up
 from holdfast.rl.run.run_events import EpisodeFailed
+from holdfast.rl.run.services import RunServices
 from holdfast.rl.run.telemetry import RunTelemetry
-from holdfast.rl.telemetry import WorkReport
 
 T = TypeVar("T")
 
@@ -71,14 +68,11 @@ class RunEpisodes:
     one kind that fail, one after another, raise `RunFailed`.
     """
 
-    def __init__(self, config: RunConfig, engine: Engine, telemetry: RunTelemetry) -> None:
+    def __init__(self, config: RunConfig, telemetry: RunTelemetry) -> None:
         self._config, self._telemetry = config, telemetry
-        environment = config.environment
         self._servers: EnvironmentServers | None = None
-        if environment.name:
-            self._servers = EnvironmentServers(environment, engine, telemetry, config.engine.hosts)
         self._failures = FailuresInARow("the reward", config)
-        self._failed_games = FailuresInARow(f"environment {environment.name!r}", config)
+        self._failed_games = FailuresInARow(f"environment {config.environment.name!r}", config)
         self._judge: Judge | None = None
         self._task: Task
         self._games: EnvironmentGames
@@ -88,7 +82,7 @@ class RunEpisodes:
         self._policy, self._folder = policy, folder
         if self._config.has_prompts:
             await self._prepare_prompts()
-        if self._servers is not None:
+        if self._config.environment.name:
             check = partial(check_name, self._config.environment)
             await in_policy_process("the check of the environment", check, folder)
             self._limit = self._config.environment.max_tokens or await self._longest()
@@ -96,12 +90,12 @@ class RunEpisodes:
             self._codec = codec_of(tokenizer, beside_prompts=self._config.has_prompts)
         return warmed_up(policy, self._config.model, folder)
 
-    async def start(self) -> None:
+    async def start(self, services: RunServices) -> None:
         """Take the supervised steps, unless a driver before did, and start the servers. Raises `UnknownEnvironment`."""
-        await all_done(self._warm_up(), self._start_servers())
+        await all_done(self._warm_up(), self._start_servers(services))
 
     async def close(self) -> None:
-        """End the servers, and the processes of the reward. Idempotent."""
+        """Leave the servers, and end the processes of the reward. Idempotent."""
         if self._servers is not None:
             await self._servers.close()
         if self._judge is not None:
@@ -111,7 +105,7 @@ class RunEpisodes:
         """Begin the next group once the buffer admits it, and add it. See `generate_episode` and `play_episodes`."""
         config, number = self._config, (await buffer.admit()).number
         settings = (buffer, config.sampling, config.seed, config.objective.redraws)
-        if self._servers is not None and is_played(number, config.environment.share):
+        if config.environment.name and is_played(number, config.environment.share):
             await play_episodes(number, generate, self._games, *settings)
         else:
             await generate_episode(self._task.train.prompt(number), generate, self._evaluate, *settings)
@@ -130,14 +124,6 @@ class RunEpisodes:
         assert source is not None and self._judge is not None
         prompts = [source.prompt(number) for number in range(min(wanted or len(source), len(source)))]
         return await play_prompts(generate, self._judge, prompts, sampling, version)
-
-    def status(self) -> tuple[ServiceStatus, ...]:
-        """The service of servers, if the run has started any. May be called from any thread."""
-        return () if self._servers is None else self._servers.status()
-
-    async def work(self) -> Mapping[str, WorkReport]:
-        """What each server did since the last call, without those that do not answer."""
-        return {} if self._servers is None else await self._servers.work()
 
     async def _prepare_prompts(self) -> None:
         config = self._config
@@ -160,9 +146,10 @@ class RunEpisodes:
             warm = partial(warm_up, self._policy, config.model, task.problems, task.tokenizer, config.seed, folder)
             await in_policy_process("the supervised steps", warm, folder)
 
-    async def _start_servers(self) -> None:
+    async def _start_servers(self, services: RunServices) -> None:
         """Start the servers, and begin an episode."""
-        if self._servers is not None:
+        if self._config.environment.name:
+            self._servers = EnvironmentServers(self._config, services)
             source = await self._servers.start()
             self._games = EnvironmentGames(
                 source, self._codec, self._config, self._limit, self._game_failed, self._failed_games.count

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+import contextlib
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
 from secrets import token_hex
+from typing import Any
 
 import msgspec
 
-from holdfast.comms.errors import Mismatch
+from holdfast.comms.errors import HoldfastError, Mismatch
 from holdfast.ft import faultpoints
-from holdfast.rl.actors.engine import Engine, endpoint
-from holdfast.rl.actors.service import Service, ServiceStatus, served
+from holdfast.rl.actors.service import Service
 from holdfast.rl.config.named_code import extra_python
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.data.episode import Completion, SamplingRequest
@@ -22,12 +25,12 @@ from holdfast.rl.generators.errors import UpdateFailed
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.generators.transformers_generator import TransformersGenerator
 from holdfast.rl.generators.vllm.vllm_generator import VllmGenerator
-from holdfast.rl.run.hosts import service_options
-from holdfast.rl.run.run_events import WeightsServed
-from holdfast.rl.run.telemetry import ProcessRecorder, RunTelemetry, answers
-from holdfast.rl.run.weight_holder import WeightHolder
-from holdfast.rl.telemetry import WorkReport
-from holdfast.store import AsyncWeightStore, Reader
+from holdfast.rl.run.run_events import CopiesRestored, Event, ProcessLost, WeightsServed
+from holdfast.rl.run.services import RunServices
+from holdfast.rl.run.telemetry import RunTelemetry
+from holdfast.rl.telemetry import WorkLog, WorkReport
+from holdfast.store import AsyncWeightStore, Reader, WeightStore
+from holdfast.store.catalog import transitions
 
 UPDATE_SECONDS = 120.0
 """Seconds in which the generators must have a version."""
@@ -123,31 +126,18 @@ class BatchedRequests:
 
 
 class ServedGenerator(TransformersGenerator):
-    """A generator with calls that may be repeated elsewhere: request and weights determine the completions."""
+    """A generator that serves what the driver's switches commit, under a name of its own."""
 
     def __init__(self, source: ModelSource, store: str, config: RunConfig) -> None:
         faultpoints.arm_from_environment()
-        super().__init__(source, store, config, between=self._between, reader=new_reader())
-
-    @endpoint(idempotent=True)
-    async def generate(self, request: SamplingRequest) -> list[Completion]:
-        """See `TransformersGenerator.generate`."""
-        return await super().generate(request)
-
-    def _between(self) -> None:
-        faultpoints.reach("generate.between_tokens", -1 if self.version is None else self.version, -1, 0)
+        super().__init__(source, store, config, reader=new_reader())
 
 
 class ServedVllmGenerator(VllmGenerator):
-    """A vLLM generator with calls that may be repeated elsewhere: completions are drawn anew there."""
+    """The same with vLLM. A call that is repeated elsewhere draws other completions there."""
 
     def __init__(self, source: ModelSource, store: str, config: RunConfig) -> None:
         super().__init__(source, store, config, reader=new_reader())
-
-    @endpoint(idempotent=True)
-    async def generate(self, request: SamplingRequest) -> list[Completion]:
-        """See `VllmGenerator.generate`."""
-        return await super().generate(request)
 
 
 def new_reader() -> str:
@@ -159,49 +149,33 @@ class Generators:
     """The policy as the loop sees it: `generate(request)`, and `advance(version)`."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        engine: Engine,
-        source: ModelSource,
-        store: str,
-        environ: Mapping[str, str],
-        telemetry: RunTelemetry,
+        self, config: RunConfig, services: RunServices, source: ModelSource, store: str, telemetry: RunTelemetry
     ) -> None:
-        self._config, self._source, self._url, self._telemetry = config, source, store, telemetry
-        self._engine = engine
-        self._version: int | None = None
+        self._config, self._services, self._source, self._url = config, services, source, store
+        self._telemetry = telemetry
         self._store = AsyncWeightStore(store, hold=False, plane=config.store.plane)
-        self._common = service_options(config, engine, environ)
-        self._services: dict[str, Service] = {}
+        self._service: Service
         # A turn of a group is a request of its own: what else is asked at that time must not change its bits.
         self.generate = BatchedRequests(self._route, config.sampling.batch, alone=lambda request: request.samples == 1)
 
     async def start_holders(self) -> None:
         """Start the processes that hold the newest versions. Raises `ServiceFailed`."""
-        spec = served(
-            WeightHolder,
-            name="holder",
-            num_replicas=self._config.store.holders,
-            observer=ProcessRecorder("holder", self._telemetry).hear,
-            **self._common,
-        )
-        self._services["holder"] = await spec.as_service(self._config, self._url)
+        holders = self._config.store.holders
+        await self._services.start(ROLE, WeightHolder, self._config, self._url, num_replicas=holders)
 
     async def start(self) -> None:
         """Start the generators; they serve nothing before `advance`. Raises `ServiceFailed`, `ExtraNotInstalled`."""
         generator = self._config.generator
         vllm = generator.kind == "vllm"
-        spec = served(
+        self._service = await self._services.start(
+            "generator",
             ServedVllmGenerator if vllm else ServedGenerator,
-            name="generator",
+            *(self._source, self._url, self._config),
             num_replicas=generator.replicas,
             python=str(extra_python("vllm", generator.python)) if vllm else None,
-            observer=ProcessRecorder("generator", self._telemetry).hear,
             deadline=2 * generator.timeout,
             tries=generator.attempts,
-            **self._common,
         )
-        self._services["generator"] = await spec.as_service(self._source, self._url, self._config)
 
     async def advance(self, version: int) -> None:
         """Wait until a version is published, then have all living replicas serve it, and those that start later."""
@@ -210,7 +184,7 @@ class Generators:
         with telemetry.doing("driver", "driver", "update", version):
             await self._store.wait(version, PUBLISH_SECONDS)
             names = await self._switch(version)
-        self._version, now = version, telemetry.now()
+        self._services.version, now = version, telemetry.now()
         for each in names:
             telemetry.emit(WeightsServed(time=now, version=version, process=each, seconds=now - began))
 
@@ -220,7 +194,7 @@ class Generators:
         A generator that comes while a switch is undecided is not a part of it: then the next one names it, too. Raises
         `UpdateFailed` if new generators cannot take the version either.
         """
-        service, failures = self._services["generator"], 0
+        service, failures = self._service, 0
         while True:
             service.check()
             try:
@@ -243,40 +217,111 @@ class Generators:
     def _replicas_of(self, readers: Iterable[Reader]) -> dict[str, str]:
         """The living replicas of readers of the store, by their names there."""
         found = {
-            (self._engine.host_identity(each.host), each.pid): each.name
-            for each in self._services["generator"].status().replicas
+            (self._services.engine.host_identity(each.host), each.pid): each.name
+            for each in self._service.status().replicas
             if each.health == "ready"
         }
         known = ((each.id, found.get((each.peer.host, each.pid))) for each in readers)
         return {reader: replica for reader, replica in known if replica is not None}
 
-    async def work(self, role: str) -> Mapping[str, WorkReport]:
-        """What each process of a role did since the last call, without those that do not answer."""
-        service = self._services.get(role)
-        if service is None or not hasattr(service.actor, "work"):
-            return {}
-        return await answers(service.work)
-
-    def status(self) -> tuple[ServiceStatus, ...]:
-        """The services now. May be called from any thread."""
-        return tuple(self._status(role, each) for role, each in tuple(self._services.items()))
-
-    def _status(self, role: str, service: Service) -> ServiceStatus:
-        status, version = service.status(), self._version
-        if role != "generator" or version is None:
-            return status
-        replicas = [
-            msgspec.structs.replace(each, version=version) if each.health == "ready" else each
-            for each in status.replicas
-        ]
-        return msgspec.structs.replace(status, version=version, replicas=tuple(replicas))
-
     async def close(self) -> None:
-        """End all processes. Idempotent."""
-        for service in reversed(self._services.values()):
-            await service.close()
+        """Leave the store. Idempotent."""
         await self._store.close()
 
     async def _route(self, request: SamplingRequest) -> list[Completion]:
-        completions: list[Completion] = await self._services["generator"].generate.route(request)
+        completions: list[Completion] = await self._service.generate.route(request)
         return completions
+
+
+ROLE = "holder"
+LOOK_SECONDS = 0.1
+
+
+class WeightHolder:
+    """Holds replicas of the newest versions, as many of each among all holders as the store has copies."""
+
+    def __init__(self, config: RunConfig, store: str) -> None:
+        self._log = WorkLog()
+        replicas, keep = config.store.copies, config.kept_versions
+        self._store = WeightStore(store, replicas=replicas, keep=keep, observe=self._hear)
+
+    async def version(self) -> int | None:
+        """The newest visible version."""
+        return self._store.latest()
+
+    async def work(self) -> WorkReport:
+        """The replicas that the store's threads made since the last call."""
+        return self._log.report()
+
+    def close(self) -> None:
+        """Leave the store. Idempotent."""
+        self._store.close()
+
+    def _hear(self, kind: str, event: Mapping[str, Any]) -> None:
+        """Record a replica, in the thread that made it."""
+        if kind == "replica_made":
+            self._log.add("replicate", event["version"], time.monotonic() - event["seconds"], event["cpu"])
+
+
+class CopiesWatch:
+    """After the loss of a holder, looks into the store until each version has `copies` among the others again.
+
+    `identity` gives what `this_host` is at the address of a host: process 5 there is another one than process 5 here.
+    The watch tells the store of hosts that are away: the holders would count beats in the register for eight seconds. A
+    host that beats there after all is counted again.
+    """
+
+    def __init__(
+        self, store: WeightStore, copies: int, telemetry: RunTelemetry, identity: Callable[[str], str]
+    ) -> None:
+        self._store, self._copies, self._telemetry, self._identity = store, copies, telemetry, identity
+        self._gone, self._away = set[tuple[str, int]](), set[str]()
+        self._lost = set[str]()
+        self._changed = asyncio.Event()
+
+    def host_away(self, host: str) -> None:
+        """Count no copy on a host, which is named as `this_host` is there."""
+        self._away.add(host)
+        self._changed.set()
+
+    @contextlib.asynccontextmanager
+    async def watching(self) -> AsyncIterator[None]:
+        """Watch until the end of the block, and emit `CopiesRestored` after each loss, or several at once."""
+        self._telemetry.observe(self._hear)
+        task = asyncio.create_task(self._watch())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def _hear(self, event: Event) -> None:
+        if isinstance(event, ProcessLost) and event.role == ROLE:
+            self._gone.add((self._identity(event.host), event.pid))
+            self._changed.set()
+
+    async def _watch(self) -> None:
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            while (versions := await asyncio.to_thread(self._restored)) is None:
+                await asyncio.sleep(LOOK_SECONDS)
+            self._telemetry.emit(CopiesRestored(time=self._telemetry.now(), versions=versions))
+
+    def _restored(self) -> int | None:
+        """The number of visible versions, if all of them have their copies without the lost holders; else None."""
+        gone, away = set(self._gone), set(self._away)
+        try:
+            if away:
+                with contextlib.closing(self._store.open_catalog()) as catalog:
+                    catalog.change(lambda now: transitions.hosts_away(now, away))
+            versions = self._store.versions()
+            holders = [each for version in versions for each in self._store.holders(version)]
+            self._lost |= {each.id for each in holders if (each.peer.host, each.pid) in gone or each.peer.host in away}
+            self._gone, self._away = self._gone - gone, self._away - away
+            kept = Counter[tuple[int, int]]()
+            for version, part, holder in self._store.inspect().replicas():
+                kept[version, part] += holder not in self._lost
+        except HoldfastError:  # the register is away for a moment, or a version was let go meanwhile
+            return None
+        return len(versions) if all(count >= self._copies for count in kept.values()) else None

@@ -33,9 +33,8 @@ from holdfast.rl.data.prompts import (
     read_problems,
     seed_of,
 )
-from holdfast.rl.generators.errors import ModelMisfit
-from holdfast.rl.generators.models import ModelSource, save_model
-from holdfast.rl.trainers.adapters import check_adapters
+from holdfast.rl.generators.models import ModelMisfit, ModelSource, save_model
+from holdfast.rl.trainers.policy import check_adapters
 
 SMALL_LLAMA = {
     "model_type": "llama",

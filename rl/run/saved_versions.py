@@ -17,11 +17,10 @@ import torch
 from holdfast.comms.errors import CorruptData, HoldfastError
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.generators.models import ModelSource, save_model
+from holdfast.rl.run.evaluation import read_best
 from holdfast.rl.run.policy import policy_source
 from holdfast.rl.run.run_directory import RunDirectory
-from holdfast.rl.trainers.adapters import merged
-from holdfast.rl.trainers.best_version import read_best
-from holdfast.rl.trainers.policy import build_policy
+from holdfast.rl.trainers.policy import build_policy, merged
 from holdfast.rl.trainers.titan_names import renamed
 from holdfast.store.errors import CopyFailed
 from holdfast.store.interop.dcp import DcpDirectory

@@ -5,24 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterator,
+    Mapping,
+)
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from holdfast.comms.errors import HoldfastError
-from holdfast.rl.actors.replicas import ReplicaEvent
-from holdfast.rl.actors.service import ServiceEndpoint
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import (
     Activity,
-    CallTakenOver,
     Evaluated,
     Event,
-    ProcessLost,
     ProcessorTime,
-    ProcessReady,
-    ProcessStarted,
     StepTrained,
     WeightsServed,
 )
@@ -40,43 +40,8 @@ EVERY = 2.0
 SECONDS = 10.0
 """The limit of one collection; what a process did not say by then comes with the next one."""
 
-ANSWER_SECONDS = 5.0
-"""Seconds that one process of a service has to answer in a collection."""
-
-
-async def answers(endpoint: ServiceEndpoint) -> dict[str, Any]:
-    """What each replica says that answers in time; the others are left out, and stay."""
-    results = await endpoint.options(patience=ANSWER_SECONDS).fanout()
-    return {each.replica: each.value for each in results if each.error is None}
-
-
 Ask = Callable[[], Awaitable[Mapping[str, WorkReport]]]
 """Asks the processes of a role; those that do not answer are left out."""
-
-
-class ProcessRecorder:
-    """Emits what happens to the processes of a service."""
-
-    def __init__(self, role: str, telemetry: RunTelemetry) -> None:
-        self._role, self._telemetry = role, telemetry
-        self._alive = set[str]()
-        self._in_slot: dict[int, str] = {}
-
-    def hear(self, event: ReplicaEvent) -> None:
-        """Handle an event."""
-        at, emit = self._telemetry.at(event.time), self._telemetry.emit
-        name, role, host, pid = event.replica, self._role, event.host, event.pid
-        if event.kind == "ready":
-            replaces, self._in_slot[event.slot] = self._in_slot.get(event.slot, ""), name
-            self._alive.add(name)
-            emit(ProcessStarted(time=at, name=name, role=role, host=host, pid=pid, replaces=replaces))
-            emit(ProcessReady(time=at, name=name, role=role, seconds=event.seconds))
-        elif event.kind == "lost" and name in self._alive:
-            self._alive.remove(name)
-            how = event.detail.splitlines()[0] if event.detail else "ended"
-            emit(ProcessLost(time=at, name=name, role=role, host=host, pid=pid, how=how))
-        elif event.kind == "took_over":
-            emit(CallTakenOver(time=at, process=name, lost=event.detail, seconds=event.seconds))
 
 
 class RunTelemetry:
@@ -99,15 +64,9 @@ class RunTelemetry:
         """The time of an event at `monotonic`, a value of `time.monotonic()`."""
         return monotonic - self._zero
 
-    def emit(self, event: Event) -> None:
-        """Record an event."""
-        self._directory.append(event)
-        for observer in self._observers:
-            observer(event)
-
-    def emit_all(self, events: Sequence[Event]) -> None:
+    def emit(self, *events: Event) -> None:
         """Record events, which may be older than those before."""
-        self._directory.append_all(events)
+        self._directory.append(*events)
         for event in events:
             for observer in self._observers:
                 observer(event)
@@ -152,7 +111,7 @@ class RunTelemetry:
                 async with asyncio.timeout(SECONDS):
                     reports = await ask()
                 events += [event for name, report in reports.items() for event in self._work(role, name, report)]
-        self.emit_all(events)
+        self.emit(*events)
         await then()
 
     def _work(self, role: str, process: str, report: WorkReport) -> Iterator[Event]:

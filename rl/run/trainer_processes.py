@@ -1,30 +1,51 @@
-"""The trainers of a run: a service whose replicas are members of one session, and spares."""
+"""The trainers of a run: replicas of a service, all of them members or spares of one session."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from holdfast.comms.errors import HoldfastError, describe
 from holdfast.ft.console.units import counted
-from holdfast.rl.actors.engine import Engine
+from holdfast.ft.membership.view import Timeouts
 from holdfast.rl.actors.errors import ActorDied, EndpointFailed
-from holdfast.rl.actors.replicas import ReplicaEvent, ServiceReplica
-from holdfast.rl.actors.service import Service, served
+from holdfast.rl.actors.service import ReplicaEvent, Service, ServiceReplica
 from holdfast.rl.config.named_code import extra_python
 from holdfast.rl.config.run_config import RunConfig
+from holdfast.rl.data.replay_buffer import Batch, StepReport
 from holdfast.rl.errors import RunFailed
 from holdfast.rl.generators.models import ModelSource
-from holdfast.rl.run.hosts import service_options, session_options
-from holdfast.rl.run.run_status import TrainerRow
-from holdfast.rl.run.telemetry import ProcessRecorder, RunTelemetry, answers
-from holdfast.rl.telemetry import WorkReport
-from holdfast.rl.trainers.errors import TrainerEnded
-from holdfast.rl.trainers.trainer_actor import TrainerActor, TrainerPosition, TrainerStatus
-from holdfast.rl.trainers.trainer_group import TrainerGroup
+from holdfast.rl.grpo.batch import EncodedBatch
+from holdfast.rl.run.run_directory import TrainerRow
+from holdfast.rl.run.services import RunServices, answers
+from holdfast.rl.trainers.trainer_actor import TrainerActor, TrainerEnded, TrainerPosition, TrainerStatus
 
-ROLE = "trainer"
+
+def session_options(config: RunConfig) -> dict[str, Timeouts]:
+    """The options of the trainers' session: between hosts, a trainer may be as silent as a host."""
+    if not config.engine.hosts:
+        return {}
+    usual = Timeouts()
+    suspect = max(config.engine.silence, usual.suspect)
+    return {
+        "timeouts": replace(
+            usual, suspect=suspect, rebuild=usual.rebuild + suspect, operation=usual.operation + suspect
+        )
+    }
+
+
+class TrainersLost(HoldfastError):
+    """No trainer is left to train on a batch; `errors` says how each one ended."""
+
+    def __init__(self, step: int, errors: tuple[str, ...]) -> None:
+        self.step, self.errors = step, errors
+        known = "; ".join(errors) or "none was there"
+        super().__init__(f"no trainer is left for step {step}: {known}; resume from a checkpoint")
 
 
 class SessionMember:
@@ -48,46 +69,138 @@ class SessionMember:
             raise
 
 
+class TrainerGroup:
+    """Sends each batch to all trainers, spares included, and returns the first report.
+
+    Trainers may be added and removed at any time: one that is added during a step gets the batch too. `ActorDied`
+    removes a trainer; other errors of a trainer are errors of the step. If all trainers are gone, others
+    must be added within `patience` seconds. `saved_after` tells for the step that a batch begins with whether a
+    checkpoint is written once it is trained: the state of the replay buffer goes with such batches.
+    """
+
+    def __init__(
+        self,
+        *,
+        timeout: float = 600.0,
+        patience: float = 60.0,
+        saved_after: Callable[[int], bool] = lambda step: True,
+    ) -> None:
+        self._timeout, self._patience, self._saved_after = timeout, patience, saved_after
+        self._trainers: list[SessionMember] = []
+        self._changed = asyncio.Event()
+
+    def add(self, trainer: SessionMember) -> None:
+        """Add a trainer; it gets the current batch."""
+        self._trainers.append(trainer)
+        self._changed.set()
+
+    def remove(self, trainer: SessionMember) -> None:
+        """Forget a trainer; no effect if it is not there."""
+        if trainer in self._trainers:
+            self._trainers.remove(trainer)
+
+    async def position(self) -> TrainerPosition:
+        """Wait until a trainer takes part; returns the step to begin with. Raises as `step`."""
+        found: TrainerPosition = await self._first("position", 0)
+        return found
+
+    async def step(self, batch: Batch) -> StepReport:
+        """Train on a batch; returns once it is committed.
+
+        Raises `TrainersLost` if no trainer is left, TimeoutError after `timeout` seconds, and a trainer's own error.
+        """
+        report: StepReport = await self._first(
+            "train", batch.step, EncodedBatch.of(batch, saved=self._saved_after(batch.step))
+        )
+        return report
+
+    async def finished(self, steps: int) -> str:
+        """Wait until all `steps` are committed and published; returns the digest of the weights. Raises as `step`."""
+        digest: str = await self._first("finished", steps)
+        return digest
+
+    async def _first(self, method: str, step: int, *args: Any) -> Any:
+        """Call a method of all trainers; returns the first answer that says something: a spare's is None, or ""."""
+        calls: dict[asyncio.Task[Any], SessionMember] = {}
+        asked: list[SessionMember] = []
+        errors: list[str] = []
+        try:
+            async with asyncio.timeout(self._timeout):
+                while True:
+                    self._changed.clear()
+                    for trainer in self._trainers:
+                        if trainer not in asked:
+                            asked.append(trainer)
+                            calls[asyncio.ensure_future(trainer.call(method, *args))] = trainer
+                    changed = asyncio.ensure_future(self._changed.wait())
+                    try:
+                        done, _ = await asyncio.wait(
+                            [changed, *calls],
+                            timeout=None if calls else self._patience,
+                            return_when=asyncio.FIRST_COMPLETED,
+                        )
+                    finally:
+                        changed.cancel()
+                    if not done:
+                        raise TrainersLost(step, tuple(errors))
+                    answers = []
+                    for call in [each for each in calls if each in done]:
+                        trainer = calls.pop(call)
+                        try:
+                            answers.append(call.result())
+                        except ActorDied as error:
+                            errors.append(describe(error))
+                            self.remove(trainer)
+                    for answer in answers:
+                        if answer:
+                            return answer
+        finally:
+            for call in calls:
+                call.add_done_callback(_forget)
+                call.cancel()
+
+
+def _forget(call: asyncio.Task[Any]) -> None:
+    """Take the result of a call that is not needed any more, so that asyncio does not complain of it."""
+    if not call.cancelled():
+        call.exception()
+
+
+ROLE = "trainer"
+
+
 class TrainerProcesses:
     """The trainers of a run. `group` trains; `failed` is called with an error that ends the run."""
 
     def __init__(
         self,
         config: RunConfig,
-        engine: Engine,
+        services: RunServices,
         source: ModelSource,
         checkpoints: Path,
         store: str,
-        environ: Mapping[str, str],
-        telemetry: RunTelemetry,
         failed: Callable[[HoldfastError], None],
     ) -> None:
-        self.group = TrainerGroup((ActorDied,), saved_after=config.saved_after)
-        self._config, self._failed = config, failed
+        self.group = TrainerGroup(saved_after=config.saved_after)
+        self._config, self._services, self._failed = config, services, failed
         self._arguments = (config, source, store, session_options(config), str(checkpoints))
-        titan = config.trainer.kind == "titan"
-        self._spec = served(
-            TrainerActor,
-            name=ROLE,
-            num_replicas=config.trainer.replicas + config.trainer.spares,
-            python=str(extra_python("titan", config.trainer.python)) if titan else None,
-            prepare=self._begin,
-            observer=self._hear,
-            **service_options(config, engine, environ),
-        )
-        self._recorder = ProcessRecorder(ROLE, telemetry)
         self._members: dict[str, SessionMember] = {}
         self._service: Service | None = None
         self._lost = 0
 
     async def start(self) -> TrainerPosition:
         """Start all trainers and spares; returns where training begins. Raises `ServiceFailed`, `TrainersLost`."""
-        self._service = await self._spec.as_service(*self._arguments)
+        trainer = self._config.trainer
+        self._service = await self._services.start(
+            ROLE,
+            TrainerActor,
+            *self._arguments,
+            num_replicas=trainer.replicas + trainer.spares,
+            python=str(extra_python("titan", trainer.python)) if trainer.kind == "titan" else None,
+            prepare=self._begin,
+            observer=self._hear,
+        )
         return await self.group.position()
-
-    async def work(self) -> Mapping[str, WorkReport]:
-        """What each trainer did since the last call, without those that do not answer."""
-        return {} if self._service is None else await answers(self._service.work)
 
     async def rows(self) -> tuple[TrainerRow, ...]:
         """The state of each trainer that answers."""
@@ -96,21 +209,8 @@ class TrainerProcesses:
         found: Mapping[str, TrainerStatus] = await answers(self._service.endpoint("status"))
         pids = {each.name: each.pid for each in self._service.status().replicas}
         return tuple(
-            TrainerRow(
-                name=name,
-                pid=pids.get(name, 0),
-                rank=each.rank,
-                epoch=each.epoch,
-                committed=each.committed,
-                newest_batch=each.newest_batch,
-            )
-            for name, each in found.items()
+            TrainerRow(name=name, pid=pids.get(name, 0), **msgspec.structs.asdict(each)) for name, each in found.items()
         )
-
-    async def close(self) -> None:
-        """End all trainers."""
-        if self._service is not None:
-            await self._service.close()
 
     async def _begin(self, replica: ServiceReplica) -> None:
         """Have a new trainer join the session, and get the current batch."""
@@ -119,7 +219,6 @@ class TrainerProcesses:
         self.group.add(member)
 
     def _hear(self, event: ReplicaEvent) -> None:
-        self._recorder.hear(event)
         if event.kind not in ("lost", "start_failed"):
             return
         if (member := self._members.pop(event.replica, None)) is not None:

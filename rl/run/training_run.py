@@ -14,7 +14,7 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from holdfast.ft import faultpoints
 from holdfast.ft.launch.job_contract import LocalContract
 from holdfast.ft.schedulers import found_hosts
 from holdfast.rl.actors.engine import Engine
-from holdfast.rl.actors.service import ServiceStatus, metrics_if_asked
 from holdfast.rl.config.contradictions import check_plugins_run_here, staleness_rule
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.config.toml import check_unchanged, load_config, placed, resolved
@@ -36,11 +35,10 @@ from holdfast.rl.errors import RunFailed, StepsDone
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.grpo.loop import asynchronous, synchronous
 from holdfast.rl.run.episodes import RunEpisodes, all_done
-from holdfast.rl.run.evaluation import EvaluationScore, HeldOutEvaluation
-from holdfast.rl.run.generation import Generators
-from holdfast.rl.run.hosts import between_hosts, new_register
+from holdfast.rl.run.evaluation import BestVersion, EvaluationScore, HeldOutEvaluation
+from holdfast.rl.run.generation import CopiesWatch, Generators
 from holdfast.rl.run.policy import check_policy, in_policy_process, policy_source
-from holdfast.rl.run.run_directory import RunDirectory
+from holdfast.rl.run.run_directory import RunDirectory, RunStatus
 from holdfast.rl.run.run_events import (
     Evaluated,
     ProcessStarted,
@@ -48,11 +46,9 @@ from holdfast.rl.run.run_events import (
     StepTrained,
     WeightsPublished,
 )
-from holdfast.rl.run.run_status import RunStatus
-from holdfast.rl.run.telemetry import Ask, Observer, RunTelemetry
+from holdfast.rl.run.services import RunServices, between_hosts, metrics_if_asked, new_register
+from holdfast.rl.run.telemetry import Observer, RunTelemetry
 from holdfast.rl.run.trainer_processes import TrainerProcesses
-from holdfast.rl.run.weight_holder import CopiesWatch
-from holdfast.rl.trainers.best_version import BestVersion
 from holdfast.rl.trainers.trainer_actor import TrainerPosition
 from holdfast.store import WeightStore
 
@@ -109,7 +105,7 @@ class TrainingRun:
         policy = policy_source(config)
         policy.check_device()
         await in_policy_process("the check of the model", partial(check_policy, config, policy), directory.policy)
-        episodes = RunEpisodes(config, self._engine, self.telemetry)
+        episodes = RunEpisodes(config, self.telemetry)
         try:
             source = await episodes.prepare(policy, directory.policy)
             return await self._run(episodes, source, began)
@@ -130,27 +126,31 @@ class TrainingRun:
                 new_register(config.engine.register),
             ).made(directory.new_session_logs())
             url, environ = contract.register_url, {**contract.environ(), **between_hosts(config)}
-            trainers = TrainerProcesses(
-                config, self._engine, source, directory.checkpoints, url, environ, self.telemetry, self._fail
-            )
-            generators = Generators(config, self._engine, source, url, environ, self.telemetry)
+            services = RunServices(config, self._engine, environ, self.telemetry)
+            trainers = TrainerProcesses(config, services, source, directory.checkpoints, url, self._fail)
+            generators = Generators(config, services, source, url, self.telemetry)
             async with contextlib.AsyncExitStack() as undo:
                 opened = partial(WeightStore, url, hold=False, plane=config.store.plane)
                 store = undo.enter_context(await asyncio.to_thread(opened))
                 best = BestVersion(store, directory.best, source)
                 undo.push_async_callback(generators.close)
-                undo.push_async_callback(trainers.close)
+                undo.push_async_callback(services.close)
                 undo.push_async_callback(episodes.close)
                 copies = CopiesWatch(store, config.store.copies, self.telemetry, self._engine.host_identity)
                 self._engine.on_host_away(copies.host_away)
                 await undo.enter_async_context(copies.watching())
-                return await self._until_failure(self._train(episodes, trainers, generators, best))
+                return await self._until_failure(self._train(services, episodes, trainers, generators, best))
 
     async def _train(
-        self, episodes: RunEpisodes, trainers: TrainerProcesses, generators: Generators, best: BestVersion
+        self,
+        services: RunServices,
+        episodes: RunEpisodes,
+        trainers: TrainerProcesses,
+        generators: Generators,
+        best: BestVersion,
     ) -> RunResult:
         config = self._config
-        await episodes.start()
+        await episodes.start(services)
         await generators.start_holders()
         position = await all_done(trainers.start(), generators.start())
         buffer = ReplayBuffer.from_state(_saved_buffer(position) or BufferState(rule=staleness_rule(config)))
@@ -174,7 +174,7 @@ class TrainingRun:
 
         try:
             await serve(position.step)
-            async with self._collecting(trainers, generators, episodes):
+            async with self._collecting(services, trainers):
                 episode, train = partial(episodes.add_next, generators.generate, buffer), partial(self._step, trainers)
                 steps = range(position.step, config.steps, config.algorithm.updates)
                 if config.algorithm.mode == "synchronous":
@@ -198,22 +198,13 @@ class TrainingRun:
         return report
 
     @contextlib.asynccontextmanager
-    async def _collecting(
-        self, trainers: TrainerProcesses, generators: Generators, episodes: RunEpisodes
-    ) -> AsyncIterator[None]:
+    async def _collecting(self, services: RunServices, trainers: TrainerProcesses) -> AsyncIterator[None]:
         """Collect what all processes do during the block, and keep the file of `holdfast top` and the metrics."""
-        roles: dict[str, Ask] = {"trainer": trainers.work}
-        roles |= {role: partial(generators.work, role) for role in ("generator", "holder")}
-        roles["environment"] = episodes.work
-
-        def services() -> tuple[ServiceStatus, ...]:
-            return (*generators.status(), *episodes.status())
-
-        collecting = self.telemetry.collecting(roles, partial(self._say, trainers, services), self._fail)
-        with metrics_if_asked(services):
-            async with collecting:
+        say = partial(self._say, services, trainers)
+        with metrics_if_asked(services.status):
+            async with self.telemetry.collecting(services.asks(), say, self._fail):
                 yield
-        await self._say(trainers, services, ended=True)
+        await say(ended=True)
 
     # -- what happens in the loop
 
@@ -240,9 +231,7 @@ class TrainingRun:
             self._directory.append_group(group)
         self.telemetry.emit(WeightsPublished(time=now, version=report.version))
 
-    async def _say(
-        self, trainers: TrainerProcesses, services: Callable[[], tuple[ServiceStatus, ...]], ended: bool = False
-    ) -> None:
+    async def _say(self, services: RunServices, trainers: TrainerProcesses, ended: bool = False) -> None:
         """Write what is known of the processes to the file that `holdfast top` reads."""
         status = RunStatus(
             time=time.time(),
@@ -250,23 +239,14 @@ class TrainingRun:
             step=self._done,
             steps=self._config.steps,
             trainers=await trainers.rows(),
-            services=services(),
+            services=services.status(),
             ended=ended,
             host="" if self._config.engine.hosts else this_host(),
         )
         self._directory.write_status(status)
 
     def _evaluated(self, score: EvaluationScore, best: bool) -> None:
-        self.telemetry.emit(
-            Evaluated(
-                time=self.telemetry.now(),
-                version=score.version,
-                reward=score.reward,
-                best=best,
-                judged=score.judged,
-                failed=score.failed,
-            )
-        )
+        self.telemetry.emit(Evaluated(time=self.telemetry.now(), best=best, **msgspec.structs.asdict(score)))
 
     # -- ends
 

@@ -9,8 +9,8 @@ from functools import partial
 import msgspec
 
 from holdfast.comms.errors import HoldfastError
-from holdfast.rl.actors.local import LocalEngine
-from holdfast.rl.config.run_config import RunConfig, Sampling
+from holdfast.rl.actors.engine import LocalEngine
+from holdfast.rl.config.run_config import EngineConfig, RunConfig, Sampling
 from holdfast.rl.data.episode import Prompt
 from holdfast.rl.environments.play import EnvironmentGames, EpisodeFailure, codec_of, places
 from holdfast.rl.errors import RewardFailed
@@ -22,6 +22,7 @@ from holdfast.rl.rewards.reward import Score
 from holdfast.rl.run.environment_servers import EnvironmentServers
 from holdfast.rl.run.evaluation import held_out_episodes, judged
 from holdfast.rl.run.policy import Task, task_of, tokenizer_of
+from holdfast.rl.run.services import RunServices
 
 
 class NothingHeldOut(HoldfastError):
@@ -129,17 +130,19 @@ async def _played_answers(config: RunConfig, source: ModelSource, count: int, ge
     environment = config.environment
     sessions = max(places(environment), config.sampling.group)
     here = msgspec.structs.replace(environment, servers=0 if environment.addresses else 1, sessions=sessions)
-    config = msgspec.structs.replace(config, environment=here)
+    config = msgspec.structs.replace(config, environment=here, engine=EngineConfig())  # on this host
     tokenizer = tokenizer_of(config)
     limit = environment.max_tokens or source.longest_sequence()
     async with LocalEngine() as engine:
-        servers = EnvironmentServers(here, engine)
+        services = RunServices(config, engine)
+        servers = EnvironmentServers(config, services)
         try:
             codec = codec_of(tokenizer, beside_prompts=False)
             games = EnvironmentGames(await servers.start(), codec, config, limit, failed)
             episodes = await held_out_episodes(generate, games, count, config.sampling, None)
         finally:
             await servers.close()
+            await services.close()
     answers = [
         HeldOutAnswer(prompt=each.prompt.text, reference="", answer=tokenizer.decode(each.tokens), reward=each.reward)
         for each in episodes

@@ -14,16 +14,15 @@ import torch
 
 from holdfast import ft
 from holdfast.comms import Communicator
+from holdfast.comms.errors import HoldfastError
 from holdfast.comms.reproducible import sum_contributions
 from holdfast.ft import faultpoints
-from holdfast.rl.config.run_config import RunConfig, TrainerConfig
+from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.grpo.batch import TrainingTokens
 from holdfast.rl.grpo.loss import StepTotals
 from holdfast.rl.telemetry import WorkLog
-from holdfast.rl.trainers.adapters import merged
-from holdfast.rl.trainers.errors import NonFiniteLoss
-from holdfast.rl.trainers.policy import PolicyLoss, build_optimizer, build_policy
+from holdfast.rl.trainers.policy import Logits, PolicyLoss, build_optimizer, build_policy, merged, transformers_logits
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -36,6 +35,17 @@ Tokens = Callable[[int], Sequence[TrainingTokens]]
 
 CLIP_EPSILON = 1e-6
 """Added to the norm that a gradient is divided by, as torch does."""
+
+
+class NonFiniteLoss(HoldfastError):
+    """The loss or the gradient of a step is NaN or infinite; the step is not committed."""
+
+    def __init__(self, step: int, loss: float, norm: float) -> None:
+        self.step, self.loss, self.norm = step, loss, norm
+        super().__init__(
+            f"step {step} has the loss {loss} and a gradient of norm {norm}: nothing is committed; look at the rewards "
+            "and log-probs of its batch, and lower the learning rate"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,98 +161,26 @@ class ReplicatedLayout:
 class ShardedLayout:
     """The trainers have shards of the policy (FSDP2); the update is made inside of the attempt."""
 
-    def __init__(self, config: RunConfig, source: ModelSource, work: WorkLog) -> None:
-        self._config, self._source = config, source
-        self._update = ShardedUpdate(config.trainer, PolicyLoss(config, source), work)
+    _shape: Callable[[int], Mapping[str, int]] | None = None
+    """The dimensions of the mesh of so many trainers, if it has several."""
+    _data: DeviceMesh | None = None
+    """The mesh of the trainers that divide the shards of a batch, if that is not all of them."""
+
+    def __init__(
+        self, config: RunConfig, source: ModelSource, work: WorkLog, logits: Logits = transformers_logits
+    ) -> None:
+        self._config, self._source, self._work = config, source, work
+        self._loss = PolicyLoss(config, source, logits)
+        self._mesh: Any = None
         self._things: Any = None
 
     def attach(self, session: ft.Session) -> None:
-        self._things = session.attach_sharded(self._build, copies=self._config.trainer.copies)
+        copies = self._config.trainer.copies
+        self._things = session.attach_sharded(self._build, copies=copies, mesh=self._shape)
 
     def attempt(self, attempt: ft.Attempt, forwards: Forwards, before_change: Callable[[], None]) -> UpdateResult:
-        sums = ft.ShardSums(attempt)
-        return self._update.run(attempt, self._things, sums, forwards, before_change, sharded_norm)
-
-    def logprobs(self, attempt: ft.Attempt, tokens: Tokens) -> Mapping[int, Sequence[Tensor]]:
-        return self._update.logprobs(attempt, self._things, ft.ShardSums(attempt), tokens)
-
-    def committed(self, step: int) -> None:
-        pass
-
-    def state(self) -> dict[str, Any]:
-        model = self._things["model"]
-        state: dict[str, Any] = merged(model) if self._config.model.lora_rank else model.state_dict()
-        return state
-
-    def publishes(self, rank: int) -> bool:
-        return True
-
-    def _build(self, mesh: DeviceMesh) -> dict[str, Any]:
-        from torch.distributed.fsdp import fully_shard
-
-        model = build_policy(self._source, self._config.model)
-        blocks = set(getattr(model, "_no_split_modules", None) or ())
-        for module in model.modules():
-            if type(module).__name__ in blocks:
-                fully_shard(module, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        return {"model": model, "optimizer": build_optimizer(model, self._config.trainer)}
-
-
-def clip_factor(norm: float, most: float) -> float:
-    """The factor that brings a gradient of this norm to at most `most`."""
-    return min(1.0, most / (norm + CLIP_EPSILON))
-
-
-@torch.no_grad()
-def sharded_norm(gradients: Sequence[Any], comm: Communicator) -> float:
-    """The norm of DTensors that are sharded by rows; collective. Its bits do not depend on the number of ranks.
-
-    A row lies on one rank, so each rank adds up its own rows, and then all of them the same list of rows.
-    """
-    sums = torch.zeros(sum(each.shape[0] for each in gradients), dtype=torch.float64, device="cpu")
-    at = 0
-    for each in gradients:
-        local = each.to_local().double()
-        if local.numel():
-            begin = at + _first_row(each)
-            square = local.square().reshape(local.shape[0], -1)
-            padded = torch.cat([square, torch.zeros_like(square[:1])])  # never one row, which torch adds up differently
-            sums[begin : begin + len(square)] = padded.sum(1)[:-1].cpu()
-        at += each.shape[0]
-    comm.all_reduce(sums)  # each row is zero on all ranks but one: exact in any order
-    return float(sums.sum().sqrt())
-
-
-def _first_row(tensor: Any) -> int:
-    """The number of the first row that this rank has."""
-    size, rank = tensor.device_mesh.size(), tensor.device_mesh.get_local_rank()
-    return min(int(rank * -(-tensor.shape[0] // size)), int(tensor.shape[0]))
-
-
-class ShardedUpdate:
-    """An update of a policy with DTensors as parameters, inside of an attempt."""
-
-    def __init__(self, config: TrainerConfig, loss: PolicyLoss, work: WorkLog) -> None:
-        self._config, self._loss, self._work = config, loss, work
-
-    def run(
-        self,
-        attempt: ft.Attempt,
-        things: Any,
-        sums: ft.ShardSums,
-        forwards: Forwards,
-        before_change: Callable[[], None],
-        norm_of: Callable[[Sequence[Tensor], Communicator], float],
-        *,
-        gives_losses: bool = True,
-    ) -> UpdateResult:
-        """Update `things`, the "model" and its "optimizer"; collective. Raises `NonFiniteLoss`.
-
-        `norm_of` gives the norm of the gradients of all ranks. Of the ranks that compute the same losses one
-        `gives_losses`.
-        """
-        model, optimizer = things["model"], things["optimizer"]
+        model, optimizer = self._things["model"], self._things["optimizer"]
+        sums = ft.ShardSums(attempt, self._data)
         sums.fully_sharded(model)
         optimizer.zero_grad()
         losses = []
@@ -255,34 +193,112 @@ class ShardedUpdate:
                     part = self._loss.of(model, forward, totals)
                     torch.autograd.backward(part)
                 total += part.detach().cpu()
-            if turn.counts and gives_losses:
+            if turn.counts and self._answers:
                 losses.append(total)
         gradients = [each.grad for each in model.parameters() if each.grad is not None]
         with self._work.doing("all_reduce", attempt.step):
             loss = _reduced_loss(attempt, losses)
-            norm = norm_of(gradients, attempt.comm)
+            norm = sharded_norm(gradients, attempt.comm, self._mesh)
         check_finite(attempt.step, loss, norm)
         before_change()
         with self._work.doing("optimizer", attempt.step):
-            scale = clip_factor(norm, self._config.max_norm)
+            scale = clip_factor(norm, self._config.trainer.max_norm)
             for each in gradients:
                 each.to_local().mul_(scale)
-            set_rate(optimizer, self._config.rate_at(attempt.step))
+            set_rate(optimizer, self._config.trainer.rate_at(attempt.step))
             optimizer.step()
         return UpdateResult(loss, norm)
 
-    def logprobs(
-        self, attempt: ft.Attempt, things: Any, sums: ft.ShardSums, tokens: Tokens
-    ) -> Mapping[int, Sequence[Tensor]]:
-        """The log-probabilities that the model gives now, of the forwards of each shard; collective."""
-        model, found = things["model"], dict[int, Sequence[Tensor]]()
+    def logprobs(self, attempt: ft.Attempt, tokens: Tokens) -> Mapping[int, Sequence[Tensor]]:
+        model, found = self._things["model"], dict[int, Sequence[Tensor]]()
         with self._work.doing("forward", attempt.step):
-            for turn in sums.turns():
+            for turn in ft.ShardSums(attempt, self._data).turns():
                 parts = [self._loss.logprobs(model, each) for each in tokens(turn.shard)]
-                if turn.counts:
+                if turn.counts and self._answers:
                     found[turn.shard] = parts
             model.reshard()  # without a backward, the root stays gathered
         return found
+
+    def committed(self, step: int) -> None:
+        pass
+
+    def state(self) -> dict[str, Any]:
+        model = self._things["model"]
+        state: dict[str, Any] = merged(model) if self._config.model.lora_rank else model.state_dict()
+        return state
+
+    def publishes(self, rank: int) -> bool:
+        return True
+
+    @property
+    def _answers(self) -> bool:
+        """Whether this rank answers for its shards: of those that compute the same ones, the first does."""
+        return place_in(self._mesh, "tp")[1] == 0
+
+    def _build(self, mesh: DeviceMesh) -> dict[str, Any]:
+        self._mesh = mesh
+        model = self._model(mesh)
+        return {"model": model, "optimizer": build_optimizer(model, self._config.trainer)}
+
+    def _model(self, mesh: DeviceMesh) -> torch.nn.Module:
+        """The model with the source's weights, sharded over a mesh."""
+        from torch.distributed.fsdp import fully_shard
+
+        model = build_policy(self._source, self._config.model)
+        blocks = set(getattr(model, "_no_split_modules", None) or ())
+        for module in model.modules():
+            if type(module).__name__ in blocks:
+                fully_shard(module, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model
+
+
+def clip_factor(norm: float, most: float) -> float:
+    """The factor that brings a gradient of this norm to at most `most`."""
+    return min(1.0, most / (norm + CLIP_EPSILON))
+
+
+@torch.no_grad()
+def sharded_norm(gradients: Sequence[Any], comm: Communicator, mesh: DeviceMesh) -> float:
+    """The norm of gradients that are sharded over a mesh: by rows, and by its dimension "tp"; collective.
+
+    A row lies on one rank, or on those of "tp". Each rank adds up its own rows, and then all of them the same list of
+    rows. So the bits depend on the degree of tensor parallelism alone.
+    """
+    degree, column = place_in(mesh, "tp")
+    copies, copy = place_in(mesh, "dp_replicate")
+    parts = mesh.size() // degree // copies
+    part = place_in(mesh, "fsdp")[1] if mesh.ndim > 1 else mesh.get_local_rank()
+    rows_of_all = []
+    for each in gradients:
+        cut = _tensor_cut(each)
+        rows = -(-each.shape[0] // degree) if cut == 0 else each.shape[0]
+        sums = torch.zeros(degree, rows, dtype=torch.float64, device="cpu")
+        local = each.to_local().double()
+        if local.numel() and copy == 0 and (cut is not None or column == 0):
+            first = part * -(-rows // parts)
+            square = local.square().reshape(local.shape[0], -1)
+            padded = torch.cat([square, torch.zeros_like(square[:1])])  # never one row, which torch adds up differently
+            sums[column, first : first + len(square)] = padded.sum(1)[:-1].cpu()
+        rows_of_all.append(sums.flatten())
+    total = torch.cat(rows_of_all)
+    comm.all_reduce(total)  # each row is zero on all ranks but one: exact in any order
+    return float(total.sum().sqrt())
+
+
+def place_in(mesh: DeviceMesh, name: str) -> tuple[int, int]:
+    """The size of a mesh's dimension, and this rank's place in it; 1 and 0 if it has no such dimension."""
+    if name not in (mesh.mesh_dim_names or ()):
+        return 1, 0
+    return mesh[name].size(), mesh[name].get_local_rank()
+
+
+def _tensor_cut(tensor: Any) -> int | None:
+    """The dimension of a tensor that tensor parallelism cuts; None if it is whole on each rank of it."""
+    if place_in(tensor.device_mesh, "tp")[0] == 1:
+        return None
+    placement = tensor.placements[tensor.device_mesh.mesh_dim_names.index("tp")]
+    return int(placement.dim) if placement.is_shard() else None
 
 
 def _reduced_loss(attempt: ft.Attempt, losses: Sequence[Tensor]) -> float:

@@ -19,7 +19,7 @@ from holdfast.comms.errors import CorruptData
 from holdfast.rl.config.named_code import ExtraNotInstalled, extra_python
 from holdfast.rl.config.run_config import TitanConfig
 from holdfast.rl.generators.models import ModelSource
-from holdfast.rl.trainers.titan.model import TitanModel
+from holdfast.rl.trainers.titan import TitanModel
 
 SECONDS = 600.0
 """The limit of the other interpreter's time."""

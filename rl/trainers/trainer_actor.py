@@ -18,7 +18,6 @@ from holdfast.rl.data.replay_buffer import BufferState, StepReport
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.grpo.batch import EncodedBatch
 from holdfast.rl.telemetry import WorkLog, WorkReport
-from holdfast.rl.trainers.errors import NoBatch, TrainerEnded, TrainerEvicted, TrainerUnjoined
 from holdfast.rl.trainers.training import Publisher, Training
 from holdfast.store import WeightStore
 
@@ -34,6 +33,40 @@ KEPT = 3
 
 LOOK_SECONDS = 0.05
 """Seconds of one wait for a batch, after which `over` is called."""
+
+
+class NoBatch(HoldfastError):
+    """The batch of a step did not come in time."""
+
+    def __init__(self, step: int, seconds: float, newest: int | None) -> None:
+        self.step, self.seconds, self.newest = step, seconds, newest
+        has = "none has come" if newest is None else f"the newest is that of step {newest}"
+        super().__init__(
+            f"the batch of step {step} did not come within {seconds:.3g} s: {has}; send it to all trainers"
+        )
+
+
+class TrainerEnded(HoldfastError):
+    """The trainer does not train any more: it was closed, or its steps ended with the error in `why`.
+
+    `fault`: that error is none of holdfast's own, so its traceback has to be seen.
+    """
+
+    def __init__(self, why: str, *, fault: bool = False) -> None:
+        self.why, self.fault = why, fault
+        super().__init__(f"the trainer has ended: {why}; start another one")
+
+
+class TrainerEvicted(TrainerEnded):
+    """The other trainers go on without this one, which they took for dead; its process must be replaced."""
+
+    retryable = True
+
+
+class TrainerUnjoined(TrainerEnded):
+    """The trainer could not join the others for a reason that passes; its process must be replaced."""
+
+    retryable = True
 
 
 class BatchInbox:
@@ -75,14 +108,12 @@ class BatchInbox:
 
 
 class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a trainer: its rank of `size` members in `epoch` (None: a spare), and the updates committed."""
+    """The state of a trainer: its rank in `epoch` (None: a spare), and the updates committed."""
 
     rank: int | None
-    size: int | None
     epoch: int | None
     committed: int
     newest_batch: int | None
-    ended: bool
 
 
 class TrainerPosition(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,11 +194,9 @@ class TrainerActor:
         session = self._session
         return TrainerStatus(
             rank=session.rank,
-            size=session.size,
             epoch=session.epoch,
             committed=min(session.step, self._config.steps),
             newest_batch=self._inbox.newest,
-            ended=self._end.done(),
         )
 
     async def work(self) -> WorkReport:

@@ -15,7 +15,7 @@ import torch
 import xxhash
 
 from holdfast import ft
-from holdfast.comms.errors import Mismatch, Revoked, StaleEpoch
+from holdfast.comms.errors import HoldfastError, Mismatch, Revoked, StaleEpoch
 from holdfast.ft.console.units import counted
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.data.replay_buffer import BufferState, StepReport
@@ -23,13 +23,20 @@ from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.grpo.batch import EncodedBatch, TrainingTokens, UpdateTokens, decode_state, updates_of
 from holdfast.rl.grpo.loss import StepTotals
 from holdfast.rl.telemetry import WorkLog
-from holdfast.rl.trainers.errors import BadBatch
 from holdfast.rl.trainers.layouts import PolicyLayout, ReplicatedLayout, ShardedLayout, UpdateResult
-from holdfast.rl.trainers.titan.layout import TitanLayout
+from holdfast.rl.trainers.titan import TitanLayout
 from holdfast.store import WeightStore
 
 Take = Callable[[int, Callable[[], None]], EncodedBatch]
 """Returns the batch that begins with an update; calls the function meanwhile, which raises if the epoch is over."""
+
+
+class BadBatch(HoldfastError):
+    """A batch that cannot be trained on; the step is not committed."""
+
+    def __init__(self, step: int, why: str) -> None:
+        self.step, self.why = step, why
+        super().__init__(f"the batch of step {step} cannot be trained on: {why}")
 
 
 def weights_digest(state: Mapping[str, Any]) -> str:

@@ -18,8 +18,8 @@ class PolicyStep:
         from holdfast.rl.config.run_config import RunConfig, Sampling
         from holdfast.rl.data.episode import Completion, SamplingRequest
         from holdfast.rl.data.prompts import CharacterTokenizer, PromptSource, arithmetic_training
-        from holdfast.rl.generators.batches import ContinuousBatch, RunningRequest
         from holdfast.rl.generators.models import ModelSource
+        from holdfast.rl.generators.transformers_generator import ContinuousBatch, RunningRequest
         from holdfast.rl.run.policy import SMALL_LLAMA
         from holdfast.rl.trainers.policy import PolicyLoss, build_policy
 

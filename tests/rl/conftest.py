@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from holdfast.rl.actors.engine import Engine
-from holdfast.rl.actors.local import LocalEngine
+from holdfast.rl.actors.engine import Engine, LocalEngine
 from support.rl.event_loop import run
 from support.rl.started_monarch import start_monarch_once
 

@@ -12,7 +12,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from holdfast.rl.actors.local import LocalEngine
+from holdfast.rl.actors.engine import LocalEngine
 from holdfast.rl.config.toml import parse_config
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import Evaluated, Event, ProcessLost, ProcessStarted, StepTrained, WeightsServed

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from holdfast.comms.errors import HoldfastError
-from holdfast.rl.actors.local import LocalEngine
+from holdfast.rl.actors.engine import LocalEngine
 from holdfast.rl.actors.service import Service, served
 from holdfast.rl.config.named_code import extra_python
 from holdfast.rl.config.run_config import GeneratorConfig, RunConfig

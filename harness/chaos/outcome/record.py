@@ -20,7 +20,7 @@ from holdfast.ft.console.units import counted, format_seconds
 from holdfast.harness.invariants import CheckResult
 from holdfast.harness.links.policy import LinkTraffic
 from holdfast.harness.report.model import FaultRecord, Learning, ProcessRecord, Span
-from holdfast.harness.training.episodes_page import GroupRows
+from holdfast.harness.training.report import GroupRows
 
 SCHEMA = 1
 

@@ -23,8 +23,8 @@ from holdfast.harness.chaos.scenario import Scenario
 from holdfast.harness.report.charts import OUTAGE, draw_progress, draw_strip
 from holdfast.harness.report.model import Figure, RunReport
 from holdfast.harness.report.render import RunPictures, draw_learning, draw_run, environment
-from holdfast.harness.training import episodes_page
 from holdfast.harness.training.live_view import LiveView
+from holdfast.harness.training.report import write_episodes
 
 # Pages ----------------------------------------------------------------------------------------------------------------
 
@@ -64,7 +64,7 @@ def write_report(report: ChaosReport, path: Path) -> None:
     path.write_text(page + "\n", encoding="utf-8")
     for run in report.runs:
         if run.episodes:
-            episodes_page.write(path.with_name(_episodes(run)), f"Episodes: {run.title}", list(run.episodes))
+            write_episodes(path.with_name(_episodes(run)), f"Episodes: {run.title}", list(run.episodes))
 
 
 def write_comparison(before: ChaosReport, after: ChaosReport, names: tuple[str, str], path: Path) -> None:

@@ -12,8 +12,7 @@ from holdfast.harness.chaos.outcome.record import HostLoss
 from holdfast.harness.chaos.run.scenario_run import RunFault
 from holdfast.harness.chaos.run.training_processes import TrainingRecord
 from holdfast.harness.invariants import CheckResult, Violation
-from holdfast.harness.training.episodes_page import GroupRows, rows_of
-from holdfast.harness.training.run_facts import RunFacts
+from holdfast.harness.training.report import GroupRows, RunFacts, episode_rows
 from holdfast.rl.run.policy import task_of
 from holdfast.rl.run.run_events import (
     Activity,
@@ -65,7 +64,7 @@ def episodes_of(record: TrainingRecord) -> tuple[GroupRows, ...]:
     """The episodes of the newest groups, in words."""
     groups = {group.number: group for group in record.groups}
     newest = [groups[number] for number in sorted(groups)[-SHOWN_GROUPS:]]
-    return tuple(rows_of(newest, task_of(record.config).tokenizer.decode))
+    return tuple(episode_rows(newest, task_of(record.config).tokenizer.decode))
 
 
 def held_out(record: TrainingRecord) -> float:

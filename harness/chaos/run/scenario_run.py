@@ -39,6 +39,7 @@ from holdfast.ft.events import (
 from holdfast.ft.faultpoints import Arrival, GateAddress, PointFilter
 from holdfast.ft.processes.zygote_client import zygote_with
 from holdfast.ft.telemetry.event_log import EventDescriber, EventLog
+from holdfast.harness import training
 from holdfast.harness.chaos.fault_type import Undo
 from holdfast.harness.chaos.run.fault_context import FaultContext, serve
 from holdfast.harness.chaos.run.process_set import ProcessSet, Results, RunProcess
@@ -53,7 +54,6 @@ from holdfast.harness.links.client import Links
 from holdfast.harness.links.policy import LinkTraffic
 from holdfast.harness.report.model import FaultRecord, RecoveryStage
 from holdfast.harness.testbed.netns import Network
-from holdfast.harness.training import preload
 from holdfast.rl.run.telemetry import Observer
 
 LATE_STEPS = 5
@@ -270,7 +270,7 @@ class ScenarioRun:
         """Do the whole run; leaves no process behind. Raises the errors of starting processes."""
         scenario, raw = self._scenario, self._raw
         if scenario.workload.family == "rl":
-            zygote_with(*preload.PRELOAD, preload.DRIVER)
+            zygote_with(*training.PRELOAD, training.DRIVER)
         else:
             zygote_with(*PRELOAD, *(FOR_DDP if isinstance(scenario.workload, Ddp) else ()))
         with contextlib.ExitStack() as undo:

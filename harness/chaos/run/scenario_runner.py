@@ -26,7 +26,7 @@ from holdfast.harness.chaos.workload import AllReduce, ReinforcementLearning, St
 from holdfast.harness.invariants import CHECKERS, Bounds, CheckResult, examine
 from holdfast.harness.links.policy import LinkTraffic
 from holdfast.harness.report.model import Learning, ProcessRecord
-from holdfast.harness.training.episodes_page import GroupRows
+from holdfast.harness.training.report import GroupRows
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 

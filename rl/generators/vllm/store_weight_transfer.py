@@ -24,8 +24,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     initialize_layerwise_reload,
 )
 
-from holdfast.rl.generators.vllm.staged_weights import StagedWeights
-from holdfast.store import WeightStore
+from holdfast.store import Layout, WeightStore
 
 
 @dataclass
@@ -50,7 +49,9 @@ class StoreWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
     supports_draft_weight_update = False
 
     _store: WeightStore | None = None
-    _staged: StagedWeights
+    _layout: Layout
+    _staged: dict[str, torch.Tensor]
+    """The weights of this worker, in vLLM's names and shapes. The padding of the vocabulary is zero."""
 
     def init_transfer_engine(self, init_info: StoreInit) -> None:
         """Open the store, and make room for the weights."""
@@ -58,7 +59,10 @@ class StoreWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
         for each in parameters.values():
             each.weight_loader = _copy_whole
         rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-        self._staged = StagedWeights(parameters, self.model_config.hf_text_config, rank, size)
+        self._layout = Layout.vllm(self.model_config.hf_text_config, rank, size)
+        self._staged = {
+            name: torch.zeros(each.shape, dtype=each.dtype, device="cpu") for name, each in parameters.items()
+        }
         self._store = WeightStore(init_info.url, hold=False)
 
     def start_weight_update(self) -> None:
@@ -70,12 +74,12 @@ class StoreWeightTransfer(WeightTransferEngine):  # type: ignore[misc]
     def receive_weights(self, update_info: StoreUpdate) -> None:
         """Read the version, then load it into the model. After an error in the latter, only a whole update helps."""
         assert self._store is not None
-        self._staged.pull(self._store, update_info.version, update_info.timeout)
+        self._store.get(update_info.version, self._staged, layout=self._layout, timeout=update_info.timeout)
         initialize_layerwise_reload(self.model)
         try:
             for name, parameter in list(self.model.named_parameters(remove_duplicate=False)):
-                if name in self._staged.tensors:
-                    parameter.weight_loader(parameter, self._staged.tensors[name])
+                if name in self._staged:
+                    parameter.weight_loader(parameter, self._staged[name])
         finally:
             finalize_layerwise_reload(self.model, self.model_config)
 

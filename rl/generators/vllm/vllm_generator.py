@@ -20,6 +20,7 @@ import msgspec
 
 from holdfast.comms.errors import HoldfastError, Unsupported
 from holdfast.ft.launch.held_directory import HeldDirectory, remove_left
+from holdfast.rl.actors.engine import endpoint
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.data.episode import Completion, Finish, SamplingRequest
 from holdfast.rl.data.prompts import seed_of
@@ -28,11 +29,10 @@ from holdfast.rl.generators.errors import (
     GenerationTimeout,
     GeneratorClosed,
     GeneratorNotReady,
-    ModelMisfit,
     UpdateFailed,
     VersionGone,
 )
-from holdfast.rl.generators.models import ModelSource
+from holdfast.rl.generators.models import ModelMisfit, ModelSource
 from holdfast.rl.generators.transformers_generator import RequestLimits, await_visible
 from holdfast.rl.telemetry import WorkLog, WorkReport, processor_with_descendants
 from holdfast.store import Follower, Layout, WeightStore
@@ -68,43 +68,33 @@ class SharedSpan:
     """
 
     def __init__(self, log: WorkLog, what: str) -> None:
-        self._log, self._what = log, what
-        self._tasks = 0
-        self._open: tuple[int, float, float] | None = None
+        self._log, self._what, self._tasks = log, what, 0
 
     @contextlib.contextmanager
     def doing(self, number: int) -> Iterator[None]:
         """Be a part of the span; the first part gives it its number."""
         self._tasks += 1
         if self._tasks == 1:
-            self._begin(number)
+            self._log.lasting(self._what, number, self._log.processor())
         try:
             yield
         finally:
             self._tasks -= 1
             if not self._tasks:
-                self._end()
+                self._log.lasting(self._what, None, self._log.processor())
 
     @contextlib.contextmanager
     def paused(self, what: str, number: int) -> Iterator[None]:
-        """Do something else; after it, the span goes on as another one with the same number if that works."""
-        self._end()
-        began, cpu, before = time.monotonic(), self._log.processor(), self._tasks
+        """Record other work with its number. After it, the span goes on with that number if a task is left."""
+        began, cpu = time.monotonic(), self._log.processor()
+        self._log.lasting(self._what, None, cpu)
         try:
             yield
         finally:
-            self._log.add(what, number, began, self._log.processor() - cpu)
-            if self._tasks and before:
-                self._begin(number)
-
-    def _begin(self, number: int) -> None:
-        self._open = (number, time.monotonic(), self._log.processor())
-
-    def _end(self) -> None:
-        if self._open is not None:
-            number, began, cpu = self._open
-            self._open = None
-            self._log.add(self._what, number, began, self._log.processor() - cpu)
+            ended = self._log.processor()
+            self._log.add(what, number, began, ended - cpu)
+            if self._tasks:
+                self._log.lasting(self._what, number, ended)
 
 
 class GeneratorHealth(msgspec.Struct, frozen=True, kw_only=True):
@@ -171,6 +161,7 @@ class VllmGenerator:
         """The version that serves requests which name none; None before the first."""
         return self._served
 
+    @endpoint(idempotent=True)
     async def generate(self, request: SamplingRequest) -> list[Completion]:
         """The completions of a request, those of one prompt side by side, with the version of each token.
 
@@ -393,7 +384,7 @@ def _temporary_files_in(folder: Path) -> Iterator[None]:
 
 
 def _note_segments(folder: Path) -> None:
-    """Keep the names of the files by which vLLM's ranks met: in good order, these files go before the ranks do."""
+    """Keep the names of the files by which vLLM's ranks met. In good order, they go before the ranks do."""
     (folder / "met").mkdir()
     for meeting in folder.glob("vllm_dist_*"):
         (folder / "met" / meeting.name).touch()

@@ -9,9 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.harness.report.render import render
-from holdfast.harness.training import episodes_page
-from holdfast.harness.training.report import report_of
-from holdfast.harness.training.run_facts import RunFacts, covered
+from holdfast.harness.training.report import RunFacts, covered, episode_rows, render_episodes, report_of
 from holdfast.rl.data.episode import Episode, Group, Prompt
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import (
@@ -131,7 +129,7 @@ def test_the_time_between_two_drivers_is_a_part_of_the_run(tmp_path: Path) -> No
     }
     assert [use.seconds for use in facts.processor_uses()] == [2.0], "each process has a clock of its own"
     with RunDirectory(tmp_path).open() as directory:
-        directory.append_all(events)
+        directory.append(*events)
     report = report_of(tmp_path, title="A run")
     assert "resumed 1 time after 7 s without one, and 0 steps trained again" in report.summary
     assert [(each.value, each.note) for each in report.figures if each.label == "Downtime"] == [
@@ -176,9 +174,7 @@ def test_episodes_are_shown_escaped_with_reward_and_versions() -> None:
         parts={"format": 0.5},
     )
     group = Group(number=9, prompt=prompt, episodes=(episode, episode))
-    page = episodes_page.render(
-        "Episodes", episodes_page.rows_of([group], lambda tokens: f"<i>{tokens}</i>"), omitted=2
-    )
+    page = render_episodes("Episodes", episode_rows([group], lambda tokens: f"<i>{tokens}</i>"), omitted=2)
     assert "2 &lt; 3 &amp; &lt;b&gt;" in page and "<i>(5" not in page
     assert '<span class="said">&lt;i&gt;(7,)&lt;/i&gt;</span><span>&lt;i&gt;(6,)' in page, (
         "the environment's words are pale"

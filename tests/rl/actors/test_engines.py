@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from holdfast.comms.transport.liveness import is_stopped
+from holdfast.ft.event_lines import to_record
+from holdfast.ft.launch.job_contract import LocalContract
 from holdfast.ft.processes.zygote_client import zygote_pid
 from holdfast.rl.actors.engine import STOPPED, Engine, current_engine
 from holdfast.rl.actors.errors import (
@@ -25,7 +30,8 @@ from holdfast.rl.actors.errors import (
 )
 from support.rl.started_monarch import start_monarch_once
 from support.samples.actors import Counter, Hoarder, Stillborn
-from support.source_tree import TESTS
+from support.source_tree import ROOT, TESTS
+from support.waiting import becomes_true
 
 MakeEngine = Callable[..., Engine]
 SOON = 30.0
@@ -158,8 +164,9 @@ async def test_another_interpreter_may_run_the_actor(make_engine: MakeEngine, tm
     other = tmp_path / "python"
     other.write_text(f'#!/bin/sh\nOTHER=yes exec {sys.executable} "$@"\n')
     other.chmod(0o700)
-    async with make_engine(environ={"PYTHONPATH": str(TESTS)}) as engine:
-        counter = await engine.start("counter", Counter, 5, python=str(other))
+    async with make_engine() as engine:
+        environ = {"PYTHONPATH": str(TESTS)}
+        counter = await engine.start("counter", Counter, 5, environ=environ, python=str(other))
         assert await counter.call("add") == 6
         assert await counter.call("variable", "OTHER") == "yes"
         counter.kill()
@@ -207,3 +214,34 @@ def test_a_stop_by_monarch_that_takes_too_long_leaves_no_task(seconds: float) ->
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(body())
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.skipif(importlib.util.find_spec("monarch") is None, reason="needs Monarch: pip install 'holdfast[rl]'")
+def test_an_actor_with_a_session_is_killed_and_the_others_go_on(tmp_path: Path) -> None:
+    """The members of a job are Monarch actors, as in the example."""
+    contract = LocalContract("job", tmp_path, "shm", 3).made()
+    environ = {**os.environ, **contract.environ(), "OMP_NUM_THREADS": "1"}
+    program = [sys.executable, str(ROOT / "examples" / "stack" / "monarch" / "sessions.py"), "3", "250"]
+
+    def events(kind: str) -> list[dict[str, Any]]:
+        return [event for event in map(to_record, contract.events()) if event["kind"] == kind]
+
+    driver = subprocess.Popen(program, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        began = becomes_true(lambda: len(events("committed")) > 9, 90.0, interval=0.05)
+        assert began, "no steps are done"
+        victim = next(event["pid"] for event in events("rebuilt") if event["rank"] == 1)
+        os.kill(victim, signal.SIGKILL)
+        words, _ = driver.communicate(timeout=90.0)
+    finally:
+        driver.kill()
+        driver.communicate(timeout=90.0)
+    assert driver.returncode == 0, words
+    ends = [line for line in words.splitlines() if line.startswith(("lost", "rank"))]
+    epoch = events("rebuilt")[-1]["epoch"]
+    assert [line.split(":")[0] for line in ends] == ["lost"] + [
+        f"rank {rank} of 2 finished in epoch {epoch}" for rank in range(2)
+    ], words
+    built = {event["epoch"]: event["size"] for event in events("rebuilt")}
+    assert [size for _, size in sorted(built.items())] == [3, 2]

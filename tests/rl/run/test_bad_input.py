@@ -16,11 +16,10 @@ from holdfast.harness.cli.app import app
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.config.toml import parse_config, resolved
 from holdfast.rl.errors import ConfigChanged, RunFailed, StepsDone
-from holdfast.rl.generators.errors import ModelMisfit
+from holdfast.rl.generators.models import ModelMisfit
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import ProcessStarted
-from support.rl.console import WIDE
-from support.rl.training_runs import SMALL, configured, run
+from support.rl.training_runs import SMALL, WIDE, configured, run
 
 pytestmark = pytest.mark.timeout(300)
 

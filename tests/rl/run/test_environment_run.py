@@ -15,21 +15,19 @@ pytest.importorskip("websockets", reason="pip install 'holdfast[rl]'")
 
 from holdfast.harness.cli.app import app
 from holdfast.harness.training.command import write_pages
-from holdfast.harness.training.run_facts import RunFacts
-from holdfast.rl.actors.local import LocalEngine
+from holdfast.harness.training.report import RunFacts
+from holdfast.rl.actors.engine import LocalEngine
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.data.prompts import arithmetic_training
 from holdfast.rl.errors import UnknownEnvironment
-from holdfast.rl.run.run_directory import RunDirectory
+from holdfast.rl.run.run_directory import RunDirectory, read_status
 from holdfast.rl.run.run_events import EpisodeFailed, Evaluated, ProcessStarted, StepTrained
-from holdfast.rl.run.run_status import read_status
 from holdfast.rl.run.saved_versions import SavedVersions
 from holdfast.rl.run.version_evaluation import evaluate_source
 from support.rl import training_runs
-from support.rl.console import WIDE
 from support.rl.environment_servers import server_process
 from support.rl.started_monarch import start_monarch_once
-from support.rl.training_runs import Killer, run
+from support.rl.training_runs import WIDE, Killer, run
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -37,23 +37,15 @@ def group(number: int) -> Group:
     return Group(number=number, prompt=prompt, episodes=(made, made))
 
 
-def test_events_and_episodes_are_read_as_they_were_written(tmp_path: Path) -> None:
-    with RunDirectory(tmp_path / "run").open() as directory:
-        for event in EVENTS:
-            directory.append(event)
-        directory.append_group(group(4))
-        assert tuple(directory.events()) == EVENTS
-        assert list(directory.groups()) == [group(4)]
-
-
 @given(cut=st.integers(0, 200))
 def test_a_line_that_a_death_cut_off_is_dropped_and_all_others_are_kept(
     tmp_path_factory: pytest.TempPathFactory, cut: int
 ) -> None:
     directory = RunDirectory(tmp_path_factory.mktemp("run"))
     with directory.open():
-        for event in EVENTS:
-            directory.append(event)
+        directory.append(*EVENTS)
+        directory.append_group(group(4))
+    assert list(directory.groups()) == [group(4)]
     whole = directory.events_file.read_bytes()
     kept = whole[: max(0, len(whole) - cut)]
     directory.events_file.write_bytes(kept)
@@ -82,7 +74,7 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path, path: str) -> 
 
 def test_a_full_disk_ends_the_run_and_spoils_no_line(tmp_path: Path) -> None:
     with RunDirectory(tmp_path / "run").open() as directory:
-        directory.append_all(EVENTS)
+        directory.append(*EVENTS)
     kept = directory.events_file.stat().st_size
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (kept + 10, hard))

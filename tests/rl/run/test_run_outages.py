@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
+from holdfast.rl.actors.engine import LocalEngine
 from holdfast.rl.actors.errors import ActorDied, EndpointFailed
-from holdfast.rl.actors.local import LocalEngine
-from holdfast.rl.actors.replicas import ServiceReplica
-from holdfast.rl.actors.service import Service, served
+from holdfast.rl.actors.service import ServiceReplica, served
 from holdfast.rl.errors import RunFailed
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import EpisodeFailed, Event, ProcessLost, StepTrained
 from holdfast.rl.run.trainer_processes import SessionMember
-from holdfast.rl.trainers.errors import TrainerEnded, TrainerEvicted
+from holdfast.rl.trainers.trainer_actor import TrainerEnded, TrainerEvicted
 from support.rl.training_runs import configured, run
 from support.samples.actors import Counter
 from support.waiting import PATIENCE
@@ -45,18 +42,6 @@ def ends(answer):
 """
 REWARD = '[[reward]]\nkind = "python"\nfunction = "{path}:ends"\n'
 ASYNCHRONOUS = {"algorithm__mode": "asynchronous", "algorithm__staleness": 1, "sampling__group": 2}
-
-
-@contextlib.asynccontextmanager
-async def trainers() -> AsyncIterator[tuple[asyncio.Queue[ServiceReplica], Service]]:
-    """A service of one replica, and the replicas that it has prepared."""
-    members: asyncio.Queue[ServiceReplica] = asyncio.Queue()
-    async with (
-        asyncio.timeout(PATIENCE),
-        LocalEngine(),
-        await served(Counter, prepare=members.put).as_service() as service,
-    ):
-        yield members, service
 
 
 class Outage:
@@ -102,19 +87,16 @@ def test_no_reward_and_no_outage_ends_a_run(tmp_path: Path) -> None:
     assert "its process ended" in reasons[6]
 
 
-async def test_a_trainer_that_was_evicted_is_killed_and_replaced() -> None:
-    async with trainers() as (members, counter):
-        member = SessionMember(await members.get())
-        with pytest.raises(ActorDied, match=r"counter-0 .* cannot do fail: .*evicted in epoch 2"):
-            await member.call("fail", TrainerEvicted("evicted in epoch 2: silent for 3 s"))
-        assert ((await members.get()).name, counter.status().lost) == ("counter-0.1", 1)
-
-
-async def test_other_errors_of_a_trainer_are_told_and_leave_its_process() -> None:
-    async with trainers() as (members, counter):
+async def test_a_trainer_that_was_evicted_is_replaced_and_other_errors_leave_its_process() -> None:
+    members: asyncio.Queue[ServiceReplica] = asyncio.Queue()
+    spec = served(Counter, prepare=members.put)
+    async with asyncio.timeout(PATIENCE), LocalEngine(), await spec.as_service() as counter:
         member = SessionMember(await members.get())
         with pytest.raises(RunFailed, match=r"^counter-0 has ended: nothing is committed$"):
             await member.call("fail", TrainerEnded("nothing is committed"))
         with pytest.raises(EndpointFailed, match="Traceback"):
             await member.call("fail", TrainerEnded("TypeError: of holdfast", fault=True))
         assert await member.call("add") == 1 and counter.status().lost == 0
+        with pytest.raises(ActorDied, match=r"counter-0 .* cannot do fail: .*evicted in epoch 2"):
+            await member.call("fail", TrainerEvicted("evicted in epoch 2: silent for 3 s"))
+        assert ((await members.get()).name, counter.status().lost) == ("counter-0.1", 1)

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from holdfast.rl.actors.local import LocalEngine
+from holdfast.rl.actors.engine import LocalEngine
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.config.toml import resolved
 from holdfast.rl.errors import RunFailed
+from holdfast.rl.generators.models import ModelMisfit
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import Event, ProcessStarted, RunResumed, StepTrained
 from holdfast.rl.run.saved_versions import SavedVersions
@@ -157,3 +159,25 @@ def test_a_run_whose_processes_die_again_and_again_fails_with_the_reason(tmp_pat
 
     with pytest.raises(RunFailed, match=r"trainers were lost.*SIGKILL"):
         run(configured(engine__restarts=3), tmp_path, kill_trainers)
+
+
+FEW = {"steps": 6, "trainer__spares": 0, "store__holders": 1, "store__copies": 1, "model__device": "cuda"}
+"""No process that a test on a GPU does not need: each of them starts CUDA anew."""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_gpu_the_weights_are_equal_to_the_bit_after_kills_of_trainer_and_generator(tmp_path: Path) -> None:
+    quiet = run(configured(**FEW, trainer__replicas=1, generator__replicas=1), tmp_path / "quiet")
+    killer = Killer({1: ("trainer", 9), 2: ("generator", 9), 3: ("generator", int(signal.SIGSTOP))})
+    result = run(configured(**FEW), tmp_path / "killed", killer)
+    assert len(killer.struck) == 3 and set(killer.struck) <= killer.lost
+    trained = [event.step for event in RunDirectory(tmp_path / "killed").events() if isinstance(event, StepTrained)]
+    assert trained == list(range(6)), "no step is lost, and none is trained twice"
+    assert result.digest == quiet.digest
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_run_on_a_gpu_that_is_not_there_is_refused_before_a_process_starts(tmp_path: Path) -> None:
+    with pytest.raises(ModelMisfit, match="sees no GPU"):
+        run(configured(**FEW), tmp_path)

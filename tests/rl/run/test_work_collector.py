@@ -21,16 +21,14 @@ from typer.testing import CliRunner
 from holdfast.comms.transport.liveness import this_host
 from holdfast.harness.cli.app import app
 from holdfast.harness.training.live_view import LiveView
-from holdfast.harness.training.run_facts import RunFacts
-from holdfast.rl.actors.replicas import ReplicaStatus
-from holdfast.rl.actors.service import ServiceStatus
+from holdfast.harness.training.report import RunFacts
+from holdfast.rl.actors.service import ReplicaStatus, ServiceStatus
 from holdfast.rl.generators.vllm.vllm_generator import SharedSpan
-from holdfast.rl.run.run_directory import RunDirectory, RunDirectoryUnusable
+from holdfast.rl.run.run_directory import RunDirectory, RunDirectoryUnusable, RunStatus, TrainerRow, read_status
 from holdfast.rl.run.run_events import Activity, ProcessorTime, ProcessReady, ProcessStarted, RunResumed
-from holdfast.rl.run.run_status import RunStatus, TrainerRow, read_status
 from holdfast.rl.run.telemetry import RunTelemetry
 from holdfast.rl.telemetry import WorkLog, WorkReport, processor_with_descendants
-from support.rl.console import WIDE
+from support.rl.training_runs import WIDE
 from support.waiting import PATIENCE, next_line
 
 

@@ -1,10 +1,13 @@
-"""The parts of a trainer by themselves: division of batches, norms, handover, adapters."""
+"""The parts of a trainer by themselves: division of batches, norms, handover, the group, TorchTitan's models."""
 
 from __future__ import annotations
 
 import asyncio
+import importlib.util
+import subprocess
 import threading
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,18 +15,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.comms.errors import HoldfastError, Revoked
+pytest.importorskip("transformers", reason="trainers need transformers: pip install 'holdfast[rl]'")
+
+from holdfast.comms.errors import Revoked
 from holdfast.ft.processes.zygote_client import zygote
 from holdfast.harness import LocalCluster
-from holdfast.rl.config.run_config import Objective, TrainerConfig
+from holdfast.rl.actors.errors import ActorDied
+from holdfast.rl.config.named_code import ExtraNotInstalled
+from holdfast.rl.config.run_config import Objective, TitanConfig, TrainerConfig
 from holdfast.rl.data.episode import Group, Prompt
 from holdfast.rl.data.replay_buffer import Batch, BufferState, StalenessRule, StepReport
+from holdfast.rl.generators.models import ModelMisfit, ModelSource
 from holdfast.rl.grpo.batch import BatchColumns, EncodedBatch, updates_of
-from holdfast.rl.trainers import errors
-from holdfast.rl.trainers.layouts import clip_factor, sharded_norm
-from holdfast.rl.trainers.trainer_actor import BatchInbox
-from holdfast.rl.trainers.trainer_group import TrainerGroup
+from holdfast.rl.run.trainer_processes import TrainerGroup, TrainersLost
+from holdfast.rl.trainers.layouts import NonFiniteLoss, clip_factor, sharded_norm
+from holdfast.rl.trainers.titan import TitanModel, mesh_of, model_config
+from holdfast.rl.trainers.trainer_actor import BatchInbox, NoBatch
 from support.rl.small_batches import episode
+from support.source_tree import ROOT
 from support.torch_groups import in_group
 
 
@@ -86,7 +95,7 @@ def test_a_sharded_norm_has_the_same_bits_on_any_number_of_ranks(tmp_path: Any) 
             whole = [torch.randn(shape, generator=random) for shape in shapes]
             sharded = [distribute_tensor(each, mesh, [Shard(0)]) for each in whole]
             group: Any = dist.group.WORLD
-            found = sharded_norm(sharded, group.communicator)
+            found = sharded_norm(sharded, group.communicator, mesh)
             assert found == pytest.approx(float(torch.cat([each.flatten() for each in whole]).norm()), rel=1e-5)
             return found.hex()
 
@@ -100,14 +109,14 @@ def test_a_sharded_norm_has_the_same_bits_on_any_number_of_ranks(tmp_path: Any) 
 
 def test_a_batch_stays_until_it_is_too_old() -> None:
     inbox = BatchInbox()
-    with pytest.raises(errors.NoBatch, match=r"the batch of step 0 did not come .* none has come"):
+    with pytest.raises(NoBatch, match=r"the batch of step 0 did not come .* none has come"):
         inbox.take(0, lambda: None, 0.0)
     for number in range(4):
         inbox.put(EncodedBatch.of(batch_of(number)))
     assert inbox.newest == 3
     for number in (1, 2, 3, 1):
         assert inbox.take(number, lambda: None, 0.0).step == number
-    with pytest.raises(errors.NoBatch, match="the newest is that of step 3"):
+    with pytest.raises(NoBatch, match="the newest is that of step 3"):
         inbox.take(0, lambda: None, 0.01)
 
 
@@ -130,8 +139,7 @@ def test_a_wait_for_a_batch_ends_when_it_comes() -> None:
 # -- the group of trainers, as the algorithm sees it
 
 
-class Gone(HoldfastError):
-    """A call to a process that died."""
+GONE = ActorDied("trainer-0", 7, "killed", "train")
 
 
 class Trainer:
@@ -155,7 +163,7 @@ class Trainer:
 
 
 def group_with(*trainers: Trainer, **options: Any) -> TrainerGroup:
-    found = TrainerGroup((Gone,), **{"timeout": 20.0, "patience": 0.05} | options)
+    found = TrainerGroup(**{"timeout": 20.0, "patience": 0.05} | options)
     for each in trainers:
         found.add(each)
     return found
@@ -170,14 +178,14 @@ def versions(group: TrainerGroup, batches: int) -> Sequence[int]:
 
 def test_a_step_is_reported_once_whoever_dies() -> None:
     spare = Trainer("is a spare", "waits", "trains")
-    dying, other = Trainer("trains", Gone("killed")), Trainer("waits", "trains", "waits")
+    dying, other = Trainer("trains", GONE), Trainer("waits", "trains", "waits")
     group = group_with(dying, other, spare)
     assert versions(group, 3) == [1, 2, 3]
     assert (dying.batches, other.batches, spare.batches) == ([0, 1], [0, 1, 2], [0, 1, 2])
 
 
 async def test_a_trainer_that_is_added_gets_the_current_batch() -> None:
-    group = group_with(Trainer(Gone("killed")), patience=20.0)
+    group = group_with(Trainer(GONE), patience=20.0)
     late = Trainer("trains")
     step = asyncio.create_task(group.step(batch_of(0)))
     await asyncio.sleep(0.01)
@@ -187,11 +195,56 @@ async def test_a_trainer_that_is_added_gets_the_current_batch() -> None:
 
 
 def test_a_step_without_trainers_is_an_error_that_says_how_they_ended() -> None:
-    with pytest.raises(errors.TrainersLost, match="no trainer is left for step 0: killed"):
-        versions(group_with(Trainer(Gone("killed"))), 1)
+    with pytest.raises(TrainersLost, match=r"no trainer is left for step 0: .*killed"):
+        versions(group_with(Trainer(GONE)), 1)
 
 
 def test_an_error_of_the_step_itself_is_raised() -> None:
-    group = group_with(Trainer("waits"), Trainer(errors.NonFiniteLoss(0, float("nan"), 1.0)))
-    with pytest.raises(errors.NonFiniteLoss):
+    group = group_with(Trainer("waits"), Trainer(NonFiniteLoss(0, float("nan"), 1.0)))
+    with pytest.raises(NonFiniteLoss):
         versions(group, 1)
+
+
+PYTHON = ROOT / ".venv" / "extras" / "titan" / "bin" / "python"
+PROGRAM = ROOT / "examples" / "stack" / "titan" / "trainers.py"
+SOURCE = ModelSource(config={"model_type": "llama", "vocab_size": 8})
+
+
+@given(st.integers(1, 64), st.integers(1, 4), st.integers(1, 4))
+def test_a_mesh_holds_all_trainers_and_keeps_the_degrees_that_fit(size: int, replicate: int, tensor: int) -> None:
+    mesh = mesh_of(size, replicate, tensor)
+    assert list(mesh) == ["dp_replicate", "fsdp", "tp"]
+    assert mesh["dp_replicate"] * mesh["fsdp"] * mesh["tp"] == size
+    if size % (replicate * tensor) == 0:
+        assert (mesh["dp_replicate"], mesh["tp"]) == (replicate, tensor)
+    assert mesh["tp"] in (1, tensor) and mesh["dp_replicate"] in (1, replicate)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"model_type": "gpt2"}, "use one of llama, qwen3"),
+        ({"attention_bias": True}, "attention_bias is set"),
+        ({"head_dim": 8}, "head_dim=8 x 4 heads is not 64"),
+    ],
+)
+def test_a_model_that_it_cannot_express_is_refused(more: dict[str, Any], words: str) -> None:
+    config = {"model_type": "llama", "num_attention_heads": 4, "hidden_size": 64, **more}
+    with pytest.raises(ModelMisfit, match=words):
+        model_config(SimpleNamespace(**config), "a model")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchtitan") is not None, reason="torchtitan is installed here")
+def test_without_torchtitan_the_error_says_how_to_get_it() -> None:
+    with pytest.raises(ExtraNotInstalled, match=r"titan is not installed.*run make extra-titan"):
+        TitanModel(SOURCE, TitanConfig())
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not PYTHON.exists(), reason="torchtitan is not installed: make extra-titan")
+def test_a_killed_trainer_does_not_change_a_bit() -> None:
+    """One rank against two, of which one is killed and a spare comes; the program compares the weights."""
+    jobs = ["llama3 FSDP2, 1 rank", "llama3 FSDP2, 2 ranks, 1 killed, a spare"]
+    done = subprocess.run([PYTHON, PROGRAM, *jobs], capture_output=True, text=True, timeout=590)
+    assert done.returncode == 0 and "DIFFERS" not in done.stdout, done.stdout + done.stderr

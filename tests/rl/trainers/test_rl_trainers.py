@@ -22,12 +22,10 @@ from holdfast.ft.processes.zygote_client import zygote
 from holdfast.harness import LocalCluster, RankFailed
 from holdfast.harness.invariants import check
 from holdfast.rl.config.run_config import RunConfig, objective
-from holdfast.rl.data.episode import Group, Prompt
-from holdfast.rl.data.replay_buffer import Batch, BufferState, StalenessRule
 from holdfast.rl.grpo.batch import EncodedBatch
 from holdfast.rl.trainers.training import Publisher, Training
 from holdfast.store import WeightStore
-from support.rl.small_batches import episode, tiny_llama, trainer_config
+from support.rl.small_batches import random_batch, tiny_llama, trainer_config
 from support.waiting import eventually
 
 QUICK = Timeouts(heartbeat=0.2, suspect=2.0, operation=40.0, rebuild=20.0, join=20.0)
@@ -44,38 +42,6 @@ def preloaded() -> None:
     zygote().preload(
         "torch.distributed.fsdp", "torch.distributed.checkpoint", "transformers.models.llama.modeling_llama"
     )
-
-
-def groups_of(number: int, groups: int = 3, members: int = 3) -> tuple[Group, ...]:
-    """Groups that are a function of a number. Prompts and episodes have different lengths."""
-    random = torch.Generator().manual_seed(number)
-
-    def draw(low: int, high: int) -> int:
-        return int(torch.randint(low, high, (), generator=random))
-
-    found = []
-    for at in range(groups):
-        prompt = Prompt(number=number * groups + at, tokens=tuple(draw(0, 13) for _ in range(draw(1, 5))))
-        episodes = []
-        for _ in range(members):
-            count = draw(1, 6)
-            episodes.append(
-                episode(
-                    prompt,
-                    tuple(draw(0, 13) for _ in range(count)),
-                    logprobs=tuple(-2.5 + 0.1 * draw(-5, 5) for _ in range(count)),
-                    mask=(True, *(draw(0, 4) > 0 for _ in range(count - 1))),
-                    reward=float(draw(0, 3)),
-                    version=number,
-                )
-            )
-        found.append(Group(number=number * groups + at, prompt=prompt, episodes=tuple(episodes)))
-    return tuple(found)
-
-
-def batch_of(step: int) -> Batch:
-    rule = StalenessRule(groups=3)
-    return Batch(step=step, groups=groups_of(step), after=BufferState(rule=rule, batch=step + 1))
 
 
 def config_of(strategy: str, batches: int = BATCHES, **more: Any) -> RunConfig:
@@ -116,7 +82,7 @@ def train(
         while step == GATED and gate and not Path(gate).exists():
             over()
             time.sleep(0.01)
-        return EncodedBatch.of(batch_of(step))
+        return random_batch(step, config.algorithm.updates)
 
     hook = InsideReduction(session, REDUCTIONS[config.trainer.strategy], faults, number)
     publisher = Publisher(WeightStore(url, replicas=1, keep=BATCHES + 1, hold=False)) if url else None
@@ -274,7 +240,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_commits_nothing(strategy: st
         def take(step: int, over: Any) -> EncodedBatch:
             if step == 1:
                 torch.Tensor.log_softmax = lambda self, dim: self * float("nan")  # type: ignore[method-assign]
-            return EncodedBatch.of(batch_of(step))
+            return random_batch(step, config.algorithm.updates)
 
         Training(config, SOURCE, None, take).run(session)
 

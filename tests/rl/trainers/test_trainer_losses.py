@@ -14,45 +14,16 @@ pytest.importorskip("transformers", reason="trainers need transformers: pip inst
 from holdfast.ft import Session, Timeouts
 from holdfast.harness import LocalCluster
 from holdfast.rl.config.run_config import Algorithm, Objective, RunConfig, objective
-from holdfast.rl.data.episode import Group, Prompt
-from holdfast.rl.data.replay_buffer import Batch, BufferState, StalenessRule
+from holdfast.rl.data.episode import Group
 from holdfast.rl.grpo.batch import EncodedBatch
 from holdfast.rl.trainers.training import Training
-from support.rl.small_batches import episode, tiny_llama, trainer_config
+from support.rl.small_batches import GROUPS, random_batch, random_groups, tiny_llama, trainer_config
 
 ALGORITHMS: tuple[Algorithm, ...] = ("grpo", "dr_grpo", "dapo", "gspo")
-GROUPS, BATCHES, RATE, WORDS = 3, 2, 0.02, 13
+BATCHES, RATE, WORDS = 2, 0.02, 13
 TEMPERATURE = 0.8
 SOURCE = tiny_llama(WORDS)
 QUICK = Timeouts(heartbeat=0.2, suspect=2.0, operation=40.0, rebuild=20.0, join=20.0)
-
-
-def groups_of(step: int) -> tuple[Group, ...]:
-    """Groups of different lengths, with holes in their masks and completions that were cut off."""
-    random = torch.Generator().manual_seed(step)
-
-    def draw(low: int, high: int) -> int:
-        return int(torch.randint(low, high, (), generator=random))
-
-    groups = []
-    for at in range(GROUPS):
-        prompt = Prompt(number=step * GROUPS + at, tokens=tuple(draw(0, WORDS) for _ in range(draw(1, 4))))
-        episodes = []
-        for member in range(3):
-            count = draw(2, 6)
-            episodes.append(
-                episode(
-                    prompt,
-                    tuple(draw(0, WORDS) for _ in range(count)),
-                    logprobs=tuple(-2.5 + 0.2 * draw(-5, 5) for _ in range(count)),
-                    version=step,
-                    mask=(True, *(draw(0, 4) > 0 for _ in range(count - 1))),
-                    reward=float(member) + 0.5 * draw(0, 2),
-                    finish="length" if (at + member) % 4 == 3 else "stop",
-                )
-            )
-        groups.append(Group(number=step * GROUPS + at, prompt=prompt, episodes=tuple(episodes)))
-    return tuple(groups)
 
 
 Reports = list[tuple[float, float]]
@@ -63,10 +34,7 @@ def train(session: Session, config: RunConfig) -> Reports:
     reports: list[Any] = []
 
     def take(step: int, over: Any) -> EncodedBatch:
-        updates = config.algorithm.updates
-        rule = StalenessRule(groups=GROUPS, updates=updates, bound=updates)
-        after = BufferState(rule=rule, batch=step // updates + 1)
-        return EncodedBatch.of(Batch(step=step, groups=groups_of(step), after=after))
+        return random_batch(step, config.algorithm.updates)
 
     Training(config, SOURCE, None, take, reports.append).run(session)
     return [(each.figures["loss"], each.figures["gradient_norm"]) for each in reports]
@@ -127,7 +95,7 @@ def trained_by_the_papers(chosen: Objective, updates: int) -> Reports:
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
     reports: Reports = []
     for step in range(0, BATCHES * updates, updates):
-        groups, losses, norm = groups_of(step), [], math.nan
+        groups, losses, norm = random_groups(step), [], math.nan
         with torch.no_grad():
             old, reference = predicted(model, groups), predicted(frozen, groups)
         for part in range(updates):

@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import torch
 
 from holdfast.rl.config.run_config import Objective, RunConfig
-from holdfast.rl.data.episode import Episode, Prompt
+from holdfast.rl.data.episode import Episode, Group, Prompt
+from holdfast.rl.data.replay_buffer import Batch, BufferState, StalenessRule
 from holdfast.rl.generators.models import ModelSource
+from holdfast.rl.grpo.batch import EncodedBatch
 
 
 def tiny_llama(words: int, layers: int = 1, positions: int = 32, width: int = 16) -> ModelSource:
@@ -54,3 +57,42 @@ def episode(prompt: Prompt, tokens: tuple[int, ...], reward: float = 1.0, versio
     many = len(tokens)
     drawn: dict[str, Any] = {"logprobs": (-0.5,) * many, "versions": (version,) * many, "mask": (True,) * many}
     return Episode(prompt=prompt, tokens=tokens, reward=reward, **drawn | {"finish": "stop"} | fields)
+
+
+GROUPS = 3
+"""The groups of a random batch, each with as many episodes."""
+
+
+def random_groups(step: int, words: int = 13) -> tuple[Group, ...]:
+    """Groups that are a function of a step: of different lengths, with holes in masks, and some cut off."""
+    random = torch.Generator().manual_seed(step)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=random))
+
+    groups = []
+    for at in range(GROUPS):
+        prompt = Prompt(number=step * GROUPS + at, tokens=tuple(draw(0, words) for _ in range(draw(1, 4))))
+        episodes = []
+        for member in range(GROUPS):
+            count = draw(2, 6)
+            episodes.append(
+                episode(
+                    prompt,
+                    tuple(draw(0, words) for _ in range(count)),
+                    logprobs=tuple(-2.5 + 0.2 * draw(-5, 5) for _ in range(count)),
+                    version=step,
+                    mask=(True, *(draw(0, 4) > 0 for _ in range(count - 1))),
+                    reward=float(member) + 0.5 * draw(0, 2),
+                    finish="length" if (at + member) % 4 == 3 else "stop",
+                )
+            )
+        groups.append(Group(number=prompt.number, prompt=prompt, episodes=tuple(episodes)))
+    return tuple(groups)
+
+
+def random_batch(step: int, updates: int = 1) -> EncodedBatch:
+    """The batch of `random_groups` that begins with update `step`, as trainers get it."""
+    rule = StalenessRule(groups=GROUPS, updates=updates, bound=updates)
+    after = BufferState(rule=rule, batch=step // updates + 1)
+    return EncodedBatch.of(Batch(step=step, groups=random_groups(step), after=after))

@@ -7,9 +7,8 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from holdfast.harness.training.preload import PRELOAD
-from holdfast.rl.actors.engine import Engine
-from holdfast.rl.actors.local import LocalEngine
+from holdfast.harness.training import PRELOAD
+from holdfast.rl.actors.engine import Engine, LocalEngine
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.config.toml import parse_config
 from holdfast.rl.run.run_directory import RunDirectory
@@ -17,6 +16,9 @@ from holdfast.rl.run.run_events import Event, ProcessLost, ProcessStarted, StepT
 from holdfast.rl.run.training_run import RunResult, TrainingRun
 
 Watch = Callable[[Event], None]
+
+WIDE = {"COLUMNS": "240"}
+"""The terminal in which tests run commands: so wide that the path of a test's folder breaks no line."""
 
 SMALL = """
 steps = 3

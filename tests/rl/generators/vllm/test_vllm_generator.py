@@ -17,8 +17,8 @@ import torch
 
 pytest.importorskip("transformers", reason="generators need transformers: pip install 'holdfast[rl]'")
 
+from holdfast.rl.actors.engine import LocalEngine
 from holdfast.rl.actors.errors import ActorDied, EndpointFailed
-from holdfast.rl.actors.local import LocalEngine
 from holdfast.rl.config.named_code import ExtraNotInstalled, extra_python
 from holdfast.rl.config.run_config import GeneratorConfig, RunConfig
 from holdfast.rl.data.episode import Completion, SamplingRequest
@@ -26,7 +26,6 @@ from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.generators.vllm.vllm_generator import VllmGenerator
 from holdfast.rl.telemetry import WorkReport
 from holdfast.store import WeightStore
-from support.rl.greedy_request import greedy
 from support.waiting import eventually
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(600)]
@@ -112,7 +111,7 @@ def request(*prompts: tuple[int, ...], **more: Any) -> SamplingRequest:
 
 async def check_like_transformers(process: Any, trainer: Trainer) -> None:
     """Greedy tokens are equal; drawn tokens have the log-probs that transformers gives them."""
-    found: list[Completion] = await process.call("generate", greedy(PROMPTS, 12), timeout=CALL)
+    found: list[Completion] = await process.call("generate", request(*PROMPTS), timeout=CALL)
     for prompt, each in zip(PROMPTS, found, strict=True):
         assert each.tokens == trainer.greedy(prompt, 12)
     drawn: list[Completion] = await process.call(
@@ -131,17 +130,17 @@ async def check_versions(process: Any, trainer: Trainer) -> None:
         assert await process.call("update", trainer.publish(), timeout=CALL) == trainer.version
         await check_like_transformers(process, trainer)
     stop = trainer.greedy(PROMPTS[0], 12)[4]
-    (ended,) = await process.call("generate", greedy(PROMPTS[:1], 12, (stop,)), timeout=CALL)
+    (ended,) = await process.call("generate", request(*PROMPTS[:1], stop=(stop,)), timeout=CALL)
     assert (ended.tokens[-1], ended.finish) == (stop, "stop")
 
 
 async def check_an_update_of_running_samples(process: Any, trainer: Trainer, on_update: str) -> None:
-    """They are drawn on with the new version, or to their end before it; and the work of this is recorded."""
+    """The new version draws their next tokens, or those after their end. The work is recorded."""
     old = trainer.version
     running = asyncio.create_task(process.call("generate", request(*PROMPTS, max_new_tokens=2000), timeout=CALL))
     while (await process.call("health", timeout=CALL)).running < len(PROMPTS):
         await asyncio.sleep(0.01)
-    await process.call("generate", greedy(PROMPTS, 5), timeout=CALL)
+    await process.call("generate", request(*PROMPTS, max_new_tokens=5), timeout=CALL)
     new = await process.call("update", trainer.publish(), timeout=CALL)
     for each in await running:
         assert (len(each.tokens), each.finish) == (2000, "length")
@@ -150,7 +149,7 @@ async def check_an_update_of_running_samples(process: Any, trainer: Trainer, on_
             assert list(each.versions) == sorted(each.versions)
         else:
             assert each.versions == (old,) * 2000
-    (after, *_) = await process.call("generate", greedy(PROMPTS, 5), timeout=CALL)
+    (after, *_) = await process.call("generate", request(*PROMPTS, max_new_tokens=5), timeout=CALL)
     assert (after.tokens, after.versions) == (trainer.greedy(PROMPTS[0], 5), (new,) * 5)
     report: WorkReport = await process.call("work", timeout=CALL)
     done = [(each.what, each.number) for each in report.spans]

@@ -18,9 +18,8 @@ pytest.importorskip("transformers", reason="generators need transformers: pip in
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from holdfast.comms.errors import Mismatch, Unsupported
-from holdfast.rl.generators.vllm.staged_weights import StagedWeights
 from holdfast.rl.generators.vllm.vllm_generator import draw_whole
-from holdfast.store import WeightStore
+from holdfast.store import Layout, WeightStore
 
 WIDTH = 4
 """The width of a head."""
@@ -79,12 +78,9 @@ def test_every_worker_gets_its_slices_joined_as_vllm_has_them(kind: str, heads: 
         for size in (1, 2, 4):
             for rank in range(size):
                 wanted = of_worker(state, heads[1], rank, size)
-                staged = StagedWeights(
-                    {name: each.to("meta") for name, each in wanted.items()}, model.config, rank, size
-                )
-                staged.pull(store, 1, 10.0)
-                assert staged.tensors.keys() == wanted.keys()
-                assert [name for name, each in wanted.items() if not torch.equal(staged.tensors[name], each)] == []
+                staged = {name: torch.zeros_like(each) for name, each in wanted.items()}
+                store.get(1, staged, layout=Layout.vllm(model.config, rank, size))
+                assert [name for name, each in wanted.items() if not torch.equal(staged[name], each)] == []
 
 
 def test_a_version_that_is_no_model_of_this_kind_is_refused_with_the_names_that_are_missing() -> None:
@@ -94,16 +90,15 @@ def test_a_version_that_is_no_model_of_this_kind_is_refused_with_the_names_that_
     del state["model.layers.1.mlp.up_proj.weight"]
     with WeightStore("memory://vllm-missing") as store:
         store.publish(1, state)
-        staged = StagedWeights(wanted, model.config, 0, 2)
         with pytest.raises(Mismatch, match=r"model.layers.1.mlp.gate_up_proj.weight"):
-            staged.pull(store, 1, 10.0)
+            store.get(1, wanted, layout=Layout.vllm(model.config, 0, 2))
 
 
 def test_models_and_ranks_that_have_no_plan_are_refused() -> None:
     with pytest.raises(Unsupported, match="the layout of gpt2 in vLLM"):
-        StagedWeights({}, AutoConfig.for_model("gpt2"))
+        Layout.vllm(AutoConfig.for_model("gpt2"), 0, 1)
     with pytest.raises(ValueError, match="3 tensor-parallel ranks cannot share 4 heads"):
-        StagedWeights({}, model_of("llama", 4, 2, False).config, 0, 3)
+        Layout.vllm(model_of("llama", 4, 2, False).config, 0, 3)
 
 
 def output_of(tokens: list[int], versions: list[int], finish: str) -> Any:

@@ -1,21 +1,31 @@
-"""TorchTitan's definitions of models that transformers has too, with the weights of the same source."""
+"""A policy by TorchTitan: a model with the weights of a source, shared by FSDP2, HSDP and tensor parallelism.
+
+The shards of a batch are summed exactly over all ranks that divide the data. The sums of tensor parallelism are
+torch's, so the bits of the weights depend on its degree, and on nothing else.
+"""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from holdfast.rl.config.named_code import ExtraNotInstalled
-from holdfast.rl.config.run_config import TitanConfig
-from holdfast.rl.generators.errors import ModelMisfit
-from holdfast.rl.generators.models import ModelSource
+from holdfast.rl.config.run_config import RunConfig, TitanConfig
+from holdfast.rl.generators.models import ModelMisfit, ModelSource
+from holdfast.rl.telemetry import WorkLog
+from holdfast.rl.trainers.layouts import ShardedLayout
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+Tensor = torch.Tensor
+
 
 FAMILIES = ("llama", "qwen3")
 """The types of transformers' configurations for models that TorchTitan defines too."""
@@ -252,3 +262,33 @@ def _sharded_like(tensor: torch.Tensor, placed: Any) -> Any:
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(tensor, placed.device_mesh, placed.placements, src_data_rank=None)
+
+
+class TitanLayout(ShardedLayout):
+    """The trainers have shards of one of TorchTitan's models."""
+
+    def __init__(self, config: RunConfig, source: ModelSource, work: WorkLog) -> None:
+        self._titan = TitanModel(source, config.titan)
+        super().__init__(config, source, work, titan_logits)
+        parallelism = self._titan.parallelism
+        self._shape = partial(
+            mesh_of,
+            replicate=parallelism.data_parallel_replicate_degree,
+            tensor=parallelism.tensor_parallel_degree,
+        )
+
+    def state(self) -> dict[str, Any]:
+        return self._titan.published(self._things["model"])
+
+    def _model(self, mesh: DeviceMesh) -> torch.nn.Module:
+        self._data = mesh if mesh["tp"].size() == 1 else mesh["dp_replicate", "fsdp"]._flatten("data")
+        return self._titan.build(mesh)
+
+
+def titan_logits(model: torch.nn.Module, tokens: Tensor, kept: int) -> Tensor:
+    """The logits (n, kept, words) after the last `kept` tokens, of one of TorchTitan's models."""
+    found: Any = model(tokens)
+    if hasattr(found, "full_tensor"):
+        found = found.full_tensor()
+    logits: Tensor = found[:, tokens.shape[1] - kept :]
+    return logits

@@ -1,1 +1,0 @@
-"""Trainers with TorchTitan's models and parallelisms."""

@@ -1,0 +1,249 @@
+"""The generators of a run serve what switches commit, and get requests as batches; lost copies are seen restored."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers", reason="generators need transformers: pip install 'holdfast[rl]'")
+
+from holdfast.harness.training import PRELOAD
+from holdfast.rl.actors.engine import LocalEngine
+from holdfast.rl.data.episode import Completion, SamplingRequest
+from holdfast.rl.generators.errors import UpdateFailed
+from holdfast.rl.run import generation
+from holdfast.rl.run.generation import BatchedRequests, CopiesWatch, Generators
+from holdfast.rl.run.run_directory import RunDirectory
+from holdfast.rl.run.run_events import CopiesRestored, Event, ProcessLost, WeightsServed
+from holdfast.rl.run.services import RunServices
+from holdfast.rl.run.telemetry import Observer, RunTelemetry
+from holdfast.store import WeightStore
+from support.rl.small_batches import tiny_llama
+from support.rl.training_runs import configured
+from support.waiting import PATIENCE, next_line
+
+SOURCE = tiny_llama(11)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[WeightStore]:
+    with WeightStore(f"sqlite://{tmp_path}/register.sqlite", replicas=1, keep=4) as found:
+        yield found
+
+
+@asynccontextmanager
+async def two_generators(store: WeightStore, path: Path, *observers: Observer) -> AsyncIterator[Generators]:
+    """Generators that serve version 0."""
+    with RunDirectory(path / "run").open() as directory:
+        async with LocalEngine(preload=PRELOAD) as engine, asyncio.timeout(100.0):
+            telemetry = RunTelemetry(directory, observers)
+            config = configured(generator__replicas=2)
+            services = RunServices(config, engine, telemetry=telemetry)
+            found = Generators(config, services, SOURCE, store.url, telemetry)
+            try:
+                await found.start()
+                publish(store, 0)
+                await found.advance(0)
+                yield found
+            finally:
+                await services.close()
+                await found.close()
+
+
+def publish(store: WeightStore, version: int, words: int = 11) -> None:
+    store.publish(version, tiny_llama(words).build().state_dict())
+
+
+async def drawn_with(generators: Generators, seed: int = 0) -> int:
+    """The version that a request without one is served with."""
+    asked = SamplingRequest(prompts=((1, 2),), samples=1, seeds=(seed,), max_new_tokens=3, temperature=1.0)
+    found: list[Completion] = list(await generators.generate(asked))
+    (version,) = set(found[0].versions)
+    return version
+
+
+def pids(generators: Generators) -> list[int]:
+    return [each.pid for each in generators._services.status()[0].replicas if each.health == "ready"]
+
+
+async def test_after_a_switch_every_request_gets_its_version(store: WeightStore, tmp_path: Path) -> None:
+    events: list[Event] = []
+    async with two_generators(store, tmp_path, events.append) as generators:
+        for version in range(1, 9):
+            publish(store, version)
+            await generators.advance(version)
+            assert {await drawn_with(generators, seed) for seed in range(4)} == {version}
+        served = [(each.version, each.process) for each in events if isinstance(each, WeightsServed)]
+        assert sorted(served[-2:]) == [(8, "generator-0"), (8, "generator-1")]
+        status = generators._services.status()[0]
+        assert status.version == 8 and [each.version for each in status.replicas] == [8, 8]
+
+
+async def test_generators_that_die_while_versions_are_switched_come_back_with_the_newest_one(
+    store: WeightStore, tmp_path: Path
+) -> None:
+    """Also if there is no generator for a moment."""
+    async with two_generators(store, tmp_path) as generators:
+        for version, count in ((1, 1), (2, 2), (3, 1)):
+            publish(store, version)
+            for pid in pids(generators)[:count]:
+                os.kill(pid, signal.SIGKILL)
+            await generators.advance(version)
+            assert {await drawn_with(generators, seed) for seed in range(4)} == {version}
+        while len(pids(generators)) < 2:
+            await asyncio.sleep(0.01)
+        assert {await drawn_with(generators, seed) for seed in range(4)} == {3}
+
+
+async def test_generators_that_cannot_take_a_version_are_replaced_and_it_is_an_error_if_none_can(
+    store: WeightStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "SWITCHES", 2)
+    async with two_generators(store, tmp_path) as generators:
+        before = pids(generators)
+        publish(store, 1, words=12)
+        with pytest.raises(UpdateFailed, match="cannot take it"):
+            await generators.advance(1)
+        assert set(pids(generators)) != set(before)
+        publish(store, 2)
+        await generators.advance(2)
+        assert await drawn_with(generators) == 2
+
+
+UNSHARE = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
+HOLDER = """
+import os, sys, torch
+from holdfast.comms.transport.liveness import this_host
+from holdfast.store import WeightStore
+store = WeightStore(sys.argv[1], replicas=1)
+if sys.argv[2] == "publish":
+    store.publish(1, {"w": torch.ones(4)})
+print(os.getpid(), this_host(), flush=True)
+sys.stdin.read()
+"""
+
+
+def separate() -> bool:
+    """Whether processes can be started in a namespace of pids of their own."""
+    return shutil.which("unshare") is not None and subprocess.run([*UNSHARE, "true"], check=False).returncode == 0
+
+
+@contextlib.contextmanager
+def holder(url: str, what: str) -> Iterator[tuple[subprocess.Popen[str], int, str]]:
+    """A holder in a namespace of pids, so that it is on a host of its own. Yields its pid, and `this_host` there."""
+    command = [*UNSHARE, sys.executable, "-c", HOLDER, url, what]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        pid, host = next_line(process.stdout).split()
+        yield process, int(pid), host
+    finally:
+        process.kill()
+        process.communicate(timeout=PATIENCE)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.skipif(not separate(), reason="namespaces of pids take unshare, and root")
+def test_a_holder_of_another_host_with_the_same_pid_is_not_taken_for_the_lost_one(tmp_path: Path) -> None:
+    url, told = f"sqlite://{tmp_path / 'register'}", list[Event]()
+    with (
+        holder(url, "publish") as (_, kept, other),
+        holder(url, "hold") as (victim, pid, host),
+        WeightStore(url, hold=False) as store,
+        RunDirectory(tmp_path / "run").open() as directory,
+    ):
+        assert kept == pid and host != other and pid != os.getpid()
+        assert [(each.pid, each.peer.host) for each in store.holders(1)] == [(kept, other)]
+        telemetry = RunTelemetry(directory, (told.append,))
+        watch = CopiesWatch(store, 1, telemetry, {"tcp://lost:1": host}.__getitem__)
+
+        async def body() -> None:
+            async with asyncio.timeout(30.0), watch.watching():
+                victim.kill()
+                lost = ProcessLost(time=0.0, name="holder-1", role="holder", host="tcp://lost:1", pid=pid, how="killed")
+                telemetry.emit(lost)
+                while not any(isinstance(each, CopiesRestored) for each in told):
+                    await asyncio.sleep(0.01)
+
+        asyncio.run(body())
+        [restored] = [each for each in told if isinstance(each, CopiesRestored)]
+        assert restored.versions == 1, "the copy of the other holder counts"
+
+
+def request(token: int, *, samples: int = 2, version: int | None = 0) -> SamplingRequest:
+    return SamplingRequest(
+        prompts=((token,),),
+        samples=samples,
+        seeds=tuple(10 * token + sample for sample in range(samples)),
+        max_new_tokens=4,
+        temperature=1.0,
+        version=version,
+    )
+
+
+class Generator:
+    """Answers with the seed of each sample as its token, and keeps the requests that it got."""
+
+    def __init__(self) -> None:
+        self.requests: list[SamplingRequest] = []
+
+    async def route(self, asked: SamplingRequest) -> Sequence[Completion]:
+        self.requests.append(asked)
+        await asyncio.sleep(0)
+        if any(prompt == (13,) for prompt in asked.prompts):
+            raise RuntimeError("unlucky")
+        return [Completion(tokens=(seed,), logprobs=(-1.0,), versions=(0,), finish="stop") for seed in asked.seeds]
+
+
+def ask(requests: Sequence[SamplingRequest], size: int) -> tuple[Generator, list[object]]:
+    generator = Generator()
+
+    async def main() -> list[object]:
+        batched = BatchedRequests(generator.route, size)
+        return list(await asyncio.gather(*map(batched, requests), return_exceptions=True))
+
+    return generator, asyncio.run(main())
+
+
+def test_each_request_gets_the_completions_of_its_own_seeds_and_batches_are_the_same_each_time() -> None:
+    asked = [request(token) for token in range(1, 8)]
+    generator, replies = ask(asked, 3)
+    assert ask(asked, 3)[0].requests == generator.requests
+    assert [len(each.prompts) for each in generator.requests] == [3, 3, 1]
+    for each, reply in zip(asked, replies, strict=True):
+        assert isinstance(reply, list) and tuple(one.tokens[0] for one in reply) == each.seeds
+
+
+def test_requests_of_other_kinds_are_not_joined() -> None:
+    generator, _ = ask([request(1), request(2, version=1), request(3), request(4, samples=3)], 8)
+    assert sorted(len(each.prompts) for each in generator.requests) == [1, 1, 2]
+
+
+def test_a_failure_reaches_the_requests_of_its_batch_alone() -> None:
+    _, replies = ask([request(11), request(12), request(13), request(14)], 2)
+    assert [isinstance(each, RuntimeError) for each in replies] == [False, False, True, True]
+
+
+def test_a_request_that_is_given_up_does_not_disturb_the_others() -> None:
+    generator = Generator()
+
+    async def main() -> object:
+        batched = BatchedRequests(generator.route, 4)
+        first, second = (asyncio.ensure_future(batched(request(token))) for token in (1, 2))
+        await asyncio.sleep(0)
+        first.cancel()
+        return await second
+
+    reply = asyncio.run(main())
+    assert isinstance(reply, list) and [one.tokens[0] for one in reply] == [20, 21]
+    with pytest.raises(RuntimeError):
+        asyncio.run(BatchedRequests(generator.route, 1)(request(13)))
