@@ -28,7 +28,7 @@ RUN = """
 import sys
 from pathlib import Path
 from holdfast.harness.training.driver import train_here
-from holdfast.rl.config.load import load_config
+from holdfast.rl.config.toml import load_config
 train_here(load_config(Path("run.toml")), Path("run"))
 print("transformers" in sys.modules)
 """
