@@ -80,11 +80,11 @@ LAYERS = {
         config
         rewards
         telemetry
+        actors
         environments
         grpo
         generators
         trainers
-        actors
         run
     """,
     "harness": """
