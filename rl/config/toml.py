@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
 import json
 import math
 import re
@@ -226,16 +225,16 @@ def placed(config: RunConfig, folder: Path) -> RunConfig:
     def absolute(path: str) -> str:
         return str((folder / path).absolute()) if path else ""
 
+    kind, _, code = config.environment.name.partition(":")
     return msgspec.structs.replace(
         config,
         model=msgspec.structs.replace(config.model, path=absolute(config.model.path)),
-        environment=msgspec.structs.replace(config.environment, name=_placed_environment(config, folder)),
+        environment=msgspec.structs.replace(
+            config.environment,
+            name=f"{kind}:{placed_code(code, folder)}" if kind == "python" else config.environment.name,
+        ),
         reward=tuple(
-            msgspec.structs.replace(
-                each,
-                function=placed_code(each.function, folder),
-            )
-            for each in config.reward
+            msgspec.structs.replace(each, function=placed_code(each.function, folder)) for each in config.reward
         ),
         data=msgspec.structs.replace(
             config.data, train=absolute(config.data.train), held_out=absolute(config.data.held_out)
@@ -245,35 +244,16 @@ def placed(config: RunConfig, folder: Path) -> RunConfig:
     )
 
 
-def _placed_environment(config: RunConfig, folder: Path) -> str:
-    kind, _, code = config.environment.name.partition(":")
-    return f"{kind}:{placed_code(code, folder)}" if kind == "python" else config.environment.name
-
-
-def fingerprint(config: RunConfig) -> str:
-    """32 hexadecimal digits that depend on every field that a resumed run must not change."""
-    fixed = {dotted(key): value for key, value in _leaves(msgspec.to_builtins(config)) if not _may_change(key)}
-    return hashlib.blake2b(msgspec.json.encode(fixed, order="sorted"), digest_size=16).hexdigest()
-
-
 def check_unchanged(begun: RunConfig, now: RunConfig) -> None:
-    """Raise `ConfigChanged` unless a run that was `begun` may go on as `now`."""
-    if found := differences(begun, now):
-        raise ConfigChanged(found)
-
-
-def differences(begun: RunConfig, now: RunConfig) -> tuple[str, ...]:
-    """The fields that a resumed run must not change and that differ, each with both values."""
+    """Raise `ConfigChanged`, with both values of each field, unless a run that was `begun` may go on as `now`."""
     old, new = (dict(_leaves(msgspec.to_builtins(each))) for each in (begun, now))
-    return tuple(
+    differences = [
         f"{dotted(key)} was {old.get(key, 'absent')!r} and is {new.get(key, 'absent')!r}"
         for key in sorted({**old, **new}, key=dotted)
-        if not _may_change(key) and old.get(key) != new.get(key)
-    )
-
-
-def _may_change(key: Key) -> bool:
-    return any(key[:end] in MAY_CHANGE for end in range(1, len(key) + 1))
+        if old.get(key) != new.get(key) and not any(key[:end] in MAY_CHANGE for end in range(1, len(key) + 1))
+    ]
+    if differences:
+        raise ConfigChanged(differences)
 
 
 def _leaves(value: Any, key: Key = ()) -> Iterator[tuple[Key, Any]]:

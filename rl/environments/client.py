@@ -7,7 +7,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterable
-from typing import TypedDict
 from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
@@ -41,7 +40,7 @@ _KINDS: dict[str, type[EnvironmentFailed]] = {
 }
 """What an error code of a server means; all others say that it refused the request."""
 
-_CLOSE_SECONDS = 1.0
+_CONNECT_SECONDS, _CLOSE_SECONDS = 5.0, 1.0
 _LOGGER = logging.getLogger("holdfast.rl.environments.client")
 _LOGGER.addHandler(logging.NullHandler())
 _LOGGER.propagate = False  # errors are raised
@@ -59,13 +58,11 @@ class EnvironmentClient(EnvironmentSession):
         url: str,
         *,
         timeout: float = 30.0,
-        connect_timeout: float = 5.0,
-        max_bytes: int = 1 << 20,
         texts: TextFields = TEXT,
     ) -> None:
         super().__init__(url, timeout)
         self._url = websocket_url(url)
-        self._connect_timeout, self._max_bytes, self._texts = connect_timeout, max_bytes, texts
+        self._texts = texts
         self._connection: ClientConnection | None = None
         self._answered = False  # whether the last request had an answer, an error too
 
@@ -124,16 +121,16 @@ class EnvironmentClient(EnvironmentSession):
             try:
                 self._connection = await connect(
                     self._url,
-                    open_timeout=self._connect_timeout,
+                    open_timeout=_CONNECT_SECONDS,
                     compression=None,
-                    max_size=self._max_bytes,
+                    max_size=messages.MOST_BYTES,
                     ping_interval=None,  # every call has a deadline
                     close_timeout=_CLOSE_SECONDS,
                     proxy=None,
                     logger=_LOGGER,
                 )
             except TimeoutError as error:
-                why = f"it did not take the connection within {self._connect_timeout:.3g} s"
+                why = f"it did not take the connection within {_CONNECT_SECONDS:.3g} s"
                 raise EnvironmentHung(self.environment, "connect", why) from error
             except (WebSocketException, OSError) as error:
                 raise EnvironmentDied(self.environment, "connect", describe(error)) from error
@@ -172,12 +169,6 @@ BUSY_SECONDS = 0.2
 """How long a server counts as full after it said so; other clients free places at any time."""
 
 
-class _ClientOptions(TypedDict):
-    timeout: float
-    connect_timeout: float
-    texts: TextFields
-
-
 class ServerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A server as a pool sees it. `failures` counts the sessions that it lost."""
 
@@ -207,13 +198,12 @@ class EnvironmentPool(SessionSource):
         timeout: float = 30.0,
         wait: float = 60.0,
         limit: int = 64,
-        connect_timeout: float = 5.0,
         texts: TextFields = TEXT,
         keep: bool = False,
     ) -> None:
         self._servers: dict[str, _PooledServer] = {}
         self._keep = keep
-        self.client_options = _ClientOptions(timeout=timeout, connect_timeout=connect_timeout, texts=texts)
+        self.texts = texts
         self._limit = limit
         self._changed = asyncio.Event()
         self._probes: set[asyncio.Task[None]] = set()
@@ -348,7 +338,7 @@ class EnvironmentPool(SessionSource):
             await asyncio.sleep(pause)
             pause = min(2 * pause, LAST_PROBE)
             try:
-                async with EnvironmentClient(server.url, **self.client_options) as client:
+                async with EnvironmentClient(server.url, timeout=self.timeout, texts=self.texts) as client:
                     await client.reset(0)
             except EnvironmentBusy:
                 pass
@@ -379,7 +369,7 @@ class _PooledClient(EnvironmentClient):
     """A client that tells its pool when it fails and when it is closed."""
 
     def __init__(self, pool: EnvironmentPool, server: _PooledServer) -> None:
-        super().__init__(server.url, **pool.client_options)
+        super().__init__(server.url, timeout=pool.timeout, texts=pool.texts)
         self._pool, self.server = pool, server
         server.sessions += 1
 

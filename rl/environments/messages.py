@@ -11,6 +11,9 @@ import msgspec
 from holdfast.comms.errors import HoldfastError
 from holdfast.rl.environments.environment import Action, Observation, State
 
+MOST_BYTES = 1 << 20
+"""The limit of a message, in both directions."""
+
 
 class MalformedMessage(HoldfastError):
     """Bytes that are no message of the protocol. `code` is the protocol's word for it."""

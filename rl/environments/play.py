@@ -259,31 +259,22 @@ async def play(
 
 
 class LineCodec:
-    """Each observation is a line of its own."""
+    """Each observation is a line of its own; `beside_prompts` the first is encoded as prompts are.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    So a policy that learns from prompts too sees both alike.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, beside_prompts: bool) -> None:
+        self._tokenizer, self._beside_prompts = tokenizer, beside_prompts
 
     def encode(self, text: str, turn: int) -> Sequence[int]:
         """The tokens of an observation."""
-        return self._tokenizer.encode(f"\n{text}\n" if turn else f"{text}\n")
+        end = "" if self._beside_prompts and turn == 0 else "\n"
+        return self._tokenizer.encode(f"\n{text}{end}" if turn else text + end)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of what the policy drew."""
         return self._tokenizer.decode(tokens)
-
-
-class PromptCodec(LineCodec):
-    """The first observation is encoded as a prompt is, for a policy that learns from prompts too."""
-
-    def encode(self, text: str, turn: int) -> Sequence[int]:
-        """The tokens of an observation."""
-        return super().encode(text, turn) if turn else self._tokenizer.encode(text)
-
-
-def codec_of(tokenizer: Tokenizer, *, beside_prompts: bool) -> TextCodec:
-    """The codec for a policy's tokenizer; `beside_prompts`: other groups of the run are prompts."""
-    return PromptCodec(tokenizer) if beside_prompts else LineCodec(tokenizer)
 
 
 class EpisodeFailure(msgspec.Struct, frozen=True):

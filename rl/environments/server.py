@@ -84,7 +84,8 @@ class EnvironmentServer:
     """Serves an environment: each connection to `/ws` is a session with an environment of its own.
 
     `sessions` bounds their number. A session ends with its connection, at any error, and after `lease` seconds without
-    a request. A call of an environment may take `timeout` seconds, a message `max_bytes`. `work` has all calls.
+    a request. A call of an environment may take `timeout` seconds, a message has `MOST_BYTES` at most.
+    `work` has all calls.
     """
 
     def __init__(
@@ -97,12 +98,11 @@ class EnvironmentServer:
         sessions: int = 64,
         lease: float = 300.0,
         timeout: float = 30.0,
-        max_bytes: int = 1 << 20,
     ) -> None:
         self.environment, self.limit = environment, sessions
         self.work = WorkLog(processor_with_descendants)
         self._factory, self._host, self._port = factory, host, port
-        self._lease, self._timeout, self._max_bytes = lease, timeout, max_bytes
+        self._lease, self._timeout = lease, timeout
         self._sessions: set[LocalSession] = set()
         self._closed: set[LocalSession] = set()
         self._handlers: set[asyncio.Task[None]] = set()
@@ -132,7 +132,7 @@ class EnvironmentServer:
             create_connection=cast(type[ServerConnection], partial(_Guest, self._guests)),
             origins=[None],  # programs send none; a page in a browser must not reach into this machine
             compression=None,
-            max_size=self._max_bytes,
+            max_size=messages.MOST_BYTES,
             ping_interval=None,  # the lease ends sessions of clients that are gone
             close_timeout=1.0,
             logger=_LOGGER,
@@ -221,9 +221,9 @@ class EnvironmentServer:
             data = messages.encode(reply)
         except messages.MalformedMessage as error:
             raise EnvironmentLied(self.environment, "reply", error.why) from error
-        if len(data) > self._max_bytes:
+        if len(data) > messages.MOST_BYTES:
             raise EnvironmentLied(
-                self.environment, "reply", f"{len(data):,} bytes, and the most is {self._max_bytes:,}"
+                self.environment, "reply", f"{len(data):,} bytes, and the most is {messages.MOST_BYTES:,}"
             )
         return data
 

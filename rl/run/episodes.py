@@ -12,7 +12,7 @@ from holdfast.ft.console.units import counted
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.data.episode import Completion, Group, Prompt
 from holdfast.rl.data.replay_buffer import FailedGroup, ReplayBuffer
-from holdfast.rl.environments.play import EnvironmentGames, EpisodeFailure, codec_of
+from holdfast.rl.environments.play import EnvironmentGames, EpisodeFailure, LineCodec
 from holdfast.rl.errors import RewardFailed, RunFailed
 from holdfast.rl.generators.models import ModelMisfit, ModelSource
 from holdfast.rl.grpo.loop import Generate, generate_episode, play_episodes
@@ -87,7 +87,7 @@ class RunEpisodes:
             await in_policy_process("the check of the environment", check, folder)
             self._limit = self._config.environment.max_tokens or await self._longest()
             tokenizer = await asyncio.to_thread(tokenizer_of, self._config)
-            self._codec = codec_of(tokenizer, beside_prompts=self._config.has_prompts)
+            self._codec = LineCodec(tokenizer, beside_prompts=self._config.has_prompts)
         return warmed_up(policy, self._config.model, folder)
 
     async def start(self, services: RunServices) -> None:

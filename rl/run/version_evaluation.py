@@ -12,7 +12,7 @@ from holdfast.comms.errors import HoldfastError
 from holdfast.rl.actors.engine import LocalEngine
 from holdfast.rl.config.run_config import EngineConfig, RunConfig, Sampling
 from holdfast.rl.data.episode import Prompt
-from holdfast.rl.environments.play import EnvironmentGames, EpisodeFailure, codec_of, places
+from holdfast.rl.environments.play import EnvironmentGames, EpisodeFailure, LineCodec, places
 from holdfast.rl.errors import RewardFailed
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.generators.transformers_generator import TransformersGenerator
@@ -137,7 +137,7 @@ async def _played_answers(config: RunConfig, source: ModelSource, count: int, ge
         services = RunServices(config, engine)
         servers = EnvironmentServers(config, services)
         try:
-            codec = codec_of(tokenizer, beside_prompts=False)
+            codec = LineCodec(tokenizer, beside_prompts=False)
             games = EnvironmentGames(await servers.start(), codec, config, limit, failed)
             episodes = await held_out_episodes(generate, games, count, config.sampling, None)
         finally:

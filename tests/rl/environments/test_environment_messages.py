@@ -6,7 +6,6 @@ import json
 import math
 from typing import Any
 
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -121,14 +120,3 @@ def test_an_observation_without_a_text_is_read_as_json() -> None:
     assert messages.observation_from_wire(data) == Observation(
         text='{"board":[1,2]}', fields={"board": [1, 2]}, reward=1.0
     )
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_json_cannot_hold_is_no_message(value: float) -> None:
-    """msgspec writes null for these; a session checks rewards before."""
-    assert b"null" in messages.encode(messages.ObservationReply(messages.ObservationData({}, value)))
-
-
-def test_an_object_is_no_message() -> None:
-    with pytest.raises(MalformedMessage, match="cannot be written as JSON"):
-        messages.encode(messages.StepRequest({"what": object()}))

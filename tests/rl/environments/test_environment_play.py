@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,7 +14,7 @@ from holdfast.rl.environments.builtin import GuessNumberEnvironment
 from holdfast.rl.environments.environment import Action, Environment, Observation
 from holdfast.rl.environments.local import LocalPool
 from holdfast.rl.environments.play import Act, FailedEpisode, Transcript, play
-from holdfast.rl.errors import FailureKind, InvalidEpisode
+from holdfast.rl.errors import FailureKind
 from holdfast.rl.grpo.batch import BatchColumns, counted_tokens
 from support.rl.environment_servers import Misbehaving
 from support.rl.event_loop import run
@@ -117,12 +116,6 @@ def test_dapo_leaves_out_an_episode_with_a_completion_that_was_cut_and_no_other(
     group = Group(number=0, prompt=prompt, episodes=(result.episode(prompt),))
     mask = counted_tokens(BatchColumns.of([group]), objective("dapo"))
     assert int(mask.sum()) == (0 if cut is not None else sum(result.mask))
-
-
-def test_a_completion_that_did_not_end_is_none() -> None:
-    finish: Any = "aborted"
-    with pytest.raises(InvalidEpisode, match="let it go on, or draw it again"):
-        completion("go", finish=finish)
 
 
 @pytest.mark.parametrize(("how", "kind"), [("raise", "died"), ("hang", "hung"), ("nan", "lied")])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import threading
+import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -34,6 +36,7 @@ from holdfast.rl.errors import (
     EpisodeOver,
     UnknownEnvironment,
 )
+from holdfast.rl.telemetry import FOLD_SECONDS, WorkLog
 from support.rl.environment_servers import LIES, Misbehaving
 from support.waiting import PATIENCE
 
@@ -291,7 +294,7 @@ GARBAGE = ["", "x", "{}", "[]", '{"type":"fly"}', '{"type":"step"}', '{"type":"r
 async def test_a_server_answers_garbage_by_an_error_and_serves_on() -> None:
     from websockets.asyncio.client import connect
 
-    async with EnvironmentServer(Misbehaving, "test", max_bytes=1 << 20) as server:
+    async with EnvironmentServer(Misbehaving, "test") as server:
         for text in (*GARBAGE, b"\x00\xff", "[" * 100_000):
             async with connect(server.url + "/ws") as socket:
                 await socket.send(text)
@@ -312,8 +315,9 @@ async def test_a_page_in_a_browser_gets_no_session() -> None:
             await connect(server.url + "/ws", origin=Origin("http://127.0.0.1:8000"))
 
 
-async def test_a_message_over_the_limit_ends_the_session() -> None:
-    async with EnvironmentServer(Misbehaving, "test", max_bytes=1000) as server:
+async def test_a_message_over_the_limit_ends_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.rl.environments.messages.MOST_BYTES", 1000)
+    async with EnvironmentServer(Misbehaving, "test") as server:
         async with EnvironmentClient(server.url) as client:
             await client.reset(0)
             with pytest.raises(EnvironmentDied, match="1009"):
@@ -392,3 +396,62 @@ async def test_handshakes_that_are_never_done_are_bounded_by_number(monkeypatch:
         for _, writer in idle:
             writer.close()
     assert open_still in (7, 8), "the client takes the place of one"
+
+
+class Slow(GuessNumberEnvironment):
+    """Its steps need a processor for 0.1 s."""
+
+    def step(self, action: Action) -> Observation:
+        until = time.thread_time() + 0.1
+        while time.thread_time() < until:
+            pass
+        return super().step(action)
+
+
+async def test_each_call_is_a_span_with_the_processor_time_of_its_own_thread() -> None:
+    async with EnvironmentServer(Slow, "slow") as server, EnvironmentClient(server.url) as client:
+        await client.reset(0)
+        await client.step("50")
+        await client.state()
+        report = server.work.report()
+        assert [(each.what, each.number) for each in report.spans] == [("reset", 1), ("step", 1), ("state", 1)]
+        assert all(each.ago >= each.seconds >= 0 for each in report.spans)
+        assert 0.1 <= report.spans[1].cpu <= report.spans[1].seconds and report.cpu >= 0.1
+        assert server.work.report().spans == ()
+
+
+def test_thousands_of_short_calls_are_a_few_spans_which_last_as_long_together() -> None:
+    work = WorkLog()
+    began = time.monotonic()
+    for _ in range(2000):
+        with work.calling("step"):
+            pass
+    took = time.monotonic() - began
+    spans = work.report().spans
+    assert len(spans) <= 1 + took / FOLD_SECONDS
+    assert sum(each.number for each in spans) == 2000
+    assert 0 < sum(each.seconds for each in spans) < took, "the pauses between calls are none of its work"
+
+
+def test_calls_of_several_sessions_count_once_and_one_that_runs_is_told_up_to_now() -> None:
+    work = WorkLog()
+    barrier, end = threading.Barrier(3), threading.Event()
+
+    def call() -> None:
+        with work.calling("step"):
+            barrier.wait(30.0)
+            end.wait(30.0)
+
+    threads = [threading.Thread(target=call) for _ in range(2)]
+    for each in threads:
+        each.start()
+    barrier.wait(30.0)
+    time.sleep(0.1)
+    first = work.report()
+    [span] = first.spans
+    assert span.number == 2 and span.seconds == pytest.approx(span.ago) and span.seconds >= 0.1
+    end.set()
+    for each in threads:
+        each.join()
+    [rest] = work.report().spans
+    assert rest.number == 2 and rest.seconds + rest.ago < first.spans[0].seconds + 60.0

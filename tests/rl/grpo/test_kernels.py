@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,8 @@ import pytest
 import torch
 
 from holdfast.rl.grpo import token_logprobs as dispatch
-from holdfast.rl.grpo.token_logprobs import eager_token_logprobs, token_logprobs
+from holdfast.rl.grpo.token_logprobs import LEAST, eager_token_logprobs, token_logprobs
+from support.rl.kernel_programs import compare
 from support.source_tree import TESTS
 from support.weights.peers import site_of
 
@@ -97,34 +99,39 @@ def test_the_dispatch_hands_large_calls_to_the_fused_kernels(monkeypatch: pytest
     assert len(asked) == 1
 
 
-def test_the_gradient_of_fused_kernels_is_made_of_what_their_forward_kept() -> None:
-    def forward(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> tuple[torch.Tensor, ...]:
-        chosen, entropy = eager_token_logprobs(logits, tokens, temperature, entropies=True)
-        assert entropy is not None
-        return chosen, (logits / temperature).logsumexp(-1), entropy
+def on_gpu(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test that needs a GPU."""
+    for mark in (
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+        pytest.mark.timeout(300),
+    ):
+        test = mark(test)
+    return test
 
-    def backward(
-        logits: torch.Tensor,
-        tokens: torch.Tensor,
-        temperature: float,
-        normaliser: torch.Tensor,
-        entropy: torch.Tensor,
-        of_logprobs: torch.Tensor,
-        of_entropies: torch.Tensor,
-    ) -> torch.Tensor:
-        predicted = logits / temperature - normaliser.unsqueeze(1)
-        own = torch.nn.functional.one_hot(tokens, logits.shape[1]) - predicted.exp()
-        spread = -predicted.exp() * (predicted + entropy.unsqueeze(1))
-        return (of_logprobs.unsqueeze(1) * own + of_entropies.unsqueeze(1) * spread) / temperature
 
-    kernels: Any = SimpleNamespace(logprobs_forward=forward, logprobs_backward=backward)
-    tokens, gradients = torch.tensor([[0, 4], [2, 2]]), list[torch.Tensor]()
-    start = torch.randn(2, 2, 5, generator=torch.Generator().manual_seed(0))
-    for implementation in (dispatch.fused_token_logprobs, lambda _, *rest, **more: eager_token_logprobs(*rest, **more)):
-        logits = start.clone().requires_grad_()
-        chosen, entropies = implementation(kernels, logits, tokens, 0.7, entropies=True)
-        assert chosen.shape == tokens.shape and entropies is not None
-        (chosen * torch.tensor([1.0, 2.0]) + 3.0 * entropies).sum().backward()
-        assert logits.grad is not None
-        gradients.append(logits.grad)
-    assert torch.allclose(*gradients, atol=1e-5)
+@on_gpu
+@pytest.mark.parametrize("language", ["triton", "helion"])
+def test_gpu_fused_kernels_compute_what_torchs_ops_do(language: str) -> None:
+    pytest.importorskip(language, reason=f"needs {language}")
+    errors = compare(language, "cuda")
+    print(language, errors)
+    assert len(errors) == 5
+    assert not {name: error for name, error in errors.items() if error > BOUNDS.get(name, FLOAT32_BOUND)}
+
+
+@on_gpu
+def test_gpu_the_dispatch_takes_a_fused_kernel_for_a_large_call_and_its_gradient_is_torchs() -> None:
+    pytest.importorskip("triton", reason="needs triton: make peers")
+    torch.manual_seed(2)
+    logits = (3 * torch.randn(2, 64, 9001, device="cuda")).requires_grad_()
+    assert logits.numel() > LEAST
+    tokens = torch.randint(0, 9001, (2, 64), device="cuda")
+    found = []
+    for call in (token_logprobs, eager_token_logprobs):
+        chosen, entropies = call(logits, tokens, 0.9, entropies=True)
+        (gradient,) = torch.autograd.grad((chosen - entropies).sum(), logits)
+        found.append((chosen.detach(), entropies.detach(), gradient))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert not torch.equal(found[0][2], found[1][2]), "two implementations were compared"

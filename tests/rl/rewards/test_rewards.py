@@ -1,18 +1,25 @@
-"""Rewards score answers; one that raises, hangs or returns NaN fails one episode and names itself."""
+"""Rewards score answers, here and in processes; one that raises, hangs or ends its process fails one episode."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+import os
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
+from holdfast.rl.config.named_code import NoSuchCode
+from holdfast.rl.config.run_config import RunConfig
+from holdfast.rl.config.toml import parse_config, placed, resolved
 from holdfast.rl.data.episode import Completion, Group, Prompt
 from holdfast.rl.data.prompts import CharacterTokenizer
 from holdfast.rl.data.replay_buffer import FailedGroup
 from holdfast.rl.errors import RewardFailed
-from holdfast.rl.rewards.judge import Judge
+from holdfast.rl.rewards.judge import Judge, RewardProcesses, reward_of
 from holdfast.rl.rewards.reward import (
     Criterion,
     ExactMatch,
@@ -23,8 +30,10 @@ from holdfast.rl.rewards.reward import (
     Reward,
     Rubric,
     Score,
+    is_bounded,
     score_each,
 )
+from support.waiting import PATIENCE
 
 PROMPT = Prompt(number=7, tokens=(1,), text="7+8+5=", answer="20")
 TOKENIZER = CharacterTokenizer()
@@ -120,23 +129,15 @@ def test_a_part_that_is_not_finite_is_named() -> None:
     assert "style is nan" in str(failed)
 
 
-def test_a_reward_that_hangs_or_miscounts_fails() -> None:
-    class Hangs:
-        name = "hangs"
-
-        async def score(self, answers: Sequence[JudgedAnswer]) -> Sequence[Score]:
-            await asyncio.Event().wait()
-            return []
-
+def test_a_reward_that_miscounts_fails() -> None:
     class Miscounts:
         name = "miscounts"
 
         async def score(self, answers: Sequence[JudgedAnswer]) -> Sequence[Score]:
             return []
 
-    for reward, words in ((Hangs(), "no score after 0.01 s"), (Miscounts(), "0 scores for 1 answers")):
-        for failed in asyncio.run(score_each(reward, [answer("1"), answer("2")], 0.01)):
-            assert words in str(failed)
+    for failed in asyncio.run(score_each(Miscounts(), [answer("1"), answer("2")], 60.0)):
+        assert "0 scores for 1 answers" in str(failed)
 
 
 async def judged(judge: Judge, *completions: Completion) -> Group | FailedGroup:
@@ -160,3 +161,223 @@ def test_a_group_of_one_has_nothing_to_compare_with() -> None:
     failed = asyncio.run(judged(judge, completion("5"), completion("0")))
     assert isinstance(failed, FailedGroup)
     assert "ZeroDivisionError" in failed.reasons[0]
+
+
+T = TypeVar("T")
+LIMIT = 0.3
+
+
+def answers(*texts: str) -> list[JudgedAnswer]:
+    return [JudgedAnswer(prompt=PROMPT, text=text, length=1) for text in texts]
+
+
+def used(reward: Callable[[JudgedAnswer], float] | Reward, work: Callable[[RewardProcesses], Awaitable[T]]) -> T:
+    """What `work` returns with the processes of a reward."""
+    given = FunctionReward("mine", reward) if callable(reward) else reward
+
+    async def make() -> Reward:
+        return given
+
+    async def body() -> T:
+        processes = RewardProcesses(make)
+        try:
+            await processes.start()
+            return await work(processes)
+        finally:
+            await processes.close()
+
+    return asyncio.run(body())
+
+
+def outcomes(results: Sequence[Score | RewardFailed]) -> list[float | str]:
+    return [each.value if isinstance(each, Score) else each.reason for each in results]
+
+
+def hangs_at_x(answer: JudgedAnswer) -> float:
+    if answer.text == "x":
+        time.sleep(1000.0)
+    return float(os.getpid())
+
+
+def test_an_answer_whose_reward_hangs_fails_alone_and_its_process_is_replaced() -> None:
+    async def work(processes: RewardProcesses) -> list[float | str]:
+        results = await processes.score_each(answers("a", "x", "b"), LIMIT)
+        assert processes.ended == 1
+        return outcomes(results)
+
+    before, failed, after = used(hangs_at_x, work)
+    assert isinstance(before, float) and isinstance(after, float) and before != after
+    assert failed == f"no score after 0.3 s; its process {before:.0f} was killed"
+    assert not Path(f"/proc/{before:.0f}").exists()
+
+
+def test_a_pattern_that_backtracks_does_not_stop_the_event_loop() -> None:
+    """A regular expression holds the interpreter's lock until it is done."""
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            ticks += 1
+            await asyncio.sleep(LIMIT / 10)
+
+    async def work(processes: RewardProcesses) -> list[float | str]:
+        ticking = asyncio.create_task(tick())
+        found = outcomes(await processes.score_each(answers("aab", "a" * 40 + "!", "b"), LIMIT))
+        ticking.cancel()
+        return found
+
+    right, failed, wrong = used(FormatMatch("(a+)+b"), work)
+    assert (right, wrong) == (1.0, 0.0)
+    assert "no score after 0.3 s" in str(failed)
+    assert ticks > 10
+
+
+def ends(answer: JudgedAnswer) -> float:
+    match answer.text:
+        case "exit":
+            raise SystemExit(0)
+        case "interrupt":
+            raise KeyboardInterrupt
+        case "cancel":
+            raise asyncio.CancelledError
+        case "die":
+            os._exit(0)
+    return 1.0
+
+
+@pytest.mark.parametrize("wrap", [FunctionReward, lambda name, it: two_criteria(FunctionReward(name, it))])
+def test_a_reward_that_raises_or_ends_anything_fails_its_answer_alone(
+    wrap: Callable[[str, Callable[[JudgedAnswer], float]], Reward],
+) -> None:
+    texts = ("exit", "a", "interrupt", "b", "cancel", "c", "die", "d")
+
+    async def work(processes: RewardProcesses) -> list[float | str]:
+        return outcomes(await processes.score_each(answers(*texts), 60.0))
+
+    found = dict(zip(texts, used(wrap("mine", ends), work), strict=True))
+    assert [found[name] for name in "abcd"] == [1.0] * 4
+    for name, word in (("exit", "SystemExit"), ("interrupt", "KeyboardInterrupt"), ("cancel", "CancelledError")):
+        assert word in str(found[name])
+    assert "its process ended" in str(found["die"])
+
+
+def two_criteria(reward: Reward) -> Rubric:
+    return Rubric([Criterion("mine", 1.0, reward), Criterion("length", 1.0, LengthPenalty(10, 5))])
+
+
+def test_answers_of_one_moment_share_a_process_and_others_get_more() -> None:
+    async def work(processes: RewardProcesses) -> tuple[int, int]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("holdfast.rl.rewards.judge._PATIENCE", PATIENCE)
+            quick = await asyncio.gather(*(processes.score_each(answers("a", "b"), 60.0) for _ in range(20)))
+        slow = await asyncio.gather(
+            processes.score_each(answers("x"), 4 * LIMIT), processes.score_each(answers("a"), 60.0)
+        )
+        assert isinstance(slow[0][0], RewardFailed) and isinstance(slow[1][0], Score)
+        return len({each.value for batch in quick for each in batch if isinstance(each, Score)}), processes.ended
+
+    pids, ended = used(hangs_at_x, work)
+    assert pids == 1
+    assert ended == 1
+
+
+def test_a_judgement_that_is_given_up_leaves_no_process() -> None:
+    async def work(processes: RewardProcesses) -> None:
+        judging = asyncio.create_task(processes.score_each(answers("x"), 60.0))
+        await asyncio.sleep(0.1)
+        judging.cancel()
+        await asyncio.gather(judging, return_exceptions=True)
+        assert outcomes(await processes.score_each(answers("a"), 60.0))[0] > 0  # type: ignore[operator]
+
+    used(hangs_at_x, work)
+
+
+@pytest.mark.parametrize(
+    ("reward", "bounded"),
+    [
+        (ExactMatch(), True),
+        (LengthPenalty(10, 5), True),
+        (Rubric([Criterion("exact", 1.0, ExactMatch())]), True),
+        (ExactMatch("<(.*)>"), False),
+        (FormatMatch("a"), False),
+        (FunctionReward("mine", len), False),  # type: ignore[arg-type]
+        (two_criteria(FormatMatch("a")), False),
+    ],
+)
+def test_only_what_ends_by_itself_judges_in_the_event_loop(reward: Reward, bounded: bool) -> None:
+    assert is_bounded(reward) is bounded
+    judge = Judge(reward, None)  # type: ignore[arg-type]
+    assert isinstance(judge._reward, RewardProcesses) is not bounded
+
+
+@pytest.mark.parametrize("error", [ValueError, SystemExit])
+async def test_a_process_that_cannot_be_started_fails_the_answers(tmp_path: Path, error: type[BaseException]) -> None:
+    async def broken() -> Reward:
+        raise error("no verifier here")
+
+    processes = RewardProcesses(broken, log=tmp_path / "rewards.log")
+    with pytest.raises(Exception, match="no verifier here"):
+        await processes.start()
+    (failed,) = await processes.score_each(answers("a"), 60.0)
+    assert "no verifier here" in str(failed)
+    await processes.close()
+
+
+def test_a_reward_may_be_awaited(tmp_path: Path) -> None:
+    class Awaits:
+        name = "awaits"
+
+        async def score(self, answers: Sequence[JudgedAnswer]) -> Sequence[Score]:
+            await asyncio.sleep(1000.0 if answers[0].text == "x" else 0.0)
+            return [Score(1.0) for _ in answers]
+
+    async def work(processes: RewardProcesses) -> list[float | str]:
+        found = outcomes(await processes.score_each(answers("x", "a"), LIMIT))
+        assert processes.ended == 0, "it could be cancelled"
+        return found
+
+    assert used(Awaits(), work) == ["no score after 0.3 s", 1.0]
+
+
+REWARDS = """
+def brief(answer):
+    return 1.0 / answer.length
+"""
+
+
+def configured(folder: Path, text: str) -> RunConfig:
+    """The configuration as a run reads it again from its own directory."""
+    (folder / "rewards.py").write_text(REWARDS)
+    config = placed(parse_config(text, "run.toml", folder=folder), folder)
+    return parse_config(resolved(config), "resolved.toml")
+
+
+def configured_values(config: RunConfig, *texts: str) -> list[float]:
+    async def body() -> list[float]:
+        prompt = Prompt(number=0, tokens=(1,))
+        answers = [JudgedAnswer(prompt=prompt, text=text, length=len(text)) for text in texts]
+        reward = reward_of(config)
+        assert isinstance(reward, RewardProcesses), "code of the user's runs where it can be ended"
+        try:
+            await reward.start()
+            scores = await reward.score_each(answers, 60.0)
+        finally:
+            await reward.close()
+        return [each.value for each in scores if isinstance(each, Score)]
+
+    return asyncio.run(body())
+
+
+def test_a_function_of_a_file_beside_the_configuration_is_a_criterion(tmp_path: Path) -> None:
+    text = '[[reward]]\nkind = "python"\nfunction = "rewards.py:brief"\nweight = 3.0'
+    assert configured_values(configured(tmp_path, text), "x", "xxx") == [3.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [("rewards.py:absent", "has no absent"), ("no_such_module:f", "No module named 'no_such_module'")],
+)
+def test_a_function_that_is_not_there_is_named(tmp_path: Path, function: str, words: str) -> None:
+    with pytest.raises(NoSuchCode, match=words):
+        configured_values(configured(tmp_path, f'[[reward]]\nkind = "python"\nfunction = "{function}"'), "x")
