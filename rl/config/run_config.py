@@ -278,7 +278,7 @@ class TrainerConfig(_Section, frozen=True, kw_only=True):
     max_norm: Annotated[float, Meta(gt=0, description="Gradients are clipped to this norm.")] = 1.0
 
     def rate_at(self, update: int) -> float:
-        """The learning rate of an update, counted from 0: it rises in a line, then falls in a line to its floor."""
+        """The learning rate of an update, counted from 0: a line up, then a line down to its floor."""
         warm = min(1.0, (update + 1) / self.rate_warmup)
         gone = min(1.0, update / self.rate_decay)
         return self.rate * warm * (1.0 - (1.0 - self.rate_floor) * gone)

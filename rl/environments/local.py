@@ -48,11 +48,10 @@ class CallThread:
         """Let the thread end after the calls that it has and a last one; does not wait."""
         self._calls.put((last, None))
 
-    async def wait_ended(self, timeout: float) -> bool:
-        """Whether the thread has ended, after `timeout` seconds at most."""
+    async def wait_ended(self, timeout: float) -> None:
+        """Wait until the thread has ended, `timeout` seconds at most."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._ended.wait(), timeout)
-        return self._ended.is_set()
 
     def _run(self) -> None:
         future: asyncio.Future[Any] | None

@@ -1,4 +1,4 @@
-"""Episodes of several turns, as the tokens that a trainer learns from: one of them, and the groups of a run."""
+"""Play episodes of several turns, alone or in groups, as the tokens that a trainer learns from."""
 
 from __future__ import annotations
 

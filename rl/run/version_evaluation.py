@@ -120,7 +120,7 @@ async def _judged_answers(
 
 
 async def _played_answers(config: RunConfig, source: ModelSource, count: int, generate: Generate) -> _Answers:
-    """Play at the addresses of the configuration, or else at a server, whose process ends with this."""
+    """Play at the addresses of the configuration, or else at a server that is started for it."""
     failures: list[str] = []
 
     def failed(failure: EpisodeFailure) -> None:

@@ -1,4 +1,4 @@
-"""The limits of a run, and the watch that holds them from outside: it reads what the run writes, and ends it.
+"""The limits of a run, and the watch from outside that reads what it writes, and ends it.
 
 What the code does is a result, no error; the errors are those of the sandbox itself.
 

@@ -1,4 +1,4 @@
-"""Run Python that is not to be trusted: every run behind walls of its own, forked from one warm template process.
+"""Run Python that is not to be trusted, each run behind walls of its own, forked from one warm template.
 
 The template is started once, asked for runs, and replaced when it is gone.
 

@@ -209,7 +209,7 @@ def test_an_attempt_ends_and_the_host_is_untouched(
     ],
 )
 def test_a_call_that_only_an_attack_makes_is_fatal(name: str, sandbox: Sandbox) -> None:
-    """One in eight in the first tier: `test_sandbox_filter.py` has the filter's verdict on each."""
+    """One in eight in the first tier: `test_lists_are_followed` has the filter's verdict on each."""
     number = seccomp.fatal(platform.machine())[name]
     assert sandbox.run(LIBC + f"libc.syscall({number}, 0, 0, 0, 0, 0, 0)").reason == "refused"
 
