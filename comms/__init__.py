@@ -6,6 +6,7 @@ comm.all_reduce(tensor)
 """
 
 from holdfast.comms import experts
+from holdfast.comms._native import PreparedOp
 from holdfast.comms.communicator import Communicator, CommunicatorInfo
 from holdfast.comms.connect import KnownMembers, connect, connect_members, unconnected
 from holdfast.comms.errors import (
@@ -25,13 +26,12 @@ from holdfast.comms.errors import (
     Unsupported,
     UsedAfterFork,
 )
-from holdfast.comms.execution.prepared import PreparedOp
-from holdfast.comms.grids.mesh import Mesh, mesh
 from holdfast.comms.memory_plane import Handle, MemoryPlane, Region, memory
+from holdfast.comms.mesh import Mesh, mesh
+from holdfast.comms.onesided.window import Window, WindowInfo, WindowWork
 from holdfast.comms.ops import Recv, ReduceOp, Send
 from holdfast.comms.plugins.registry import Backend, backends, register, unregister
-from holdfast.comms.tensors.registration import Registration, empty
-from holdfast.comms.window import Window, WindowInfo, WindowWork
+from holdfast.comms.tensors.memory import Registration, empty
 from holdfast.comms.work import Work
 
 __all__ = [

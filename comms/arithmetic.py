@@ -9,7 +9,7 @@ import torch
 
 from holdfast.comms import _native
 from holdfast.comms.errors import Unsupported
-from holdfast.comms.ops import ReduceOp
+from holdfast.comms.ops import ReduceOp, reduction_kind
 
 REDUCIBLE = (
     torch.bool,
@@ -39,18 +39,6 @@ _WIDE_INTEGERS = (torch.int64, torch.uint64)
 _NUMPY_DIVIDES = (torch.uint16, torch.uint32, torch.uint64)
 """Integer dtypes that torch cannot divide."""
 
-_BASE = {"avg": "sum", "premul_sum": "sum"}
-_KINDS: dict[tuple[torch.dtype, str], int] = {}
-
-
-def kind(dtype: torch.dtype, op: ReduceOp) -> int:
-    """The compiled code's number for this reduction (that of the sum, for avg and premul_sum)."""
-    known = _KINDS.get((dtype, op.name))
-    if known is None:
-        name = str(dtype).removeprefix("torch.")
-        known = _KINDS[dtype, op.name] = _native.kind(name, _BASE.get(op.name, op.name))
-    return known
-
 
 def combine(target: torch.Tensor, other: torch.Tensor, op: ReduceOp, other_first: bool = False) -> None:
     """target = target op other, for contiguous tensors of equal shape and dtype (the sum, for avg and premul_sum).
@@ -59,7 +47,7 @@ def combine(target: torch.Tensor, other: torch.Tensor, op: ReduceOp, other_first
     """
     at, there = target.data_ptr(), other.data_ptr()
     first, second = (there, at) if other_first else (at, there)
-    _native.combine(kind(target.dtype, op), at, first, second, target.numel())
+    _native.combine(reduction_kind(target.dtype, op), at, first, second, target.numel())
 
 
 def check_reducible(dtype: torch.dtype, op: ReduceOp) -> None:

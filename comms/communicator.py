@@ -20,16 +20,15 @@ from typing import Any, Literal, overload
 
 import torch
 
-from holdfast.comms import objects
-from holdfast.comms.collectives import CheckedOp, CheckedOps
+from holdfast.comms._native import PreparedOp
+from holdfast.comms.codecs import objects
+from holdfast.comms.codecs.objects import ObjectWork, T
+from holdfast.comms.collectives import ArgumentChecks, CheckedOp, CheckedOps, plan_usual, prepare
 from holdfast.comms.errors import HoldfastError, NotConnected, OpTimeout, PeerFailed, Revoked, Unsupported
-from holdfast.comms.execution.argument_checks import ArgumentChecks
-from holdfast.comms.execution.executor import Body, Executor, OpSettings
-from holdfast.comms.execution.prepared import PreparedOp, prepare
-from holdfast.comms.hooks.hooks import Hooks
-from holdfast.comms.objects import ObjectWork, T
-from holdfast.comms.ops import Recv, ReduceOp, Send
-from holdfast.comms.plan import OpDescription
+from holdfast.comms.executor import Body, Executor, OpSettings
+from holdfast.comms.hooks import Hooks
+from holdfast.comms.onesided.window import ATOMIC_DTYPES, Exposure, Window, WindowInfo, check_exposable, shapes_of_all
+from holdfast.comms.ops import OpDescription, Recv, ReduceOp, Send
 from holdfast.comms.plugins.hints import Hints, Value
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.plugins.spec import BackendInfo
@@ -37,10 +36,8 @@ from holdfast.comms.quantities import seconds_or
 from holdfast.comms.rendezvous.handles import LastingIdentity
 from holdfast.comms.rendezvous.offer_exchange import meeting_counters
 from holdfast.comms.system import forks
-from holdfast.comms.tensors.registration import Registration
-from holdfast.comms.transport.base import Context, Peer, Transport
-from holdfast.comms.transport.window_memory import WindowMemory
-from holdfast.comms.window import ATOMIC_DTYPES, Exposure, Window, WindowInfo, check_exposable, shapes_of_all
+from holdfast.comms.tensors.memory import Registration
+from holdfast.comms.transport.base import Context, Peer, Transport, WindowMemory
 from holdfast.comms.work import DONE, Work
 
 Tensor = torch.Tensor
@@ -108,7 +105,7 @@ class Communicator:
         self._transport = transport
         self._check = ArgumentChecks(context.rank, context.size, self.device, info)
         self._executor = Executor(transport, context, settings)
-        self._fast = self._executor.fast_path(self._check)
+        self._fast = self._executor.fast_path(partial(plan_usual, transport, self._check, self._executor.timeout))
         self._ops = CheckedOps(transport, self._check)
         self.name: str = context.name
         self.epoch: int = context.epoch

@@ -31,7 +31,7 @@ from holdfast.comms.errors import (
     Unsupported,
     again,
 )
-from holdfast.comms.execution.executor import OpSettings
+from holdfast.comms.executor import OpSettings
 from holdfast.comms.plugins.hints import Hints, Value, parse_hints
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.plugins.spec import BackendInfo, Unavailable

@@ -1,23 +1,38 @@
 """Reproducible reductions: their bits depend on the values alone, not on the ranks, their order or the backend.
 
-A sum is the exact sum, rounded once (see `exact_sum`). With two ranks and one tensor each, a plain all_reduce gives
+A sum is the exact sum, rounded once (see below). With two ranks and one tensor each, a plain all_reduce gives
 that already, since IEEE addition of two numbers rounds correctly. Otherwise each rank owns a part of the result: an
 all-to-all brings all contributions of a part to its owner, the owner adds them, and an all-gather distributes the
 parts. That moves as many bytes as an ordinary all_reduce. It runs in segments, so that received data is still in the
 cache when it is added. A sum with NaN, or with infinities of both signs, is NaN; one with an infinity is that infinity.
 Complex numbers are summed as pairs of reals. A minimum or maximum that is zero is 0.0, never -0.0.
+
+**Exact sums.** The correctly rounded elementwise sum of several tensors: the exact sum, rounded once to their dtype.
+
+The sum does not depend on the order of the values, and no sum has a smaller error. Two numbers are simply added: IEEE
+addition rounds correctly. More are added in float64 by Knuth's TwoSum, which yields each rounding error: the error of
+one partial sum is added to the next partial sum, as in J. Shewchuk, "Adaptive Precision Floating-Point Arithmetic"
+(1997), so the partial sums together are exact. Mostly the errors are zero, since sums of 24-bit numbers of similar size
+are exact in 53 bits. Otherwise the sum is rounded to odd in float64 before it is rounded to the dtype: S. Boldo and
+G. Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd" (2008). NaN becomes
+torch's own NaN; a zero is negative if all values are negative zeros.
+
+On the host, compiled code adds nearly everything: all elements with an exact sum that fits in two partial sums. Blocks
+with other elements are added here.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
-from holdfast.comms import arithmetic
+from holdfast.comms import _native, arithmetic
 from holdfast.comms.errors import Unsupported
-from holdfast.comms.exact.exact_sum import add_exactly, make_nans_alike, summable
 from holdfast.comms.ops import ReduceOp
 from holdfast.comms.tensors.packing import packed, unpack
 from holdfast.comms.transport.base import Transport
@@ -191,3 +206,204 @@ def _add_up(
         for i in range(count)
     ]
     add_exactly(rows, own_part)
+
+
+_BLOCK = 1 << 10
+"""The number of elements of a block on the host."""
+
+_COMPILED = 256
+"""The largest number of contributions that the compiled code accepts."""
+
+
+def add_exactly(contributions: Sequence[Tensor], output: Tensor) -> None:
+    """Set `output` to the correctly rounded sum of `contributions`, flat tensors of its size and dtype.
+
+    `output` may be one of the contributions.
+    """
+    if not contributions:
+        output.zero_()
+        return
+    if len(contributions) <= 2:
+        if len(contributions) == 2:
+            torch.add(*contributions, out=output)
+        elif contributions[0] is not output:
+            output.copy_(contributions[0])
+        make_nans_alike(output)
+        return
+    step = _BLOCK if output.device.type == "cpu" else max(1, output.numel())
+    count = min(step, output.numel())
+    scratch = [torch.empty(count, dtype=torch.float64, device=output.device) for _ in range(5)]
+    start = _done(contributions, output, 0)
+    while start < output.numel():
+        blocks = [each[start : start + step] for each in contributions]
+        _add_block(blocks, output[start : start + step], [each[: blocks[0].numel()] for each in scratch])
+        start = _done(contributions, output, start + step)
+
+
+def _done(contributions: Sequence[Tensor], output: Tensor, start: int) -> int:
+    """Sum with the compiled code from `start` on; return the element at which it stopped.
+
+    It stops before a block with an element that needs more than two partial sums.
+    """
+    if output.device.type != "cpu" or len(contributions) > _COMPILED or start >= output.numel():
+        return start
+    dtype, offset = str(output.dtype).removeprefix("torch."), start * output.element_size()
+    addresses = tuple(each.data_ptr() + offset for each in contributions)
+    return start + _native.sum_exactly(dtype, output.data_ptr() + offset, output.numel() - start, addresses)
+
+
+def make_nans_alike(tensor: Tensor) -> None:
+    """Replace every NaN of a contiguous tensor by torch's own: an addition's NaN depends on the operands' order."""
+    if tensor.device.type == "cpu":
+        _native.make_nans_alike(str(tensor.dtype).removeprefix("torch."), tensor.data_ptr(), tensor.numel())
+    else:
+        tensor.masked_fill_(torch.isnan(tensor), math.nan)
+
+
+def _add_block(blocks: Sequence[Tensor], output: Tensor, scratch: Sequence[Tensor]) -> None:
+    total, term = scratch[:2]
+    total.copy_(blocks[0])
+    partials = [total]
+    if _exact_in_double(blocks):
+        run = np if total.device.type == "cpu" else torch
+        into, added = _for(run, total), _for(run, term)
+        with arithmetic.ignore_overflow():
+            for block in blocks[1:]:
+                term.copy_(block)
+                run.add(into, added, out=into)
+    else:
+        _add_keeping(blocks[1:], partials, scratch[1:])
+    finite = torch.isfinite(total)
+    for other in partials[1:]:
+        finite &= torch.isfinite(other)
+    whole = bool(finite.all())
+    if len(partials) > 1:
+        total = _rounded(partials, output.dtype)
+    _narrow(total, output)
+    if not whole:
+        _add_specials(blocks, output, ~finite)
+
+
+def _exact_in_double(blocks: Sequence[Tensor]) -> bool:
+    """Whether float64 holds every possible sum of these blocks exactly: float16 values span 40 bits."""
+    return blocks[0].dtype == torch.float16 and (len(blocks) - 1).bit_length() <= 13
+
+
+def _for(run: Any, tensor: Tensor) -> Any:
+    return tensor.numpy() if run is np else tensor
+
+
+def _add_keeping(blocks: Sequence[Tensor], partials: list[Tensor], scratch: Sequence[Tensor]) -> None:
+    """Add `blocks` to `partials` exactly: each partial sum's rounding error is added to the next one.
+
+    Appends partial sums as needed.
+    """
+    run: Any = np if scratch[0].device.type == "cpu" else torch
+    held = [_for(run, each) for each in partials]
+    term, total, back, lost = (_for(run, each) for each in scratch)
+    with arithmetic.ignore_overflow():
+        for block in blocks:
+            scratch[0].copy_(block)
+            for place, partial in enumerate(held):
+                run.add(partial, term, out=total)
+                run.subtract(total, partial, out=back)
+                run.subtract(total, back, out=lost)
+                run.subtract(partial, lost, out=lost)
+                run.subtract(term, back, out=back)
+                run.add(lost, back, out=term)
+                partial[:] = total
+                if not bool(term.any()):
+                    break
+                if place == len(held) - 1:
+                    partials.append(scratch[0].clone())
+                    held.append(_for(run, partials[-1]))
+                    break
+
+
+def _two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """a + b and its rounding error. Where b is zero, `a` itself, which may be a negative zero."""
+    total = a + b
+    back = total - a
+    lost = (a - (total - back)) + (b - back)
+    nothing = b == 0
+    return torch.where(nothing, a, total), torch.where(nothing, 0.0, lost)
+
+
+def _rounded(partials: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Round the exact total of partial sums to one float64: to nearest if `dtype` is float64, else to odd."""
+    parts = list(partials)
+    moved = True
+    while moved:
+        moved = False
+        for i in range(len(parts) - 1, 0, -1):
+            high, low = _two_sum(parts[i - 1], parts[i])
+            same = (high == parts[i - 1]) | ~torch.isfinite(high)
+            moved = moved or not bool(same.all())
+            parts[i - 1], parts[i] = high, low
+    high, low = parts[0], parts[1]
+    rest = parts[2] if len(parts) > 2 else torch.zeros_like(low)
+    if dtype != torch.float64:
+        return _odd(high, low)
+    # `high` is the nearest, except in a tie that `rest` breaks the other way
+    other = high + 2 * low
+    tie = (other - high == 2 * low) & (low != 0) & (torch.sign(rest) == torch.sign(low))
+    return torch.where(tie, other, high)
+
+
+def _odd(value: Tensor, rest: Tensor) -> Tensor:
+    """Round `value` + `rest` to odd: of the two float64 around it, the odd one. `value` is the nearest float64."""
+    bits = value.view(torch.int64)
+    outwards = (rest > 0) == (value > 0)
+    even = (rest != 0) & (bits & 1 == 0) & (value != 0)
+    return torch.where(even, torch.where(outwards, bits + 1, bits - 1), bits).view(torch.float64)
+
+
+def _narrow(total: Tensor, output: Tensor) -> None:
+    """Set `output` to `total`, rounded once.
+
+    torch rounds to 16 bits by way of float32, so the float32 value must be exact or rounded to odd.
+    """
+    if output.dtype.itemsize > 2:
+        output.copy_(total)
+        return
+    single = total.float()
+    there = single.double()
+    if not torch.equal(there, total):
+        bits = single.view(torch.int32)
+        even = (there != total) & (bits & 1 == 0) & ~torch.isnan(total)
+        outwards = total.abs() > there.abs()
+        single = torch.where(even, torch.where(outwards, bits + 1, bits - 1), bits).view(torch.float32)
+    output.copy_(single)
+
+
+def _add_specials(blocks: Sequence[Tensor], output: Tensor, where: Tensor) -> None:
+    """Recompute the elements `where` a value is infinite or NaN, or a partial sum overflowed."""
+    (places,) = torch.nonzero(where, as_tuple=True)
+    rows = torch.stack([block[places] for block in blocks])
+    up, down = torch.isposinf(rows).any(0), torch.isneginf(rows).any(0)
+    result = torch.where(up, math.inf, -math.inf).to(output.dtype)
+    result = result.masked_fill(torch.isnan(rows).any(0) | (up & down), math.nan)
+    for column in torch.nonzero(torch.isfinite(rows).all(0)).view(-1).tolist():
+        result[column] = _fraction_sum(rows[:, column].tolist())
+    output[places] = result
+
+
+def _fraction_sum(numbers: Sequence[float]) -> float:
+    """The exact sum by fractions, for the rare sums with an overflow in between."""
+    total = sum(map(Fraction, numbers), Fraction(0))
+    try:
+        return float(total)
+    except OverflowError:
+        return math.inf if total > 0 else -math.inf
+
+
+def exact_sum(rows: Tensor) -> Tensor:
+    """The correctly rounded sum of a (contributions, elements) tensor over its rows."""
+    output = rows.new_empty(rows.shape[1])
+    add_exactly(list(rows), output)
+    return output
+
+
+def summable(dtype: torch.dtype) -> bool:
+    """Whether tensors of `dtype` can be summed exactly."""
+    return dtype.is_floating_point and dtype in arithmetic.REDUCIBLE

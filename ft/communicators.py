@@ -16,15 +16,15 @@ import torch.distributed as dist
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.connect import KnownMembers, connect_members
 from holdfast.comms.errors import HoldfastError, describe
-from holdfast.comms.execution.executor import OpSettings
-from holdfast.comms.journal import Recorder
+from holdfast.comms.executor import OpSettings
+from holdfast.comms.ops import Recorder
 from holdfast.ft.listen_address import split_address
 from holdfast.ft.membership.view import View
 from holdfast.ft.settings import Settings
 from holdfast.ft.step_protocol import FIELDS, Vote
 
 if TYPE_CHECKING:
-    from holdfast.comms.torchdist.session_group import SessionProcessGroup
+    from holdfast.comms.torchdist.registration import SessionProcessGroup
 
 _log = logging.getLogger("holdfast.ft")
 

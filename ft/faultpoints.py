@@ -20,7 +20,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from holdfast.comms.system.paths import connect_unix
+from holdfast.comms.system.files import connect_unix
 
 GATE_VARIABLE = "HOLDFAST_FAULT_GATE"
 

@@ -26,7 +26,7 @@ import torch
 
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import HoldfastError, StaleEpoch
-from holdfast.comms.journal import Recorder
+from holdfast.comms.ops import Recorder
 from holdfast.comms.quantities import integer
 from holdfast.comms.system import forks
 from holdfast.comms.system.local_causes import reraise_local_cause
@@ -50,7 +50,7 @@ from holdfast.ft.telemetry.flight.recorder import open_recorder
 from holdfast.ft.telemetry.metrics import PORT, Metrics, OpTally, ports
 
 if TYPE_CHECKING:
-    from holdfast.comms.torchdist.session_group import SessionProcessGroup
+    from holdfast.comms.torchdist.registration import SessionProcessGroup
 
 _READABLE = ("identity", "view", "epoch", "rank", "size", "step")
 """Attributes that a forked child can still read of its parent's session."""

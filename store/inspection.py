@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from holdfast.comms.errors import CorruptData, HoldfastError, OpTimeout, RegionGone
 from holdfast.comms.memory_plane import MemoryPlane, memory
 from holdfast.comms.quantities import seconds
-from holdfast.comms.system.mappings import touched_pages
+from holdfast.comms.system.files import touched_pages
 from holdfast.comms.transport.liveness import this_host
 from holdfast.ft.state.boxes import Box
 from holdfast.store.catalog.client import DEFAULT, CatalogClient, gone

@@ -53,13 +53,12 @@ from holdfast.backends.common.shareable_memory import (
 )
 from holdfast.comms.errors import BackendUnavailable, OpTimeout, RegionGone, Unsupported
 from holdfast.comms.memory_plane import Handle, MemoryPlane, Region
-from holdfast.comms.onesided.region_owner import closed, gone
 from holdfast.comms.quantities import integer, seconds
 from holdfast.comms.system import forks
 from holdfast.comms.system.local_causes import MEMORY_HINT
-from holdfast.comms.tensors.exposed import ExposedMemory, moved_error
-from holdfast.comms.tensors.memory import plain_tensor
-from holdfast.comms.transport.liveness import this_host, this_process
+from holdfast.comms.tensors.memory import ExposedMemory, moved_error
+from holdfast.comms.tensors.packing import plain_tensor
+from holdfast.comms.transport.liveness import region_closed, region_gone, this_host, this_process
 from holdfast.comms.work import Work
 
 BLOCK_BYTES = 2 << 20
@@ -280,7 +279,7 @@ class HostPlane(MemoryPlane):
         """Raise `RegionGone` unless the region is open."""
         with open_table(self.name, place) as (table, _):
             if generation_in(table, place.slot) != place.generation:
-                raise closed(place.owner.pid)
+                raise region_closed(place.owner.pid)
 
     def _mappable(self, handle: Handle) -> tuple[TableAddress, tuple[int, int]]:
         """The place of a region, its memfd and its first byte there. Raises `Unsupported`."""
@@ -445,7 +444,7 @@ class _OwnRegion:
 
     def _check(self) -> None:
         if not self._region.open:
-            raise closed(os.getpid())
+            raise region_closed(os.getpid())
 
 
 class _Reader:
@@ -470,7 +469,7 @@ class _Reader:
         _run(self._plane, read_process, self._pid, *self._before, *piece, *self._after)
         self._check()
         if self._words[1] != self._generation:
-            raise closed(self._pid)
+            raise region_closed(self._pid)
 
     def release(self, unharmed: bool) -> None:
         """End the access; `unharmed` if the copy ended without an error."""
@@ -478,7 +477,7 @@ class _Reader:
 
     def _check(self) -> None:
         if self._words[0] != self._generation:
-            raise closed(self._pid)
+            raise region_closed(self._pid)
 
 
 class _Writer:
@@ -511,7 +510,7 @@ class _Writer:
     def _look(self) -> None:
         _run(self._plane, read_process, self._pid, ctypes.addressof(self._words), self._row, 32)
         if self._words[0] != self._generation:
-            raise closed(self._pid)
+            raise region_closed(self._pid)
 
 
 def read_only() -> Unsupported:
@@ -525,7 +524,7 @@ def _run(plane: str, copy: Callable[..., int], pid: int, *pieces: int) -> None:
         copied = copy(pid, *pieces)
     except OSError as error:
         if error.errno == errno.ESRCH:
-            raise gone(pid) from error
+            raise region_gone(pid) from error
         if error.errno != errno.EFAULT:
             raise BackendUnavailable(plane, f"process {pid} may not be read: {error.strerror}", MEMORY_HINT) from error
         copied = 0

@@ -14,7 +14,7 @@ from pathlib import Path
 from holdfast.comms import _native
 from holdfast.comms.plugins.spec import Available, Unavailable
 from holdfast.comms.system.local_causes import MEMORY_HINT
-from holdfast.comms.tensors.registration import HUGE_PAGE as HUGE_PAGE
+from holdfast.comms.tensors.memory import HUGE_PAGE as HUGE_PAGE
 
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)

@@ -31,13 +31,10 @@ import xxhash
 from holdfast.comms._native import Words
 from holdfast.comms.errors import BackendUnavailable, CorruptData, OpTimeout, RegionGone, Unsupported
 from holdfast.comms.memory_plane import Handle
-from holdfast.comms.onesided.region_owner import gone
-from holdfast.comms.system.cpu_wait import Wait
-from holdfast.comms.system.descriptors import OwnedDescriptor
-from holdfast.comms.system.file_io import read_at, write_all
-from holdfast.comms.system.mappings import map_file
+from holdfast.comms.system.files import OwnedDescriptor, map_file, read_at, write_all
+from holdfast.comms.system.waiting import Wait
 from holdfast.comms.transport.base import Peer
-from holdfast.comms.transport.liveness import start_time
+from holdfast.comms.transport.liveness import region_gone, start_time
 
 SLOTS = 1 << 20
 """The file is sparse: a slot costs memory once it has been used."""
@@ -221,7 +218,7 @@ def open_table(plane: str, address: TableAddress) -> Iterator[tuple[int, int]]:
             if start_time(owner.pid) != owner.started:
                 raise ProcessLookupError
         except ProcessLookupError:
-            raise gone(owner.pid) from None
+            raise region_gone(owner.pid) from None
         yield descriptor, base
     finally:
         os.close(descriptor)

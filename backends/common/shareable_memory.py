@@ -27,8 +27,7 @@ import torch
 from holdfast.backends.common.process_memory import HUGE_PAGE, put_on_huge_pages
 from holdfast.backends.common.region_table import forged
 from holdfast.comms.errors import BackendUnavailable, RegionGone
-from holdfast.comms.system.descriptors import OwnedDescriptor
-from holdfast.comms.system.mappings import SHAREABLE_MEMORY, Mapping, own_mapping
+from holdfast.comms.system.files import SHAREABLE_MEMORY, Mapping, OwnedDescriptor, own_mapping
 from holdfast.comms.system.signal_safety import shared_lock
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import start_time

@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Revoked, again
 from holdfast.comms.rendezvous import fetch
-from holdfast.comms.system.descriptors import OwnedDescriptor
-from holdfast.comms.system.interruptible import run_within
+from holdfast.comms.system.files import OwnedDescriptor
+from holdfast.comms.system.waiting import run_within
 from holdfast.comms.transport.base import Context, Transport
 from holdfast.comms.transport.liveness import Liveness
 

@@ -28,10 +28,9 @@ import torch.distributed as dist
 
 from holdfast.backends.common.torch_group import options, wait_for_ranks
 from holdfast.comms.errors import CorruptData, HoldfastError, OpTimeout, PeerFailed, again
-from holdfast.comms.system.cpu_wait import Wait
-from holdfast.comms.system.descriptors import OwnedDescriptor
-from holdfast.comms.system.interruptible import run_interruptible
+from holdfast.comms.system.files import OwnedDescriptor
 from holdfast.comms.system.local_causes import local_cause, out_of_descriptors
+from holdfast.comms.system.waiting import Wait, run_interruptible
 from holdfast.comms.transport.base import Context
 from holdfast.comms.transport.liveness import Liveness
 

@@ -20,11 +20,11 @@ from collections import deque
 from collections.abc import Sequence
 
 from holdfast.comms.errors import CorruptData, OpTimeout
-from holdfast.comms.onesided.peer_watch import PeerWatch
 from holdfast.comms.onesided.requests import HEAD, PIECE_BYTES, Channel, Requests, Source
 from holdfast.comms.system import forks
-from holdfast.comms.system.descriptors import OwnedDescriptor
+from holdfast.comms.system.files import OwnedDescriptor
 from holdfast.comms.transport.base import Transport, gather_bytes
+from holdfast.comms.transport.liveness import PeerWatch
 
 _CARD = struct.Struct("=46s16sH")
 """Address, secret and port of a rank's listener."""

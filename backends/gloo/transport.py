@@ -34,12 +34,8 @@ from holdfast.backends.gloo.connecting import (
 from holdfast.backends.gloo.onesided import TcpChannel
 from holdfast.comms import _native, arithmetic
 from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked, Unsupported, describe
-from holdfast.comms.execution.argument_checks import TAGS
-from holdfast.comms.onesided.peer_watch import PeerWatch
-from holdfast.comms.onesided.request_window import RequestService
-from holdfast.comms.onesided.requests import Requests
-from holdfast.comms.ops import ReduceOp
-from holdfast.comms.plan import OpPlan
+from holdfast.comms.onesided.requests import Requests, RequestService
+from holdfast.comms.ops import TAGS, OpPlan, ReduceOp
 from holdfast.comms.plugins.hints import Hint
 from holdfast.comms.plugins.spec import (
     API_VERSION,
@@ -50,13 +46,12 @@ from holdfast.comms.plugins.spec import (
     hookimpl,
 )
 from holdfast.comms.system import forks
-from holdfast.comms.system.cpu_wait import POLL
-from holdfast.comms.system.descriptors import OwnedDescriptor
-from holdfast.comms.system.interruptible import run_interruptible
+from holdfast.comms.system.files import OwnedDescriptor
 from holdfast.comms.system.local_causes import local_cause
+from holdfast.comms.system.waiting import POLL, run_interruptible
 from holdfast.comms.tensors.packing import DTYPES, names
-from holdfast.comms.transport.base import Context
-from holdfast.comms.transport.window_memory import WindowMemory
+from holdfast.comms.transport.base import Context, WindowMemory
+from holdfast.comms.transport.liveness import PeerWatch
 
 Tensor = torch.Tensor
 Message = tuple[Tensor, int, int]

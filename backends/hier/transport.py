@@ -23,9 +23,7 @@ from holdfast.backends.hier.choice import MEGABITS, WITHIN, WITHIN_DEVICES, Choi
 from holdfast.comms.algorithms.message_passing import cost
 from holdfast.comms.arithmetic import SCALED, postscale, prescale
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Revoked, Unsupported
-from holdfast.comms.journal import Journal
-from holdfast.comms.ops import ReduceOp
-from holdfast.comms.plan import OpTensors
+from holdfast.comms.ops import Journal, OpTensors, ReduceOp
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.transport.base import Context, Transport
 from holdfast.comms.transport.liveness import is_gone

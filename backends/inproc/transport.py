@@ -21,7 +21,7 @@ from holdfast.comms.memory_plane import Handle
 from holdfast.comms.onesided.mapped import OPEN, MappedWindow, Part, WindowLock, header_words, holder_word
 from holdfast.comms.plugins.spec import API_VERSION, Available, BackendInfo, Capabilities, hookimpl
 from holdfast.comms.rendezvous import fetch
-from holdfast.comms.tensors.exposed import ExposedMemory
+from holdfast.comms.tensors.memory import ExposedMemory
 from holdfast.comms.tensors.packing import DTYPES, names
 from holdfast.comms.transport.base import Context
 from holdfast.comms.transport.liveness import Liveness, this_process

@@ -20,7 +20,7 @@ from mpi4py import MPI
 from holdfast.backends.mpi.world import bounded
 from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed
 from holdfast.comms.rendezvous import fetch_as
-from holdfast.comms.system.cpu_wait import POLL
+from holdfast.comms.system.waiting import POLL
 from holdfast.comms.transport.base import Context
 from holdfast.comms.transport.liveness import Liveness
 

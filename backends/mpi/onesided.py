@@ -25,7 +25,7 @@ from typing import Any
 from mpi4py import MPI
 
 from holdfast.comms.onesided.requests import HEAD, PIECE_BYTES, Channel, Pending, Requests, Source
-from holdfast.comms.system.cpu_wait import yield_cpu
+from holdfast.comms.system.waiting import yield_cpu
 
 TAG, BODY_TAG = 1 << 30, (1 << 30) + 1
 INLINE_BYTES = 4096

@@ -31,17 +31,13 @@ from holdfast.comms.algorithms.message_passing.algorithms import segmented_all_r
 from holdfast.comms.algorithms.message_passing.exchange import Posted
 from holdfast.comms.algorithms.message_passing.messages import MessageTransport
 from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
-from holdfast.comms.onesided.host_window import try_window
-from holdfast.comms.onesided.mapped import MappedWindow
-from holdfast.comms.onesided.peer_watch import PeerWatch
-from holdfast.comms.onesided.request_window import RequestService
-from holdfast.comms.ops import ReduceOp
-from holdfast.comms.plan import OpPlan
-from holdfast.comms.system.cpu_wait import POLL, yield_cpu
+from holdfast.comms.onesided.mapped import MappedWindow, try_window
+from holdfast.comms.onesided.requests import RequestService
+from holdfast.comms.ops import OpPlan, ReduceOp
+from holdfast.comms.system.waiting import POLL, yield_cpu
 from holdfast.comms.tensors.packing import span
-from holdfast.comms.transport.base import Context, Transport
-from holdfast.comms.transport.liveness import Liveness
-from holdfast.comms.transport.window_memory import WindowMemory
+from holdfast.comms.transport.base import Context, Transport, WindowMemory
+from holdfast.comms.transport.liveness import Liveness, PeerWatch
 
 Tensor = torch.Tensor
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from holdfast.comms.errors import BackendUnavailable, OpTimeout, PeerFailed
-from holdfast.comms.system.interruptible import run_interruptible
+from holdfast.comms.system.waiting import run_interruptible
 from holdfast.comms.transport.liveness import Liveness
 
 T = TypeVar("T")

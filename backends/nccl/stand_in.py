@@ -29,7 +29,7 @@ from holdfast.backends.nccl.torch_groups import ends
 from holdfast.backends.nccl.transport import NcclTransport, connected
 from holdfast.comms.arithmetic import EIGHT_BIT_FLOATS, REDUCIBLE
 from holdfast.comms.errors import HoldfastError, StillRunning
-from holdfast.comms.plan import OpPlan
+from holdfast.comms.ops import OpPlan
 from holdfast.comms.plugins.spec import API_VERSION, Available, BackendInfo, Capabilities, hookimpl
 from holdfast.comms.tensors.packing import DTYPES, names
 from holdfast.comms.transport.base import Context

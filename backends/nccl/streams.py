@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from holdfast.comms.errors import StillRunning
-from holdfast.comms.system.cpu_wait import Wait
+from holdfast.comms.system.waiting import Wait
 from holdfast.comms.work import Work
 
 LONGEST_SECONDS = 1e8

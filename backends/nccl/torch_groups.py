@@ -34,7 +34,7 @@ import torch.distributed as dist
 from holdfast.backends.nccl.streams import until
 from holdfast.comms.errors import HoldfastError
 from holdfast.comms.system.environment import flag, set_meanwhile
-from holdfast.comms.system.interruptible import run_within
+from holdfast.comms.system.waiting import run_within
 from holdfast.comms.transport.base import Context
 
 LEGACY, NCCL2 = "nccl-legacy", "nccl2"

@@ -44,12 +44,10 @@ from holdfast.backends.nccl.torch_groups import (
 from holdfast.comms._native import OpCall
 from holdfast.comms.arithmetic import EIGHT_BIT_FLOATS, REDUCIBLE
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Unsupported, again
-from holdfast.comms.ops import ReduceOp
-from holdfast.comms.plan import OpPlan
+from holdfast.comms.ops import OpPlan, ReduceOp
 from holdfast.comms.plugins.hints import Hint
 from holdfast.comms.plugins.spec import API_VERSION, Available, BackendInfo, Capabilities, Unavailable, hookimpl
-from holdfast.comms.system.cpu_wait import POLL
-from holdfast.comms.system.interruptible import run_interruptible
+from holdfast.comms.system.waiting import POLL, run_interruptible
 from holdfast.comms.tensors.packing import DTYPES, names
 from holdfast.comms.transport.base import Context
 from holdfast.comms.work import Work

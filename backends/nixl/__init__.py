@@ -8,8 +8,15 @@ import importlib.util
 import torch
 
 from holdfast.comms.memory_plane import MemoryPlane
-from holdfast.comms.plugins.kernel_calls import refused
-from holdfast.comms.plugins.spec import API_VERSION, Available, BackendInfo, Capabilities, Unavailable, hookimpl
+from holdfast.comms.plugins.spec import (
+    API_VERSION,
+    Available,
+    BackendInfo,
+    Capabilities,
+    Unavailable,
+    hookimpl,
+    refused,
+)
 
 _LIBRARIES = ("nixl_cu12", "nixl_cu13", "nixl_rocm")
 """The packages one of which does the work of `nixl`; it takes that of torch's CUDA, or any if torch has none."""

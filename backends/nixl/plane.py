@@ -32,11 +32,11 @@ from holdfast.backends.ucx.memory_plane import REMEMBERED, NetworkPlane, RemoteA
 from holdfast.backends.ucx.worker import Transports
 from holdfast.comms.errors import BackendUnavailable, OpTimeout, RegionGone
 from holdfast.comms.memory_plane import Handle
-from holdfast.comms.onesided.region_owner import RegionOwner, closed
 from holdfast.comms.system import forks
-from holdfast.comms.system.cpu_wait import Wait
 from holdfast.comms.system.environment import set_meanwhile
-from holdfast.comms.tensors.exposed import ExposedMemory
+from holdfast.comms.system.waiting import Wait
+from holdfast.comms.tensors.memory import ExposedMemory
+from holdfast.comms.transport.liveness import RegionOwner, region_closed
 
 BLOCK_BYTES = 4 << 20
 _WORD = 8
@@ -192,7 +192,7 @@ class NixlAgent:
                 known.transfer = None
             raise
         if ctypes.c_uint64.from_address(word).value != region.place.generation:
-            raise closed(region.pid)
+            raise region_closed(region.pid)
         ctypes.memmove(block.address, word + _WORD, block.nbytes)
 
     def _prepare(self, address: NixlAddress, there: int, here: int, nbytes: int) -> Any:

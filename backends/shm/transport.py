@@ -25,10 +25,7 @@ from holdfast.comms.algorithms.shared_memory.board import HINTS, Board, layout_o
 from holdfast.comms.algorithms.shared_memory.direct import DirectTransport
 from holdfast.comms.arithmetic import REDUCIBLE
 from holdfast.comms.errors import CorruptData, OpTimeout, PeerFailed, Unsupported
-from holdfast.comms.onesided.host_window import make_window
-from holdfast.comms.onesided.mapped import MappedWindow
-from holdfast.comms.onesided.peer_watch import gone
-from holdfast.comms.plugins.kernel_calls import refused
+from holdfast.comms.onesided.mapped import MappedWindow, make_window
 from holdfast.comms.plugins.spec import (
     API_VERSION,
     Available,
@@ -36,14 +33,14 @@ from holdfast.comms.plugins.spec import (
     Capabilities,
     Unavailable,
     hookimpl,
+    refused,
 )
 from holdfast.comms.rendezvous import fetch
-from holdfast.comms.system.descriptors import OwnedDescriptor
+from holdfast.comms.system.files import OwnedDescriptor, advise, map_file
 from holdfast.comms.system.local_causes import unopenable_file, unreadable_memory
-from holdfast.comms.system.mappings import advise, map_file
 from holdfast.comms.tensors.packing import DTYPES, names
 from holdfast.comms.transport.base import Context, Peer
-from holdfast.comms.transport.liveness import Liveness
+from holdfast.comms.transport.liveness import Liveness, window_gone
 
 BOARD_SLOTS = 4
 """The number of consecutive epochs with boards that do not overlap."""
@@ -211,7 +208,7 @@ class ShmTransport(DirectTransport):
 
     def _check_window(self, rank: int) -> None:
         if self._liveness.is_ending(rank):
-            raise gone(rank)
+            raise window_gone(rank)
         self._board.check()
 
     def withdraw(self) -> None:

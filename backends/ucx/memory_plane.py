@@ -21,10 +21,10 @@ from holdfast.backends.ucx.onesided import UcxChannel
 from holdfast.backends.ucx.worker import ProgressThread, Transports, UcxWorker
 from holdfast.comms.errors import HoldfastError, OpTimeout, RegionGone, Unsupported
 from holdfast.comms.memory_plane import Handle
-from holdfast.comms.onesided.region_owner import RegionOwner, closed
 from holdfast.comms.onesided.requests import GONE, Exposed, Owner, Requests
 from holdfast.comms.system import forks
-from holdfast.comms.tensors.exposed import ExposedMemory
+from holdfast.comms.tensors.memory import ExposedMemory
+from holdfast.comms.transport.liveness import RegionOwner, region_closed
 
 ATTEMPTS = 3
 """The number of attempts for a block, each over a new connection."""
@@ -108,7 +108,7 @@ class _Region(Owner):
     def error(self, outcome: int, op: str) -> HoldfastError:
         pid = self.connection.pid
         if outcome == GONE:
-            return closed(pid)
+            return region_closed(pid)
         return forged(f"process {pid} refuses a {op}, since its region has no such bytes")
 
     def late(self, op: str, seconds: float) -> OpTimeout:

@@ -20,10 +20,10 @@ from typing import Any, ClassVar
 from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.worker import Endpoint, ProgressThread, Transports, UcxWorker, explain
 from holdfast.comms.errors import HoldfastError, OpTimeout, RegionGone
-from holdfast.comms.onesided.peer_watch import PeerWatch
 from holdfast.comms.onesided.requests import HEAD, PIECE_BYTES, REPLY, Channel, Pending, Requests, Source
-from holdfast.comms.system.cpu_wait import Wait
+from holdfast.comms.system.waiting import Wait
 from holdfast.comms.transport.base import Transport, gather_bytes
+from holdfast.comms.transport.liveness import PeerWatch
 
 _MESSAGE = 1
 _SOURCE = struct.Struct("<i")

@@ -8,7 +8,6 @@ from holdfast.comms.algorithms.message_passing.cost import ALGORITHM
 from holdfast.comms.arithmetic import REDUCIBLE
 from holdfast.comms.errors import BackendUnavailable
 from holdfast.comms.memory_plane import MemoryPlane
-from holdfast.comms.plugins.kernel_calls import refused
 from holdfast.comms.plugins.spec import (
     API_VERSION,
     Available,
@@ -16,6 +15,7 @@ from holdfast.comms.plugins.spec import (
     Capabilities,
     Unavailable,
     hookimpl,
+    refused,
 )
 from holdfast.comms.system import forks
 from holdfast.comms.tensors.packing import DTYPES, names

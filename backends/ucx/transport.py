@@ -26,15 +26,13 @@ from holdfast.backends.ucx.worker import TURNS, ProgressThread
 from holdfast.comms.algorithms.message_passing.exchange import Posted
 from holdfast.comms.algorithms.message_passing.messages import MessageTransport
 from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
-from holdfast.comms.journal import Journal
-from holdfast.comms.onesided.host_window import make_window
-from holdfast.comms.onesided.peer_watch import PeerWatch
-from holdfast.comms.onesided.request_window import RequestService
-from holdfast.comms.system.cpu_wait import yield_cpu
-from holdfast.comms.system.descriptors import OwnedDescriptor
-from holdfast.comms.transport.base import Context, Link, Peer
-from holdfast.comms.transport.liveness import Liveness, this_host
-from holdfast.comms.transport.window_memory import WindowMemory
+from holdfast.comms.onesided.mapped import make_window
+from holdfast.comms.onesided.requests import RequestService
+from holdfast.comms.ops import Journal
+from holdfast.comms.system.files import OwnedDescriptor
+from holdfast.comms.system.waiting import yield_cpu
+from holdfast.comms.transport.base import Context, Link, Peer, WindowMemory
+from holdfast.comms.transport.liveness import Liveness, PeerWatch, this_host
 
 _REASON_SECONDS = 0.5
 _LOOK_SECONDS = 0.001

@@ -21,9 +21,9 @@ from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.libucp import Libucp, UcxError, library
 from holdfast.comms.errors import BackendUnavailable, HoldfastError, PeerFailed, ResourceExhausted
 from holdfast.comms.system import forks
-from holdfast.comms.system.cpu_wait import yield_cpu
-from holdfast.comms.system.descriptors import OwnedDescriptor
+from holdfast.comms.system.files import OwnedDescriptor
 from holdfast.comms.system.local_causes import check_shared_memory, out_of_descriptors
+from holdfast.comms.system.waiting import yield_cpu
 
 ONE_HOST = "posix,cma,self"
 """Shared memory for messages, and the kernel's copies between processes for large payloads."""

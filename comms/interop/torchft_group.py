@@ -15,8 +15,7 @@ from torchft.process_group import ProcessGroupWrapper
 
 from holdfast.comms.connect import connect
 from holdfast.comms.rendezvous.meeting_place import SharedByRuns
-from holdfast.comms.torchdist.options import Options, resolve_options
-from holdfast.comms.torchdist.process_group import HoldfastProcessGroup
+from holdfast.comms.torchdist.process_group import HoldfastProcessGroup, Options, resolve_options
 
 
 class ProcessGroupHoldfast(ProcessGroupWrapper):  # type: ignore[misc]  # torchft has no types

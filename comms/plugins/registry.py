@@ -33,7 +33,7 @@ from holdfast.comms.plugins.spec import (
 from holdfast.comms.transport.base import Link
 
 if TYPE_CHECKING:
-    from holdfast.comms.hooks.hooks import Hooks
+    from holdfast.comms.hooks import Hooks
 
 GROUP = "holdfast"
 _NAME = re.compile(r"[a-z][a-z0-9_-]*")

@@ -1,11 +1,13 @@
 """The plugin API: the hooks that a package implements under the entry-point group `holdfast`, and their types.
 
 A plugin is a module (or object) with any of the hooks below, marked with `@hookimpl`. `holdfast.comms.plugins.registry`
-loads and checks plugins.
+loads and checks plugins. `refused` probes what a backend needs of the kernel.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,8 +16,8 @@ import pluggy
 import torch
 
 from holdfast.comms.arithmetic import EIGHT_BIT_FLOATS
-from holdfast.comms.ops import ReduceOp
-from holdfast.comms.plan import OPS
+from holdfast.comms.errors import HoldfastError
+from holdfast.comms.ops import OPS, ReduceOp
 from holdfast.comms.plugins.hints import Hint
 from holdfast.comms.tensors.packing import names
 from holdfast.comms.transport.base import Context, Link, Transport
@@ -206,3 +208,50 @@ class HoldfastSpec:
     @hookspec
     def on_abort(self, event: AbortEvent) -> None:
         """A communicator ended: by `abort`, by a failed op, or by `close` with ops that had not ended."""
+
+
+def _memfd_create() -> None:
+    os.close(os.memfd_create("holdfast-probe", os.MFD_CLOEXEC))
+
+
+def _pidfd_open() -> None:
+    os.close(os.pidfd_open(os.getpid()))
+
+
+def _pidfd_send_signal() -> None:
+    pidfd = os.pidfd_open(os.getpid())
+    try:
+        signal.pidfd_send_signal(pidfd, 0)
+    finally:
+        os.close(pidfd)
+
+
+_CALLS: dict[str, tuple[Callable[[], None], str]] = {
+    "memfd_create": (_memfd_create, "Linux 3.17"),
+    "pidfd_open": (_pidfd_open, "Linux 5.3"),
+    "pidfd_send_signal": (_pidfd_send_signal, "Linux 5.1"),
+}
+
+
+class CallRefused(HoldfastError):
+    """The kernel refuses a call to this process without which it cannot go on; the message says what to allow."""
+
+
+def require(what: str, *names: str) -> None:
+    """Raise `CallRefused` if one of these calls, which `what` needs, fails here."""
+    if (wrong := refused(*names)) is not None:
+        raise CallRefused(f"{what} cannot be done here: {wrong.reason}; {wrong.install_hint}")
+
+
+def refused(*names: str) -> Unavailable | None:
+    """Why the first of these calls that fails here does, and what to allow; None if all work."""
+    for name in names:
+        call, since = _CALLS[name]
+        try:
+            call()
+        except AttributeError:
+            return Unavailable(f"this Python has no {name}", f"it needs {since}")
+        except OSError as error:
+            hint = f"it needs {since} and, in a container, a seccomp profile that allows {name}"
+            return Unavailable(f"{name} fails: {error.strerror}", hint)
+    return None

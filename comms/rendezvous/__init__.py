@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.comms.rendezvous.fetching import fetch, fetch_as
 from holdfast.comms.rendezvous.meeting_place import MeetingPlace, meet, rank_and_size
+from holdfast.comms.rendezvous.meeting_store import fetch, fetch_as
 
 __all__ = ["MeetingPlace", "fetch", "fetch_as", "meet", "rank_and_size"]

@@ -19,7 +19,7 @@ from holdfast.comms.errors import HoldfastError
 from holdfast.comms.rendezvous import tcp
 from holdfast.comms.rendezvous.meeting_store import StoreSilent
 from holdfast.comms.system import forks
-from holdfast.comms.system.paths import path_of
+from holdfast.comms.system.files import path_of
 from holdfast.comms.system.signal_safety import shared_lock
 
 _OWN_PORT_SECONDS = 5.0

@@ -17,11 +17,17 @@ from typing import Annotated, Generic, TypeVar
 import msgspec
 
 from holdfast.comms.errors import CorruptData, HoldfastError, Mismatch, OpTimeout, PeerFailed
-from holdfast.comms.rendezvous.fetching import LOOK_SECONDS, MAX_BYTES, decode
 from holdfast.comms.rendezvous.meeting_place import MeetingPlace
-from holdfast.comms.rendezvous.meeting_store import MeetingStore, StoreLost, StoreSilent
-from holdfast.comms.rendezvous.seal import Seal
-from holdfast.comms.system.cpu_wait import Wait
+from holdfast.comms.rendezvous.meeting_store import (
+    LOOK_SECONDS,
+    MAX_BYTES,
+    MeetingStore,
+    StoreLost,
+    StoreSilent,
+    decode,
+)
+from holdfast.comms.system.keys import Seal
+from holdfast.comms.system.waiting import Wait
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import is_gone, this_process
 

@@ -19,8 +19,8 @@ from holdfast.comms.errors import HoldfastError
 from holdfast.comms.rendezvous.meeting_store import StoreSilent
 from holdfast.comms.system import forks
 from holdfast.comms.system.environment import own_address
-from holdfast.comms.system.interruptible import run_interruptible
 from holdfast.comms.system.signal_safety import shared_lock
+from holdfast.comms.system.waiting import run_interruptible
 from holdfast.comms.transport.base import Peer
 
 LOOPBACK = "127.0.0.1"

@@ -1,110 +1,151 @@
-"""Checks that a tensor has memory of its own on its device, and returns that memory as a plain tensor.
+"""Memory behind tensors: registered with a backend, exposed to other processes, or described at once.
 
-Tensors without memory (FakeTensor, DTensor, those of torch.func, freed storages) have a shape and a dtype like any
-other, but no address to copy bytes from or to.
+Other processes have the address of exposed memory, not the tensor. So the memory is kept while it is exposed, and torch
+is told not to resize it (`resize_` raises RuntimeError, as for memory that numpy shares). If the tensor gets other
+memory nevertheless (`t.data = ...`), its address or size differs at the owner's next call; other processes would read
+stale data.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import math
+import mmap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from holdfast.comms._native import plain
-from holdfast.comms.errors import Unsupported
+from holdfast.comms._native import describe
+from holdfast.comms.errors import RegionGone
 
-Tensor = torch.Tensor
-_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
-
-
-def check_memory(tensor: Any, what: str = "tensor") -> None:
-    """Raise TypeError or `Unsupported`, naming it as `what`, unless it is a dense tensor with memory of its own."""
-    plain_tensor(tensor, what)
+HUGE_PAGE = 2 << 20
+"""The kernel finds the memory of another process page by page: with pages of 4 KiB that takes as long as the copy."""
 
 
-def plain_tensor(tensor: Any, what: str = "tensor", device: torch.device | None = None) -> Tensor:
-    """`tensor`, or for a subclass an alias of its memory as a plain `torch.Tensor`.
+class Registration:
+    """A tensor that a communicator knows. `info` says what its backend has done with the memory, or that it gains none.
 
-    Transports then do not depend on how a subclass overrides torch's functions. Raises the errors of `check_memory`,
-    and ValueError if it is not on `device`; a `device` without an index matches every device of its type.
+    Ops on the tensor are the same with and without. `close`, or the end of a `with` block, ends it.
     """
-    if plain(tensor) and (device is None or device.type == "cpu"):
-        return tensor  # type: ignore[no-any-return]
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{what}: expected a tensor, not {type(tensor).__name__}")
-    with torch._C.DisableTorchFunctionSubclass():
-        if device is not None and not _same_device(tensor.device, device):
-            raise ValueError(f"{what} is on {tensor.device}, which a communicator on {device} cannot use")
-        _check(tensor, what)
-        if type(tensor) in _PLAIN_TYPES and (not tensor.is_inference() or torch.is_inference_mode_enabled()):
-            return tensor
-        return _alias(tensor)
+
+    def __init__(self, tensor: torch.Tensor, info: str) -> None:
+        self.tensor: torch.Tensor | None = tensor
+        self.info = info
+
+    def __repr__(self) -> str:
+        return f"<Registration: {self.info if self.tensor is not None else 'closed'}>"
+
+    def close(self) -> None:
+        """End the registration, and let go of the tensor. Idempotent."""
+        self.tensor = None
+
+    def __enter__(self) -> Registration:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
-def is_sparse(tensor: Any) -> bool:
-    """Whether this is a sparse COO tensor, whatever a subclass says of itself."""
-    if type(tensor) in _PLAIN_TYPES:  # the context below costs more than this check
-        return bool(tensor.layout is torch.sparse_coo)
-    if not isinstance(tensor, Tensor):
-        return False
-    with torch._C.DisableTorchFunctionSubclass():
-        return tensor.layout is torch.sparse_coo
+def empty(shape: Sequence[int] | int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A CPU tensor on huge pages, where the kernel gives them.
+
+    Its first use, and its ops over shared memory, are faster. Its numbers are zero. From 2 MiB on; smaller tensors are
+    torch's own.
+    """
+    size = (shape,) if isinstance(shape, int) else tuple(shape)
+    nbytes = math.prod(size) * dtype.itemsize
+    if nbytes < HUGE_PAGE:
+        return torch.zeros(size, dtype=dtype, device="cpu")
+    room = (nbytes // HUGE_PAGE + 2) * HUGE_PAGE  # the kernel may place it anywhere: it begins on a huge page
+    memory = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # the kernel has no huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    line = torch.frombuffer(memory, dtype=torch.uint8)
+    begin = -line.data_ptr() % HUGE_PAGE
+    return line[begin : begin + nbytes].view(dtype).view(size)
 
 
-def locate(tensor: Any) -> tuple[int, int]:
-    """The address and the size in bytes of a contiguous tensor. Raises the errors of `check_memory`, and ValueError."""
-    check_memory(tensor)
-    with torch._C.DisableTorchFunctionSubclass():
-        if not tensor.is_contiguous():
-            raise ValueError("a tensor that is not contiguous has no single stretch of memory")
-        return tensor.data_ptr(), tensor.nbytes
+class ExposedMemory:
+    """The memory that `tensor` has now: `nbytes` at `address`. `held` keeps it alive."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        with torch._C.DisableTorchFunctionSubclass():
+            self.held = tensor.detach()
+            self.address, self.nbytes = tensor.data_ptr(), tensor.nbytes
+            refuse_resize(tensor)
+
+    @property
+    def moved(self) -> bool:
+        """Whether the tensor has other memory now, or another size."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.tensor.data_ptr() != self.address or self.tensor.nbytes != self.nbytes
+
+    def vacate(self) -> torch.Tensor:
+        """Copy the tensor to other memory, unless it has other memory already. Return a tensor that keeps the old."""
+        held, self.held = self.held, torch.empty(0, device="cpu")
+        if self.tensor.untyped_storage().data_ptr() == held.untyped_storage().data_ptr():
+            self.tensor.data = self.tensor.data.clone()
+        return held
 
 
-def _same_device(found: torch.device, wanted: torch.device) -> bool:
-    return found.type == wanted.type and wanted.index in (None, found.index)
+def refuse_resize(tensor: torch.Tensor) -> None:
+    """Make torch refuse to resize the tensor's storage from now on."""
+    storage = tensor.untyped_storage()
+    if storage.resizable():
+        torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
 
 
-def _alias(tensor: Tensor) -> Tensor:
-    with torch.inference_mode(False):
-        alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
-        alias = torch._neg_view(alias) if tensor.is_neg() else alias
-        return alias.conj() if tensor.is_conj() else alias
+def moved_error(what: str) -> RegionGone:
+    """The error that the owner gets after its tensor left the exposed memory."""
+    return RegionGone(
+        f"the tensor of {what} has other memory than when that was made (t.data = ..., set_ or resize_): it is closed; "
+        "copy into the tensor in place (copy_), or expose it again"
+    )
 
 
-def _check(tensor: Tensor, what: str) -> None:
-    if tensor.is_nested:
-        raise Unsupported(f"{what} is a nested tensor", "pass its parts one by one: unbind()")
-    if tensor.layout is not torch.strided and not hasattr(tensor, "to_local"):
-        raise Unsupported(f"{what} is a tensor of layout {tensor.layout}", "pass a dense tensor: to_dense()")
-    held = None if torch.nn.parameter.is_lazy(tensor) else held_bytes(tensor)
-    if held is None:
-        kind = "meta tensor" if tensor.is_meta else type(tensor).__name__
-        hint = "call this with a real tensor, outside of tracing and of torch.func"
-        hint = "pass the part that is here: to_local()" if hasattr(tensor, "to_local") else hint
-        raise Unsupported(f"{what} is a {kind} that has no memory of its own", hint)
-    needed = _extent(tensor) * tensor.element_size()
-    if held < needed:
-        raise Unsupported(
-            f"the storage of {what} holds {held} bytes, of the {needed} that it needs: it was freed or resized",
-            "use the tensor while its memory is there; parameters of FSDP, after unshard()",
-        )
+@dataclass(frozen=True, slots=True)
+class PlainTensors:
+    """Tensors by name.
 
+    Equal `forms` of equal `names` have equal dtypes and shapes. `spans` has address and size in bytes of each (64 bits
+    each).
+    """
 
-def held_bytes(tensor: Tensor) -> int | None:
-    """The bytes that the tensor's storage holds; None if it has no memory, or memory on another device."""
-    try:
-        storage = tensor.untyped_storage()
-        if tensor.device.type == "meta" or storage.device != tensor.device:
-            return None
-        return storage.nbytes() if storage.data_ptr() else 0
-    except RuntimeError:  # storages of torch.func, functionalization and wrapper tensors
-        return None
+    names: tuple[str, ...]
+    forms: bytes
+    spans: bytes
 
+    @staticmethod
+    def of(tensors: Mapping[str, torch.Tensor]) -> PlainTensors | None:
+        """The description of tensors; None unless all are dense memory of the CPU, in row-major order."""
+        found = describe(list(tensors.values()))
+        return None if found is None else PlainTensors(tuple(tensors), found[1], found[0])
 
-def _extent(tensor: Tensor) -> int:
-    """The number of storage elements up to the end of the tensor; 0 for a tensor without elements."""
-    if not tensor.numel():
-        return 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
-    return int(tensor.storage_offset()) + last + 1
+    @property
+    def addresses(self) -> npt.NDArray[np.uint64]:
+        return self._table()[:, 0]
+
+    @property
+    def sizes(self) -> npt.NDArray[np.uint64]:
+        """The bytes of each tensor."""
+        return self._table()[:, 1]
+
+    @property
+    def located(self) -> Iterator[tuple[str, int, int]]:
+        """Name, address and size of each tensor."""
+        return zip(self.names, self.addresses.tolist(), self.sizes.tolist(), strict=True)
+
+    @property
+    def share_memory(self) -> bool:
+        """Whether two tensors have bytes in common."""
+        table = self._table()
+        table = table[table[:, 1] > 0]
+        table = table[np.argsort(table[:, 0])]
+        return bool((table[:-1].sum(axis=1, dtype=np.uint64) > table[1:, 0]).any())
+
+    def _table(self) -> npt.NDArray[np.uint64]:
+        return np.frombuffer(self.spans, np.uint64).reshape(-1, 2)

@@ -6,8 +6,7 @@ distributed checkpoints run unchanged. If a rank dies, ops raise holdfast's type
 from that.
 """
 
-from holdfast.comms.torchdist.options import Options
-from holdfast.comms.torchdist.process_group import HoldfastProcessGroup, behind
+from holdfast.comms.torchdist.process_group import HoldfastProcessGroup, Options, behind
 from holdfast.comms.torchdist.registration import BACKEND, DEVICE_BACKEND, register
 
 __all__ = ["BACKEND", "DEVICE_BACKEND", "HoldfastProcessGroup", "Options", "behind", "register"]

@@ -10,15 +10,18 @@ torch's stubs name one overload of each method; overrides here take all of them,
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import AllgatherOptions
 
 from holdfast.comms.communicator import Communicator
@@ -27,27 +30,139 @@ from holdfast.comms.errors import HoldfastError, OpTimeout, Revoked, Unsupported
 from holdfast.comms.plugins.hints import Hints
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.quantities import time_left
-from holdfast.comms.rendezvous.meeting_store import MeetingStore
 from holdfast.comms.system.environment import flag
-from holdfast.comms.torchdist.calls import lists
-from holdfast.comms.torchdist.calls.conversions import is_async, reduction, seconds
-from holdfast.comms.torchdist.calls.hooks import CompletedWork, Hook, TorchHooks, check_available
-from holdfast.comms.torchdist.calls.overloads import LIST, LISTS, SIZES, TENSOR, Call, form, overloads
-from holdfast.comms.torchdist.device_backend import AVAILABLE, HoldfastBackend, forward_shared_calls, refused
-from holdfast.comms.torchdist.group_members import group_store
-from holdfast.comms.torchdist.options import Options, resolve_options
-from holdfast.comms.torchdist.p2p.channels import P2PChannels
-from holdfast.comms.torchdist.untraced import untraced
+from holdfast.comms.torchdist import calls
+from holdfast.comms.torchdist.calls import (
+    LIST,
+    LISTS,
+    SIZES,
+    TENSOR,
+    Call,
+    form,
+    is_async,
+    overloads,
+    reduction,
+    seconds,
+)
+from holdfast.comms.torchdist.group_store import MonitoredBarrier, group_store
+from holdfast.comms.torchdist.hooks import CompletedWork, Hook, TorchHooks, check_available
+from holdfast.comms.torchdist.p2p_channels import P2PChannels
 from holdfast.comms.torchdist.window import GroupWindow
-from holdfast.comms.torchdist.works import TorchWork
+from holdfast.comms.torchdist.works import TorchWork, untraced
 from holdfast.comms.work import DONE, Work
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """`pg_options` of `init_process_group("holdfast")` and `new_group`.
+
+    `backend` is a holdfast backend's name, a preference list ("ucx,gloo"), or "auto". `device` is the device of the
+    group's tensors. `over` is an existing communicator to run over, which its owner closes.
+    """
+
+    backend: str = "auto"
+    device: str = "cpu"
+    over: Communicator | None = field(default=None, repr=False, compare=False)
+
+
+def resolve_options(given: object, inherited: Options | None) -> Options:
+    """The options of a new group: those given, else HOLDFAST_BACKEND, else those of the default group.
+
+    Raises TypeError for options of another backend.
+    """
+    if given is not None:
+        if not isinstance(given, Options):
+            raise TypeError(
+                f"pg_options must be a holdfast.comms.torchdist.Options, not {type(given).__name__}; "
+                "pass Options(backend=NAME), or set HOLDFAST_BACKEND"
+            )
+        return given
+    if named := os.environ.get("HOLDFAST_BACKEND"):
+        return Options(backend=named)
+    return inherited or Options()
+
+
+AVAILABLE = hasattr(c10d.Backend, "reconfigure")
+"""Whether the installed torch calls methods of its backends that Python overrides."""
+
+
+def refused(name: str, instead: str) -> Callable[..., Any]:
+    """A method of torch's that raises `Unsupported`: what is accepted and ignored would be found out too late."""
+
+    def refuse(self: object, *arguments: object, **named: object) -> Any:
+        raise Unsupported(f"{name} of a holdfast process group", instead)
+
+    return refuse
+
+
+class HoldfastBackend(c10d.Backend):
+    """One rank of a group, for torch's ProcessGroup: torch 2.14's interface for the tensors of one device.
+
+    It lets a group have a backend for each device ("cpu:holdfast_device,cuda:nccl"), and forwards all calls to `group`.
+    A group that is holdfast's as a whole is a `HoldfastProcessGroup` instead: behind this interface, torch 2.14 and
+    2.15 drop what a Work reports beside `wait` and `get_future`, and a group's ranks cannot change.
+    """
+
+    supports_splitting = False
+    supports_coalescing = False
+    supports_shrinking = False
+    supports_reconfigure = False
+    supports_time_estimate = _supports_time_estimate = False
+    supports_window = False
+    supports_abort_hooks = supports_completion_hooks = False
+
+    def __init__(self, group: HoldfastProcessGroup) -> None:
+        super().__init__(group.rank(), group.size())
+        self.group = group
+
+    def name(self) -> str:
+        return self.group.name()
+
+    getBackendName = name  # noqa: N815  # torch's name
+
+    @property
+    def options(self) -> Any:
+        return c10d.Backend.Options(self.group.name(), timedelta(seconds=self.group.timeout))
+
+    new_window = refused("new_window of one device's backend", "use a group that is holdfast's as a whole")
+    register_abort_hook = unregister_abort_hook = refused(
+        "register_abort_hook of one device's backend", "use a group that is holdfast's as a whole"
+    )
+    get_reconfigure_handle = refused("get_reconfigure_handle of one device's backend", "use a group that is holdfast's")
+    reconfigure = refused("reconfigure of one device's backend", "use a group that is holdfast's as a whole")
+    split = refused("split of one device's backend", "call new_group()")
+    merge = refused("merge of one device's backend", "use a group that is holdfast's as a whole, and reconfigure()")
+    shrink = refused("shrink of one device's backend", "use a group that is holdfast's as a whole, and reconfigure()")
+
+    def allreduce_sparse(self, tensors: list[torch.Tensor], opts: Any = None) -> TorchWork:
+        return self.group.allreduce(tensors, opts)
+
+    def start_coalescing(self) -> None:
+        self.group._start_coalescing(self.group.communicator.device)
+
+    def end_coalescing(self) -> TorchWork:
+        return self.group._end_coalescing(self.group.communicator.device)
+
+    def monitored_barrier(self, opts: Any, wait_all_ranks: bool = False) -> None:
+        self.group.monitored_barrier(getattr(opts, "timeout", opts), wait_all_ranks)
+
+
+def forward_shared_calls(group: type[HoldfastProcessGroup]) -> None:
+    """Let a backend forward to its group each call that torch has for both, and the backend does not define."""
+
+    def forwarded(name: str) -> Callable[..., Any]:
+        return lambda self, *arguments, **named: getattr(self.group, name)(*arguments, **named)
+
+    shared = (vars(group).keys() & set(dir(c10d.Backend))) - vars(HoldfastBackend).keys()
+    for name in shared:
+        if callable(getattr(group, name)) and not name.startswith("__"):
+            setattr(HoldfastBackend, name, forwarded(name))
+
 
 Tensor = torch.Tensor
 Tensors = Sequence[Tensor]
 Issue = Callable[..., Work]
 """Issues one op on the communicator, given async_op and the timeout in seconds."""
-_BARRIER_PAUSE = 0.002
-_RESULT_GRACE = 10.0
 
 
 @untraced
@@ -243,22 +358,22 @@ class HoldfastProcessGroup(dist.ProcessGroup):
     )
     def allreduce(self, call: Call) -> TorchWork:
         tensors, op = call.outputs, call.opts.reduceOp
-        lists.alike("allreduce", tensors)
+        calls.alike("allreduce", tensors)
         if tensors[0].layout != torch.strided:
-            summed = lists.total(tensors, reduction(op, tensors[0]))
+            summed = calls.total(tensors, reduction(op, tensors[0]))
             work = self._all_reduce_at_once([summed], tensors, op, call.opts)
-            lists.copy_to_all(summed, tensors)
+            calls.copy_to_all(summed, tensors)
             return work
         if len(tensors) > 1:
-            lists.copy_to_all(lists.total(tensors, reduction(op, tensors[0])), tensors)
+            calls.copy_to_all(calls.total(tensors, reduction(op, tensors[0])), tensors)
         places = {tensor.data_ptr(): tensor for tensor in tensors}.values()
         return self._run([self._all_reduce(tensor, op) for tensor in places], tensors, call.opts)
 
     @overloads(dist.AllreduceCoalescedOptions, form("opts", tensors=LIST))
     def allreduce_coalesced(self, call: Call) -> TorchWork:
         tensors, op = call.outputs, call.opts.reduceOp
-        lists.of_one_type("allreduce_coalesced", tensors)
-        if not lists.overlap(tensors):
+        calls.of_one_type("allreduce_coalesced", tensors)
+        if not calls.overlap(tensors):
             return self._run([self._all_reduce(tensor, op) for tensor in tensors], tensors, call.opts)
         copies = [tensor.detach().clone() for tensor in tensors]
         work = self._all_reduce_at_once(copies, tensors, op, call.opts)
@@ -288,8 +403,8 @@ class HoldfastProcessGroup(dist.ProcessGroup):
 
     @overloads(dist.ReduceOptions, form("opts", tensors=LIST), form("root", "op", "timeout", tensor=TENSOR))
     def reduce(self, call: Call) -> TorchWork:
-        lists.one("reduce", call.outputs, "tensors")
-        lists.root_tensor("reduce", call.outputs, call.opts.rootTensor)
+        calls.one("reduce", call.outputs, "tensors")
+        calls.root_tensor("reduce", call.outputs, call.opts.rootTensor)
         (tensor,), root = call.outputs, call.opts.rootRank
         ours = reduction(call.opts.reduceOp, tensor)
         return self._run([partial(self.communicator.reduce, tensor, root, ours)], call.outputs, call.opts)
@@ -300,8 +415,8 @@ class HoldfastProcessGroup(dist.ProcessGroup):
         form("op", "timeout", output=TENSOR, input=LIST),
     )
     def reduce_scatter(self, call: Call) -> TorchWork:
-        lists.one("reduce_scatter", call.outputs, "output_tensors")
-        lists.one("reduce_scatter", call.inputs, "input_tensors")
+        calls.one("reduce_scatter", call.outputs, "output_tensors")
+        calls.one("reduce_scatter", call.inputs, "input_tensors")
         (output,), (given,) = call.outputs, call.inputs
         ours = reduction(call.opts.reduceOp, output)
         return self._run(
@@ -316,7 +431,7 @@ class HoldfastProcessGroup(dist.ProcessGroup):
 
     @overloads(dist.ReduceScatterOptions, form("opts", outputs=LIST, inputs=LIST))
     def reduce_scatter_single_coalesced(self, call: Call) -> TorchWork:
-        lists.pairs("reduce_scatter_single_coalesced", call.outputs, call.inputs)
+        calls.pairs("reduce_scatter_single_coalesced", call.outputs, call.inputs)
         return self._reduce_scatter_singles(call.outputs, call.inputs, call.opts)
 
     def _reduce_scatter_singles(self, outputs: Tensors, inputs: Tensors, opts: Any) -> TorchWork:
@@ -332,8 +447,8 @@ class HoldfastProcessGroup(dist.ProcessGroup):
     @overloads(dist.BroadcastOptions, form("opts", tensors=LIST), form("root", "timeout", tensor=TENSOR))
     def broadcast(self, call: Call) -> TorchWork:
         tensors, root, source = call.outputs, call.opts.rootRank, call.opts.rootTensor
-        lists.alike("broadcast", tensors)
-        lists.root_tensor("broadcast", tensors, source)
+        calls.alike("broadcast", tensors)
+        calls.root_tensor("broadcast", tensors, source)
         for tensor in tensors:
             if tensor is not tensors[source]:
                 tensor.detach().copy_(tensors[source])
@@ -347,9 +462,9 @@ class HoldfastProcessGroup(dist.ProcessGroup):
     )
     def allgather(self, call: Call) -> TorchWork:
         outputs, inputs = call.outputs, call.inputs
-        lists.pairs("allgather", outputs, inputs)
+        calls.pairs("allgather", outputs, inputs)
         taken = [tensor for outs in outputs for tensor in outs]
-        lists.of_one_size("allgather", [*inputs, *taken])
+        calls.of_one_size("allgather", [*inputs, *taken])
         several = len(inputs)
         issues = [self._all_gather(outs[i::several], tensor) for outs in outputs for i, tensor in enumerate(inputs)]
         return self._run(issues, outputs if several > 1 else taken, call.opts)
@@ -358,11 +473,11 @@ class HoldfastProcessGroup(dist.ProcessGroup):
     def allgather_coalesced(self, call: Call) -> TorchWork:
         """`outputs[rank][i]` takes that rank's `inputs[i]`."""
         outputs, inputs = call.outputs, call.inputs
-        lists.some("allgather_coalesced", inputs)
+        calls.some("allgather_coalesced", inputs)
         for of_rank in outputs:
-            lists.pairs("allgather_coalesced", of_rank, inputs)
+            calls.pairs("allgather_coalesced", of_rank, inputs)
         for i, tensor in enumerate(inputs):
-            lists.of_one_size("allgather_coalesced", [tensor, *(of_rank[i] for of_rank in outputs)])
+            calls.of_one_size("allgather_coalesced", [tensor, *(of_rank[i] for of_rank in outputs)])
         issues = [self._all_gather([of_rank[i] for of_rank in outputs], tensor) for i, tensor in enumerate(inputs)]
         return self._run(issues, outputs if len(outputs) > 1 else outputs[0], call.opts)
 
@@ -375,7 +490,7 @@ class HoldfastProcessGroup(dist.ProcessGroup):
 
     @overloads(AllgatherOptions, form("opts", outputs=LIST, inputs=LIST))
     def all_gather_single_coalesced(self, call: Call) -> TorchWork:
-        lists.pairs("all_gather_single_coalesced", call.outputs, call.inputs)
+        calls.pairs("all_gather_single_coalesced", call.outputs, call.inputs)
         return self._all_gather_singles(call.outputs, call.inputs, call.opts)
 
     def _all_gather_singles(self, outputs: Tensors, inputs: Tensors, opts: Any) -> TorchWork:
@@ -392,7 +507,7 @@ class HoldfastProcessGroup(dist.ProcessGroup):
     )
     def gather(self, call: Call) -> TorchWork:
         root = call.opts.rootRank
-        lists.one("gather", call.inputs, "input_tensors")
+        calls.one("gather", call.inputs, "input_tensors")
         outputs = self._of_root("gather", call.outputs, "output_tensors", root)
         tensor = call.inputs[0]
         return self._run(
@@ -408,7 +523,7 @@ class HoldfastProcessGroup(dist.ProcessGroup):
     )
     def scatter(self, call: Call) -> TorchWork:
         root = call.opts.rootRank
-        lists.one("scatter", call.outputs, "output_tensors")
+        calls.one("scatter", call.outputs, "output_tensors")
         inputs = self._of_root("scatter", call.inputs, "input_tensors", root)
         tensor = call.outputs[0]
         return self._run(
@@ -440,7 +555,7 @@ class HoldfastProcessGroup(dist.ProcessGroup):
     def _of_root(self, op: str, items: Sequence[Tensors], what: str, root: int) -> Tensors | None:
         """The root's only list; None on other ranks."""
         rank = self.communicator.rank
-        lists.of_root(op, items, what, rank, root)
+        calls.of_root(op, items, what, rank, root)
         return items[0] if rank == root else None
 
     @overloads(dist.AllToAllOptions, form("opts", output_tensors=LIST, input_tensors=LIST))
@@ -661,62 +776,6 @@ class HoldfastProcessGroup(dist.ProcessGroup):
 
 
 forward_shared_calls(HoldfastProcessGroup)
-
-
-class MonitoredBarrier:
-    """The barriers of one group that name missing ranks. Rank 0 waits for all ranks and writes the outcome for them.
-
-    It uses the store, so it works without the transport.
-    """
-
-    def __init__(self, store: MeetingStore, rank: int, size: int) -> None:
-        self._store, self._rank, self._size = store, rank, size
-        self._count = 0
-
-    def pass_through(self, timeout: float, wait_all_ranks: bool) -> None:
-        """Return once all ranks have come; else raise `OpTimeout`.
-
-        On rank 0 the error names the first missing rank, or with `wait_all_ranks` all of them.
-        """
-        self._count += 1
-        key = f"monitored-barrier/{self._count}"
-        if self._rank:
-            self._follow(key, timeout)
-        else:
-            self._lead(key, timeout, wait_all_ranks)
-
-    def _lead(self, key: str, timeout: float, wait_all_ranks: bool) -> None:
-        deadline = time.monotonic() + timeout
-        missing = list(range(1, self._size))
-        while missing := [rank for rank in missing if not self._store.check([f"{key}/{rank}"])]:
-            if time.monotonic() >= deadline:
-                break
-            time.sleep(_BARRIER_PAUSE)
-        reported = missing if wait_all_ranks else missing[:1]
-        self._store.set(f"{key}/result", ",".join(map(str, reported)) or "passed")
-        if reported:
-            names = ", ".join(map(str, reported))
-            limit = f"{timeout * 1000:.0f} ms"
-            text = f"{'Ranks' if len(reported) > 1 else 'Rank'} {names} failed to pass monitoredBarrier in {limit}"
-            if timeout <= 0:
-                text = f"Rank 0 timed out in monitoredBarrier after {limit}, before it could look for rank {names}"
-            error = OpTimeout("monitored_barrier", self._count, timeout, tuple(reported))
-            error.args = (text,)  # worded as torch's own
-            raise error
-
-    def _follow(self, key: str, timeout: float) -> None:
-        self._store.set(f"{key}/{self._rank}", "here")
-        deadline = time.monotonic() + timeout + _RESULT_GRACE
-        while not self._store.check([f"{key}/result"]):
-            if time.monotonic() > deadline:
-                raise OpTimeout("monitored_barrier", self._count, timeout + _RESULT_GRACE, (0,))
-            time.sleep(_BARRIER_PAUSE)
-        result = self._store.get(f"{key}/result").decode()
-        if result != "passed":
-            raise HoldfastError(
-                f"Rank {self._rank} successfully reached monitoredBarrier, but received errors while waiting for "
-                f"send/recv from rank 0. Please check rank 0 logs for faulty rank. Rank 0 missed: {result}"
-            )
 
 
 def behind(group: object) -> HoldfastProcessGroup | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -19,13 +19,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.connect import connect
-from holdfast.comms.errors import HoldfastError, Unsupported
+from holdfast.comms.errors import HoldfastError, Revoked, Unsupported
 from holdfast.comms.plugins.registry import registry
-from holdfast.comms.torchdist.device_backend import AVAILABLE, HoldfastBackend
-from holdfast.comms.torchdist.group_members import checked_members, group_store
-from holdfast.comms.torchdist.options import Options, resolve_options
-from holdfast.comms.torchdist.process_group import HoldfastProcessGroup, behind
-from holdfast.comms.torchdist.session_group import SessionProcessGroup
+from holdfast.comms.torchdist.group_store import checked_members, group_store
+from holdfast.comms.torchdist.process_group import (
+    AVAILABLE,
+    HoldfastBackend,
+    HoldfastProcessGroup,
+    Options,
+    behind,
+    refused,
+    resolve_options,
+)
+from holdfast.comms.torchdist.works import untraced
 
 BACKEND = "holdfast"
 DEVICE_BACKEND = "holdfast_device"
@@ -172,3 +178,41 @@ def _accept_monitored_barrier() -> None:
 
     c10d.monitored_barrier = monitored_barrier
     dist.monitored_barrier = monitored_barrier
+
+
+@untraced
+class SessionProcessGroup(HoldfastProcessGroup):
+    """A process group over a session's communicator. The session closes that, and decides on the members.
+
+    `dependents` are objects that were made over the group; `remove_default_group` calls their `end()`.
+    """
+
+    supports_reconfigure = supports_shrinking = False
+    reconfigure = refused("reconfigure", "the session decides who its members are")
+    suspend = resume = refused("suspend", "a session owns its communicator; leave the session instead")
+
+    def __init__(self, store: dist.Store, communicator: Communicator, options: Options, timeout: float) -> None:
+        super().__init__(store, communicator, options, timeout)
+        self.dependents: dict[int, Any] = {}
+
+    def split_communicator(self, ranks: Sequence[int], options: Options) -> Communicator:
+        """Make a communicator of `ranks` for a subgroup; exactly those ranks call this. It ends with this group's.
+
+        Raises `Unsupported` for another transport: the session could not end its ops.
+        """
+        ours = self.communicator
+        if options.backend not in (ours.backend, "auto") or torch.device(options.device).type != ours.device.type:
+            raise Unsupported(
+                f"a subgroup over {options.backend!r} on {options.device} in a session over {ours.backend!r} on "
+                f"{ours.device}",
+                "a session ends the ops of its own transport; give the subgroup no options",
+            )
+        return ours.split(ranks)
+
+    def abort(self) -> None:
+        """End the point-to-point ops, and leave the communicator to the session."""
+        self._p2p.abort(Revoked(self.communicator.epoch, "the process group was aborted"))
+        self.shutdown()
+
+    def shutdown(self) -> None:
+        self._p2p.close()

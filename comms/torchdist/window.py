@@ -13,9 +13,9 @@ from torch._C import _distributed_c10d
 
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import Unsupported
-from holdfast.comms.torchdist.calls.conversions import seconds
+from holdfast.comms.onesided.window import Window, WindowInfo
+from holdfast.comms.torchdist.calls import seconds
 from holdfast.comms.torchdist.works import TorchWork
-from holdfast.comms.window import Window, WindowInfo
 from holdfast.comms.work import Work
 
 Tensor = torch.Tensor

@@ -3,18 +3,35 @@
 from __future__ import annotations
 
 import threading
+import types
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._dynamo import eval_frame
 
 from holdfast.comms.errors import HoldfastError, Unsupported
 from holdfast.comms.quantities import time_left
-from holdfast.comms.torchdist.calls.conversions import seconds
-from holdfast.comms.torchdist.untraced import untraced
+from holdfast.comms.torchdist.calls import seconds
 from holdfast.comms.work import Work
+
+C = TypeVar("C", bound=type)
+
+
+def untraced(cls: C) -> C:
+    """Let dynamo run the methods of a class, and all that they call, uncompiled.
+
+    DDP calls them from C++ within a compiled forward pass, and dynamo fails at fields of process groups. Equal to
+    `torch.compiler.disable`, without its import of 1.7 s.
+    """
+    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+    for member in vars(cls).values():
+        if isinstance(member, types.FunctionType):
+            eval_frame.set_code_exec_strategy(member.__code__, skip)
+    return cls
+
 
 Tensor = torch.Tensor
 Future = torch.futures.Future

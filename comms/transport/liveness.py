@@ -10,12 +10,11 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from holdfast.comms.errors import HoldfastError, again
-from holdfast.comms.system.descriptors import OwnedDescriptor
-from holdfast.comms.system.file_io import read_all
+from holdfast.comms.errors import HoldfastError, RegionGone, again
+from holdfast.comms.system.files import OwnedDescriptor, read_all
 from holdfast.comms.system.local_causes import resource_exhausted
 from holdfast.comms.transport.base import Peer
 
@@ -327,3 +326,77 @@ class Liveness:
             for fd in list(self._ranks):
                 fd.close()
             self._ranks.clear()
+
+
+_WATCH_SECONDS = 0.001
+
+
+class PeerWatch:
+    """Whether a communicator and its ranks live, as of a millisecond ago at most; shared by its windows.
+
+    `check_live` raises what ended the communicator; else it returns the ranks with a connection known to be broken.
+    """
+
+    def __init__(self, liveness: Liveness, check_live: Callable[[], Iterable[int]]) -> None:
+        self._liveness, self._check_live = liveness, check_live
+        self._looking, self._next_look = threading.Lock(), 0.0
+        self._dead: frozenset[int] = frozenset()
+
+    def dead(self) -> frozenset[int]:
+        """The dead ranks, as of a millisecond ago at most. Raises what ended the communicator."""
+        return self.look() if time.monotonic() >= self._next_look else self._dead
+
+    def look(self) -> frozenset[int]:
+        """The dead ranks, as of now. Raises what ended the communicator."""
+        with self._looking:
+            self._dead = self._dead.union(self._liveness.dead())
+            self._dead = self._dead.union(self._check_live())
+            self._next_look = time.monotonic() + _WATCH_SECONDS
+        return self._dead
+
+    def check(self, rank: int) -> None:
+        """Raise if the process of `rank` has ended, or the communicator, perhaps since that process has."""
+        try:
+            dead = self.dead()
+        except HoldfastError:
+            if rank in self._dead:
+                raise window_gone(rank) from None
+            raise
+        if rank in dead:
+            raise window_gone(rank)
+
+
+def window_gone(rank: int) -> RegionGone:
+    """The error of a call that accesses memory of a dead rank."""
+    return RegionGone(f"the process of rank {rank} is gone, and its window with it; rebuild without it")
+
+
+_NO_RANK = -1
+"""Of this process among the owner's one process: the owner may be this process itself."""
+
+
+class RegionOwner:
+    """Watches one process. `here` says whether it is on this host."""
+
+    def __init__(self, process: Peer) -> None:
+        self.pid, self.here = process.pid, process.host == this_host()
+        self._liveness = Liveness([process], rank=_NO_RANK)
+        self.check()
+
+    def check(self) -> None:
+        """Raise `RegionGone` once the process is known to be gone."""
+        if self._liveness.dead():
+            raise region_gone(self.pid)
+
+    def close(self) -> None:
+        self._liveness.close()
+
+
+def region_gone(pid: int) -> RegionGone:
+    """The error of a call on a region of a process that has ended."""
+    return RegionGone(f"process {pid}, which exposed this region, is gone; ask for a region of a process that runs")
+
+
+def region_closed(pid: int) -> RegionGone:
+    """The error of a call on a region that its owner has closed."""
+    return RegionGone(f"process {pid} closed the region; what was read of it must not be used")

@@ -21,7 +21,7 @@ import torch
 
 from holdfast import comms
 from holdfast.comms import Communicator, HoldfastError
-from holdfast.comms.system.paths import url_of
+from holdfast.comms.system.files import url_of
 from holdfast.ft.console.console import console, print_json
 from holdfast.ft.console.units import counted, format_bytes
 from holdfast.ft.processes.channel import ChannelClosed, ProcessChannel

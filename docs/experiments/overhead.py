@@ -33,7 +33,7 @@ from holdfast.harness.measure.rounds import TimedTurn, Workload, take_turns
 
 if TYPE_CHECKING:
     from holdfast.comms import Communicator
-    from holdfast.comms.journal import Recorder
+    from holdfast.comms.ops import Recorder
     from holdfast.ft import Session
 
 VARIANTS = ("bare", "recorder", "recorder and metrics")
@@ -168,7 +168,7 @@ def another(comm: Communicator, folder: Path, name: str, recorder: Recorder | No
     import torch.distributed as dist
 
     from holdfast.comms.connect import KnownMembers, connect_members
-    from holdfast.comms.execution.executor import OpSettings
+    from holdfast.comms.executor import OpSettings
     from holdfast.comms.transport.base import Peer
     from holdfast.comms.transport.liveness import this_process
 

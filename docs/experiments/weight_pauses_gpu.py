@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from holdfast.comms.system.paths import url_of
+from holdfast.comms.system.files import url_of
 from holdfast.ft.launch.job_contract import ReservedPort
 from holdfast.harness.bench.operations import parse_size
 from holdfast.store import WeightStore

@@ -20,7 +20,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Literal, Protocol, TypeVar, cast
 
 from holdfast.comms.system import forks
-from holdfast.comms.system.descriptors import OwnedDescriptor
+from holdfast.comms.system.files import OwnedDescriptor
 
 T = TypeVar("T")
 

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from holdfast.comms.plugins.kernel_calls import refused
-from holdfast.comms.plugins.spec import API_VERSION, Available, DetectorInfo, Unavailable, hookimpl
+from holdfast.comms.plugins.spec import API_VERSION, Available, DetectorInfo, Unavailable, hookimpl, refused
 from holdfast.ft.detectors.detector import Detector, DetectorContext
 
 Probe = Callable[[], Available | Unavailable]

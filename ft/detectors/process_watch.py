@@ -23,8 +23,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.comms.system.descriptors import OwnedDescriptor
-from holdfast.comms.system.mappings import map_file
+from holdfast.comms.system.files import OwnedDescriptor, map_file
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import (
     is_exiting,

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast.comms.errors import HoldfastError
-from holdfast.comms.system.paths import url_of
+from holdfast.comms.system.files import url_of
 from holdfast.ft.console.units import counted
 from holdfast.ft.diagnosis.evidence import ProcessState, life
 from holdfast.ft.event_lines import EventTail

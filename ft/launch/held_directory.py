@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from holdfast.comms.system.descriptors import OwnedDescriptor
+from holdfast.comms.system.files import OwnedDescriptor
 
 SHARED_MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
 """The parent of directories for the shared memory of ranks, which is removed with them: mpirun may leave files."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from holdfast.comms.system.files import url_of
 from holdfast.comms.system.keys import create_key
-from holdfast.comms.system.paths import url_of
 from holdfast.ft.event_lines import read_events
 from holdfast.ft.events import Event
 from holdfast.ft.node.register import Register

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 from holdfast.comms.errors import HoldfastError, Unsupported
-from holdfast.comms.system.descriptors import OwnedDescriptor
+from holdfast.comms.system.files import OwnedDescriptor
 from holdfast.ft.console.units import counted
 from holdfast.ft.control.event_loop import LoopThread
 from holdfast.ft.launch.held_directory import SHARED_MEMORY, HeldDirectory, private_file

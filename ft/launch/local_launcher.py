@@ -27,10 +27,9 @@ from rich.console import Console
 from rich.text import Text
 
 from holdfast.comms.errors import BackendUnavailable, CorruptData, Unsupported
-from holdfast.comms.plugins.kernel_calls import require
 from holdfast.comms.plugins.registry import registry
-from holdfast.comms.system.descriptors import OwnedDescriptor
-from holdfast.comms.system.file_io import write_all
+from holdfast.comms.plugins.spec import require
+from holdfast.comms.system.files import OwnedDescriptor, write_all
 from holdfast.comms.transport.liveness import is_stopped, this_host
 from holdfast.ft.console.console import console
 from holdfast.ft.console.output import LineSplitter, visible, visible_but_colours

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from holdfast.comms.system.paths import bind_unix
+from holdfast.comms.system.files import bind_unix
 from holdfast.ft.launch import proxy_program
 from holdfast.ft.launch.held_directory import HeldDirectory
 

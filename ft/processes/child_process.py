@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.comms.plugins.kernel_calls import require
-from holdfast.comms.system.descriptors import OwnedDescriptor
+from holdfast.comms.plugins.spec import require
+from holdfast.comms.system.files import OwnedDescriptor
 from holdfast.ft.console.output import tail
 from holdfast.ft.launch.held_directory import private_file
 from holdfast.ft.launch.launcher import StartFailed, how_it_ended

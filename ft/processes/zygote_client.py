@@ -27,7 +27,7 @@ from typing import TypeVar
 import cloudpickle
 import msgspec
 
-from holdfast.comms.plugins.kernel_calls import require
+from holdfast.comms.plugins.spec import require
 from holdfast.comms.system import forks
 from holdfast.comms.transport.liveness import is_stopped
 from holdfast.ft.launch.held_directory import private_file

@@ -29,8 +29,8 @@ from typing import TypeVar
 from urllib.parse import quote
 
 from holdfast.comms.errors import CorruptData
-from holdfast.comms.system import forks, paths
-from holdfast.comms.system.descriptors import OwnedDescriptor
+from holdfast.comms.system import files, forks
+from holdfast.comms.system.files import OwnedDescriptor
 from holdfast.ft.registers import Cell, RegisterAway, RegisterBusy
 
 _IN_MODIFY, _IN_ATTRIB, _IN_DELETE_SELF, _IN_MOVE_SELF = 0x2, 0x4, 0x400, 0x800
@@ -180,7 +180,7 @@ def _type_of(path: Path) -> int:
 
 def path_of(url: str) -> Path:
     """The file of a `sqlite:///absolute/path` URL."""
-    return paths.path_of(url, "sqlite", "sqlite:///absolute/path/job.sqlite")
+    return files.path_of(url, "sqlite", "sqlite:///absolute/path/job.sqlite")
 
 
 def _template() -> bytes:

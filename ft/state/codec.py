@@ -16,7 +16,7 @@ import torch
 
 from holdfast.comms.codecs.value_codec import EncodedNode, ValueNode, decode_value, encode_value
 from holdfast.comms.errors import CorruptData, Unsupported
-from holdfast.comms.tensors.memory import plain_tensor
+from holdfast.comms.tensors.packing import plain_tensor
 
 _KEY = object()
 

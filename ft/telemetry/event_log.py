@@ -27,7 +27,7 @@ from queue import SimpleQueue
 from typing import TypeVar, cast
 
 from holdfast.comms.system import forks
-from holdfast.comms.system.descriptors import OwnedDescriptor
+from holdfast.comms.system.files import OwnedDescriptor
 from holdfast.ft.event_lines import encode_event
 from holdfast.ft.events import (
     DeathsDetected,

@@ -19,8 +19,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
 from holdfast.comms.errors import HoldfastError
-from holdfast.comms.journal import Journal, Recorder
-from holdfast.comms.plan import OpTensors
+from holdfast.comms.ops import Journal, OpTensors, Recorder
 from holdfast.ft import events
 from holdfast.ft.control.event_loop import BoundedListener, Departure, LoopThread
 from holdfast.ft.events import Event
@@ -266,7 +265,7 @@ class OpTally:
         self._journals: list[_TallyJournal] = []
 
     def journal(self, name: str, epoch: int, rank: int, size: int, backend: str) -> Journal:
-        """See `holdfast.comms.journal.Recorder`."""
+        """See `holdfast.comms.ops.Recorder`."""
         inner = None if self._inner is None else self._inner.journal(name, epoch, rank, size, backend)
         journal = _TallyJournal(inner)
         self._journals.append(journal)

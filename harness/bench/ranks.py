@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from holdfast.comms.system.paths import url_of
+from holdfast.comms.system.files import url_of
 from holdfast.harness.bench.data import allocate, count_wrong, fill
 from holdfast.harness.bench.drivers import (
     GLOO,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.comms.plugins.registry import GROUP
-from holdfast.comms.system.paths import url_of
+from holdfast.comms.system.files import url_of
 from holdfast.ft.console.output import LineSplitter, tail, visible
 from holdfast.ft.launch.launcher import Launch, launch
 from holdfast.ft.processes.channel import ChannelClosed

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from holdfast.comms.errors import HoldfastError
-from holdfast.comms.system.paths import connect_unix
+from holdfast.comms.system.files import connect_unix
 from holdfast.ft.processes.channel import ChannelClosed
 from holdfast.ft.processes.zygote_client import ForkedProcess, zygote
 from holdfast.harness.links import seccomp

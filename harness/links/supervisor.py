@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.comms.system.paths import bind_unix
+from holdfast.comms.system.files import bind_unix
 from holdfast.ft.processes.channel import ChannelClosed, ProcessChannel
 from holdfast.harness.links import seccomp
 from holdfast.harness.links.policy import LinkPolicy, LinkRule, LinkTraffic, Plane, combined

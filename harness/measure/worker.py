@@ -68,7 +68,7 @@ def say(stream: BinaryIO, message: Message | WorkerCall) -> None:
 
 def serve(address: Path, service: object, role: str, rank: int, detail: str, run: Run | None = None) -> None:
     """Dial the Unix socket `address`, and serve as worker `rank` of a role; see `serve_on`."""
-    from holdfast.comms.system.paths import connect_unix
+    from holdfast.comms.system.files import connect_unix
 
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connect_unix(connection, address)

@@ -17,7 +17,7 @@ from typing import Protocol, Self, TypeVar
 import msgspec
 
 from holdfast.comms.errors import HoldfastError
-from holdfast.comms.system.paths import bind_unix
+from holdfast.comms.system.files import bind_unix
 from holdfast.ft.console.output import tail
 from holdfast.ft.launch.guardian import descendants
 from holdfast.ft.launch.held_directory import SHARED_MEMORY, HeldDirectory, private_file

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.connect import KnownMembers, connect_members
 from holdfast.comms.errors import HoldfastError
-from holdfast.comms.system.paths import url_of
+from holdfast.comms.system.files import url_of
 from holdfast.ft import events
 from holdfast.ft.console.console import FoldingTable, console
 from holdfast.ft.console.units import counted, format_seconds

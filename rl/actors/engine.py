@@ -27,7 +27,7 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
-from holdfast.comms.system.descriptors import OwnedDescriptor
+from holdfast.comms.system.files import OwnedDescriptor
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import is_gone, start_time, this_host
 from holdfast.ft.control.event_loop import LoopThread

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from holdfast.comms.system.descriptors import OwnedDescriptor
+from holdfast.comms.system.files import OwnedDescriptor
 from holdfast.comms.transport.liveness import start_time, this_host
 from holdfast.ft.launch.launcher import StartFailed
 from holdfast.ft.launch.process_proxies import ProcessProxy, proxy_command

@@ -21,7 +21,7 @@ from typing import TypeVar
 import msgspec
 
 from holdfast.comms.errors import CorruptData, HoldfastError
-from holdfast.comms.system.file_io import write_all
+from holdfast.comms.system.files import write_all
 from holdfast.comms.transport.liveness import read_proc_stat, this_host
 from holdfast.rl.actors.service import ServiceStatus
 from holdfast.rl.data.episode import Group

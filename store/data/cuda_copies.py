@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from holdfast.comms.system.mappings import mapping_at
+from holdfast.comms.system.files import mapping_at
 from holdfast.store.data.digests import LEAST_BYTES, Words
 
 Tensor = torch.Tensor

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from holdfast.comms.errors import Unsupported
-from holdfast.comms.tensors.plain_tensors import PlainTensors
+from holdfast.comms.tensors.memory import PlainTensors
 from holdfast.ft.state.boxes import Box
 from holdfast.store.data.cuda_copies import (
     CHUNK_BYTES,

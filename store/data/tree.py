@@ -17,10 +17,9 @@ from torch import nn
 from holdfast.comms._native import plain
 from holdfast.comms.codecs.value_codec import Plain, encode_value
 from holdfast.comms.errors import Mismatch, Unsupported
-from holdfast.comms.tensors.memory import plain_tensor
-from holdfast.comms.tensors.packing import dlpack_device
-from holdfast.comms.tensors.plain_tensors import PlainTensors
-from holdfast.comms.tensors.shared import alias_key
+from holdfast.comms.tensors.memory import PlainTensors
+from holdfast.comms.tensors.overlap import alias_key
+from holdfast.comms.tensors.packing import dlpack_device, plain_tensor
 from holdfast.store.data.skeleton import (
     DEEPEST,
     PARAMETER,

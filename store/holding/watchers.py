@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from holdfast.comms.errors import HoldfastError
-from holdfast.comms.system.descriptors import OwnedDescriptor
+from holdfast.comms.system.files import OwnedDescriptor
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import is_gone, is_stopped, open_pidfd, this_host
 from holdfast.store.catalog import transitions

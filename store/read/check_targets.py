@@ -19,8 +19,8 @@ import msgspec
 import torch
 
 from holdfast.comms.errors import Mismatch
+from holdfast.comms.tensors.memory import PlainTensors
 from holdfast.comms.tensors.overlap import span
-from holdfast.comms.tensors.plain_tensors import PlainTensors
 from holdfast.store.data.manifest import TensorEntry
 from holdfast.store.data.skeleton import Skeleton, StateNode, SubclassNode, build_value, encode_node
 from holdfast.store.data.tree import FaultList, FlatState

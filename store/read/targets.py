@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.comms.errors import Mismatch
-from holdfast.comms.tensors.shared import check_agreement, groups_sharing_memory
+from holdfast.comms.tensors.overlap import check_agreement, groups_sharing_memory
 from holdfast.ft.state.boxes import whole
 from holdfast.store.data.cuda_copies import CopiesToDevices, on_device
 from holdfast.store.data.digests import copy_elements, is_dense

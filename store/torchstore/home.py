@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from holdfast.comms.errors import HoldfastError
 from holdfast.comms.memory_plane import Region, memory
 from holdfast.comms.system import forks
-from holdfast.comms.system.paths import url_of
+from holdfast.comms.system.files import url_of
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import is_gone, read_proc_stat, this_host, this_process
 from holdfast.ft.launch.held_directory import SHARED_MEMORY, HeldDirectory

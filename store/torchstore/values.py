@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from holdfast.comms.errors import CorruptData, HoldfastError, Mismatch, again
-from holdfast.comms.tensors.memory import plain_tensor
+from holdfast.comms.tensors.packing import plain_tensor
 from holdfast.ft.state.boxes import whole
 from holdfast.ft.state.codec import decode_state, encode_state
 from holdfast.store.data.digests import copy_and_digest

@@ -406,7 +406,7 @@ def test_a_body_that_is_longer_than_its_head_says_is_refused_and_overruns_nothin
     def body(comm: Communicator) -> tuple[str, int]:
         from holdfast.backends.mpi import onesided
         from holdfast.comms.onesided import requests
-        from holdfast.comms.onesided.request_window import RequestWindow
+        from holdfast.comms.onesided.requests import RequestWindow
 
         reach_by_messages(comm)
         memory, refused = torch.zeros(8192, dtype=torch.uint8), ""
@@ -443,7 +443,7 @@ def test_window_requests_that_are_wrong_are_refused_and_the_thread_goes_on(two: 
 
         from holdfast.backends.mpi import onesided
         from holdfast.comms.onesided import requests
-        from holdfast.comms.onesided.request_window import RequestWindow
+        from holdfast.comms.onesided.requests import RequestWindow
 
         memory = torch.zeros(4, dtype=torch.int64)
         reach_by_messages(comm)

@@ -43,9 +43,9 @@ from holdfast.comms import (
     arithmetic,
 )
 from holdfast.comms.arithmetic import EIGHT_BIT_FLOATS
-from holdfast.comms.plan import OpPlan
+from holdfast.comms.ops import OpPlan
 from holdfast.comms.plugins.spec import Unavailable
-from holdfast.comms.system.paths import url_of
+from holdfast.comms.system.files import url_of
 from holdfast.comms.transport.base import Context
 from holdfast.harness import LocalCluster
 from support.meeting import run_in_threads

@@ -27,7 +27,7 @@ from holdfast.backends.nccl import transport as nccl
 from holdfast.backends.nccl.stand_in import LikeNccl, OnTheHost
 from holdfast.backends.nccl.torch_groups import this_thread
 from holdfast.comms import HoldfastError, OpTimeout, PeerFailed, ReduceOp
-from holdfast.comms.execution.argument_checks import ArgumentChecks
+from holdfast.comms.collectives import ArgumentChecks
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.plugins.spec import Available
 from holdfast.comms.transport.base import Peer

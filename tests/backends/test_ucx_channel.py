@@ -32,7 +32,7 @@ from holdfast.comms.onesided.requests import (
     Pending,
     Requests,
 )
-from holdfast.comms.tensors.exposed import ExposedMemory
+from holdfast.comms.tensors.memory import ExposedMemory
 from holdfast.comms.tensors.packing import span
 
 SIZE, REGION, READ_ONLY, NO_REGION = 64, 7, 8, 9

@@ -14,23 +14,24 @@ from support.source_tree import NAMESPACE, ROOT, module_name, modules, runtime_i
 
 LAYERS = {
     "comms": """
-        errors ops arithmetic quantities codecs
+        errors quantities
         system
         work
-        tensors
-        plan
-        journal
+        tensors codecs
+        ops
+        arithmetic
         transport
         rendezvous
-        plugins exact
+        plugins
         hooks
-        reproducible quantised execution
+        executor
+        reproducible quantised
         memory_plane
         onesided algorithms
-        collectives objects window
+        collectives
         communicator
         connect experts
-        grids
+        mesh
         torchdist
         interop
     """,

@@ -30,7 +30,7 @@ def test_descriptors_that_are_kept_are_owned() -> None:
     """`os.close` is for a number that the same function has opened; what is kept is an `OwnedDescriptor`."""
     wrong = []
     for path in modules():
-        if path.parts[0] == "harness" or str(path).startswith(OWN_PROGRAMS) or path.name == "descriptors.py":
+        if path.parts[0] == "harness" or str(path).startswith(OWN_PROGRAMS) or path.name == "files.py":
             continue
         tree = parsed(path)
         calls = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
@@ -87,7 +87,7 @@ TRANSFERS = {"read", "write", "pread", "pwrite", "readv", "writev", "preadv", "p
 """Functions of `os` that may move fewer bytes than requested."""
 
 AS_THEY_COME = {
-    "comms/system/file_io.py": "the loops themselves",
+    "comms/system/files.py": "the loops themselves",
     "ft/telemetry/event_log.py": "a line is appended whole or taken back",
     "ft/registers/sqlite.py": "notifications are drained, not looked at",
     "harness/chaos/faults/storage.py": "it writes until the disk is full",
@@ -111,7 +111,7 @@ def test_every_other_transfer_goes_through_file_io() -> None:
         and ast.unparse(node.func.value) == "os"
         and node.func.attr in TRANSFERS
     ]
-    assert not wrong, "a short result is no error: use comms/system/file_io.py: " + ", ".join(wrong)
+    assert not wrong, "a short result is no error: use comms/system/files.py: " + ", ".join(wrong)
 
 
 def test_only_process_copy_copies_between_processes() -> None:

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from holdfast.comms.collectives import TAGS
 from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
-from holdfast.comms.execution.argument_checks import TAGS
 from holdfast.ft.diagnosis.analyse import analyse
 from holdfast.ft.diagnosis.evidence import Finding, JobEvidence, ProcessState, assemble, gather
 from holdfast.ft.events import StepBegun

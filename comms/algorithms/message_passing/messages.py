@@ -15,9 +15,7 @@ from holdfast.comms import arithmetic
 from holdfast.comms.algorithms.message_passing import algorithms, cost
 from holdfast.comms.algorithms.message_passing.exchange import Exchange, Posted
 from holdfast.comms.errors import Unsupported
-from holdfast.comms.execution.argument_checks import TAGS
-from holdfast.comms.ops import ReduceOp
-from holdfast.comms.plan import OpPlan
+from holdfast.comms.ops import TAGS, OpPlan, ReduceOp
 from holdfast.comms.transport.base import Context, Link, Transport
 
 Tensor = torch.Tensor

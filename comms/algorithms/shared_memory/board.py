@@ -42,7 +42,7 @@ from typing import Any
 from holdfast.comms import _native
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Revoked
 from holdfast.comms.plugins.hints import Hint
-from holdfast.comms.system.cpu_wait import yield_cpu
+from holdfast.comms.system.waiting import yield_cpu
 from holdfast.comms.transport.base import Context
 
 LINE = 8

@@ -29,8 +29,7 @@ from holdfast.comms import arithmetic
 from holdfast.comms.algorithms.shared_memory.board import ABORTED, CLOSED, NOTE_BYTES, REPLACED, Board
 from holdfast.comms.algorithms.shared_memory.channels import Channels
 from holdfast.comms.errors import HoldfastError, Mismatch, Revoked
-from holdfast.comms.ops import ReduceOp
-from holdfast.comms.plan import OpPlan, describe
+from holdfast.comms.ops import OpPlan, ReduceOp, describe
 from holdfast.comms.system.local_causes import unreadable_memory
 from holdfast.comms.tensors.packing import span
 from holdfast.comms.transport.base import Transport

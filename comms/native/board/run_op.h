@@ -12,7 +12,7 @@
 #include "board/pipeline.h"
 #include "board/publication.h"
 
-/* The collectives, by the numbers that they have in signatures (comms/plan.py). */
+/* The collectives, by the numbers that they have in signatures (comms/ops.py). */
 typedef enum {
     ALL_REDUCE = 1,
     REDUCE,

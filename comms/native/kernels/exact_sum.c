@@ -1,5 +1,5 @@
 /* The correctly rounded sum of several blocks, elementwise, where one or two doubles hold the sum exactly:
- * the compiled part of holdfast/comms/exact/exact_sum.py. That holds for nearly all numbers; Python computes
+ * the compiled part of holdfast/comms/reproducible.py. That holds for nearly all numbers; Python computes
  * the others.
  *
  * One double suffices for a chunk with numbers that span, from the last digit of the smallest to the first of

@@ -34,8 +34,8 @@ from pathlib import Path
 import msgspec
 
 from holdfast.comms.errors import CorruptData
-from holdfast.comms.journal import POINT_TO_POINT
-from holdfast.comms.system.file_io import read_at
+from holdfast.comms.ops import POINT_TO_POINT
+from holdfast.comms.system.files import read_at
 from holdfast.comms.transport.base import Peer
 
 MAGIC = b"HFFLIGHT"

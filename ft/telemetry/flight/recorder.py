@@ -20,10 +20,9 @@ import msgspec
 import torch
 
 from holdfast.comms.errors import Mismatch, OpTimeout, PeerFailed, Revoked
-from holdfast.comms.journal import POINT_TO_POINT
-from holdfast.comms.plan import OpTensors
+from holdfast.comms.ops import POINT_TO_POINT, OpTensors
 from holdfast.comms.system.environment import flag
-from holdfast.comms.system.mappings import map_file
+from holdfast.comms.system.files import map_file
 from holdfast.comms.transport.liveness import this_process
 from holdfast.ft.events import StepBegun
 from holdfast.ft.telemetry import flight
@@ -198,7 +197,7 @@ class FlightRecorder:
 class FlightJournal:
     """Writes the ops of one communicator to the recording.
 
-    `enter` and `leave` (see `holdfast.comms.journal.Journal`) are closures, because they run for every op and closure
+    `enter` and `leave` (see `holdfast.comms.ops.Journal`) are closures, because they run for every op and closure
     cells are faster than attributes.
     """
 
@@ -253,7 +252,7 @@ class FlightJournal:
         return enter, leave, lambda: (at, number)
 
     def waits(self, ranks: Sequence[int], gives: Sequence[int] = (), rounds: int = 0) -> None:
-        """See `holdfast.comms.journal.Journal`."""
+        """See `holdfast.comms.ops.Journal`."""
         at, number = self._place()
         told = (number, tuple(ranks), tuple(gives), rounds)
         if told != self._waiting and number:

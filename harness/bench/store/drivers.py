@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from holdfast.comms.system.paths import url_of
+from holdfast.comms.system.files import url_of
 from holdfast.ft.console.units import counted
 from holdfast.harness.bench.store.data import State
 from holdfast.store.follow.follower import Follower

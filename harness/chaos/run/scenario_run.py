@@ -21,7 +21,7 @@ import msgspec
 from msgspec import UNSET
 
 from holdfast.comms.errors import HoldfastError
-from holdfast.comms.system.paths import bind_unix
+from holdfast.comms.system.files import bind_unix
 from holdfast.ft.console.units import coarse_seconds
 from holdfast.ft.event_lines import merge
 from holdfast.ft.events import (

@@ -163,8 +163,7 @@ def ddp(session: Session, spec: Ddp, steps: int) -> Any:
     """See `Ddp`. Returns the final parameters."""
     from torch.nn.parallel import DistributedDataParallel
 
-    from holdfast.comms.torchdist.options import Options
-    from holdfast.comms.torchdist.process_group import HoldfastProcessGroup
+    from holdfast.comms.torchdist.process_group import HoldfastProcessGroup, Options
 
     torch.manual_seed(spec.seed)
     model = torch.nn.Sequential(torch.nn.Linear(16, spec.hidden), torch.nn.Tanh(), torch.nn.Linear(spec.hidden, 1))

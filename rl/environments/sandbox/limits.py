@@ -21,7 +21,7 @@ from typing import Any, Literal
 import msgspec
 
 from holdfast.comms.errors import HoldfastError
-from holdfast.comms.system.descriptors import OwnedDescriptor
+from holdfast.comms.system.files import OwnedDescriptor
 from holdfast.rl.environments.sandbox.inside.template import STARTED
 
 

@@ -22,8 +22,7 @@ from typing import Final, Self
 
 import msgspec
 
-from holdfast.comms.system.descriptors import OwnedDescriptor
-from holdfast.comms.system.file_io import write_all
+from holdfast.comms.system.files import OwnedDescriptor, write_all
 from holdfast.rl.environments.sandbox.inside import seccomp
 from holdfast.rl.environments.sandbox.inside.execute import encode
 from holdfast.rl.environments.sandbox.limits import (

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from holdfast.comms.arithmetic import EIGHT_BIT_FLOATS
+from holdfast.comms.collectives import ArgumentChecks, plan_usual
 from holdfast.comms.errors import Unsupported
-from holdfast.comms.execution.argument_checks import TAGS, ArgumentChecks
-from holdfast.comms.execution.executor import _plan_usual
-from holdfast.comms.ops import ReduceOp
+from holdfast.comms.ops import TAGS, ReduceOp
 from holdfast.comms.plugins.hints import Hint
 from holdfast.comms.plugins.spec import API_VERSION, Available, BackendInfo, Capabilities
 
@@ -84,7 +83,7 @@ def test_a_tensor_is_reduced_itself_unless_its_sums_need_a_wider_dtype(op: Reduc
 def test_only_what_needs_no_copy_has_a_plan_for_the_short_path(tensor: torch.Tensor, op: Any, planned: bool) -> None:
     transport: Any = SimpleNamespace(board=None, function=lambda plan: plan)
     name = "broadcast" if op is None else "all_reduce"
-    assert (_plan_usual(transport, checks, 30.0, name, tensor, 0, op, False) is not None) == planned
+    assert (plan_usual(transport, checks, 30.0, name, tensor, 0, op, False) is not None) == planned
 
 
 def test_the_average_of_what_is_widened_is_taken_before_the_sum() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from holdfast import comms
 from holdfast.comms import Communicator, HoldfastError, OpTimeout, PeerFailed, Revoked, Work
-from holdfast.comms.plan import OpDescription
+from holdfast.comms.ops import OpDescription
 from holdfast.comms.plugins.spec import AbortEvent
 from holdfast.harness import LocalCluster
 

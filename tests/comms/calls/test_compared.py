@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from holdfast import comms
-from holdfast.comms.execution.prepared import OPS
+from holdfast.comms.collectives import PREPARABLE
 from holdfast.comms.plugins.registry import registry
 from holdfast.harness.cli.app import app
 from support.source_tree import ROOT
@@ -67,5 +67,5 @@ def test_every_row_has_holdfasts_column_and_no_unknown_one() -> None:
 
 
 def test_every_op_of_a_communicator_is_compared() -> None:
-    ops = {f"Communicator.{name}" for name in OPS}
+    ops = {f"Communicator.{name}" for name in PREPARABLE}
     assert not ops - set(names()), "add them to docs/reference/compared.toml"

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.comms.codecs.object_codec import decode_object, encode_object
+from holdfast.comms.codecs.objects import decode_object, encode_object
 
 
 class Colour(enum.Enum):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from holdfast.comms import Communicator, PreparedOp, Recv, ReduceOp, Revoked, Send, Unsupported, UsedAfterFork, Work
-from holdfast.comms.execution.prepared import OPS
+from holdfast.comms.collectives import PREPARABLE
 from holdfast.harness import LocalCluster
 from holdfast.harness.conformance.helpers import on_each_rank
 
@@ -58,7 +58,7 @@ def arguments(op: str, rank: int) -> tuple[list[Any], Callable[[], list[list[flo
 
 @on_each_rank
 def test_a_prepared_op_does_what_the_plain_call_does(comm: Communicator) -> None:
-    for op in OPS:
+    for op in PREPARABLE:
         if op in ("send", "recv"):
             op = ("send", "recv")[comm.rank]
         args, plain = arguments(op, comm.rank)

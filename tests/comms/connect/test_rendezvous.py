@@ -25,8 +25,7 @@ from holdfast.comms.connect import KnownMembers, connect_members
 from holdfast.comms.rendezvous import meeting_place as places
 from holdfast.comms.rendezvous import tcp
 from holdfast.comms.rendezvous.offer_exchange import Offer, decode_offer
-from holdfast.comms.rendezvous.seal import Seal
-from holdfast.comms.system.keys import create_key
+from holdfast.comms.system.keys import Seal, create_key
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import is_gone, this_process
 from holdfast.harness import LocalCluster

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.comms import Communicator, Mismatch, OpTimeout, Revoked, StaleEpoch, Unsupported, connect
+from holdfast.comms import experts as frames
 from holdfast.comms.experts import Received, Switch
-from holdfast.comms.experts import links as frames
 from holdfast.harness import LocalCluster
 from support.waiting import PATIENCE
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Generator
 from random import Random
 
-from holdfast.comms.experts.agreement import DECISION, REPORT, MaskAgreement
+from holdfast.comms.experts import DECISION, REPORT, MaskAgreement
 
 RESULTS = "results"
 Message = tuple[str, frozenset[int]]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from holdfast.comms import Communicator, RegionGone, memory
-from holdfast.comms.tensors.exposed import ExposedMemory
+from holdfast.comms.tensors.memory import ExposedMemory
 from holdfast.harness import LocalCluster
 from holdfast.harness.conformance.helpers import on_each_rank
 

@@ -16,7 +16,7 @@ from holdfast.backends.common.host_plane import HostPlane
 from holdfast.backends.common.process_memory import HUGE_PAGE, put_on_huge_pages
 from holdfast.comms.errors import RegionGone
 from holdfast.comms.memory_plane import memory
-from holdfast.comms.system.mappings import touched_pages
+from holdfast.comms.system.files import touched_pages
 from support.memory import needs_huge_pages, smaps_field
 
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from holdfast.comms.errors import Mismatch
-from holdfast.comms.tensors.overlap import overlaps_itself, span
-from holdfast.comms.tensors.shared import groups_sharing_memory
+from holdfast.comms.tensors.overlap import groups_sharing_memory, overlaps_itself, span
 from holdfast.ft.state import transfer
 from holdfast.store import WeightStore
 

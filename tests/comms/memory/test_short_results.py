@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from holdfast.backends.common.process_memory import MOST_BYTES, read_process, write_process
 from holdfast.comms import Communicator
-from holdfast.comms.system.file_io import read_all, read_at, write_all
+from holdfast.comms.system.files import read_all, read_at, write_all
 from holdfast.harness import LocalCluster
 
 

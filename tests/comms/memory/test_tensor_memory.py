@@ -17,8 +17,7 @@ from holdfast import comms
 from holdfast.comms import Communicator, ReduceOp, _native
 from holdfast.comms.errors import Unsupported
 from holdfast.comms.ops import Recv, Send
-from holdfast.comms.tensors.memory import check_memory, is_sparse, locate, plain_tensor
-from holdfast.comms.tensors.packing import plain, span
+from holdfast.comms.tensors.packing import check_memory, is_sparse, locate, plain, plain_tensor, span
 from holdfast.ft.state.codec import encode_state
 from holdfast.harness import LocalCluster
 from holdfast.store.data.tree import flatten

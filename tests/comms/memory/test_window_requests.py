@@ -13,11 +13,21 @@ from hypothesis import strategies as st
 
 from holdfast.comms import OpTimeout, RegionGone
 from holdfast.comms.onesided import requests
-from holdfast.comms.onesided.peer_watch import PeerWatch
-from holdfast.comms.onesided.request_window import RequestService
-from holdfast.comms.onesided.requests import ADD, GET, HEAD, PIECE_BYTES, PUT, SIGNAL, SWAP, Channel, Exposed, Head
-from holdfast.comms.tensors.exposed import ExposedMemory
-from holdfast.comms.transport.liveness import Liveness
+from holdfast.comms.onesided.requests import (
+    ADD,
+    GET,
+    HEAD,
+    PIECE_BYTES,
+    PUT,
+    SIGNAL,
+    SWAP,
+    Channel,
+    Exposed,
+    Head,
+    RequestService,
+)
+from holdfast.comms.tensors.memory import ExposedMemory
+from holdfast.comms.transport.liveness import Liveness, PeerWatch
 
 ROOM = 32
 

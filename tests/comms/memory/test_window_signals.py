@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from holdfast.comms import OpTimeout, RegionGone
-from holdfast.comms.transport.window_memory import WindowMemory, closed_there
-from holdfast.comms.window import Exposure, Window, WindowInfo
+from holdfast.comms.onesided.window import Exposure, Window, WindowInfo
+from holdfast.comms.transport.base import WindowMemory, closed_there
 
 Tensor = torch.Tensor
 
@@ -110,7 +110,7 @@ def test_no_backend_waits_for_signals_in_its_own_way(window_memories: list[type[
 def window_memories() -> list[type[WindowMemory]]:
     """The window memories of all backends."""
     import holdfast.comms.onesided.mapped
-    import holdfast.comms.onesided.request_window  # noqa: F401
+    import holdfast.comms.onesided.requests  # noqa: F401
 
     found, kinds = [], [WindowMemory]
     while kinds:

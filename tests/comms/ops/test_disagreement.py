@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.comms import Communicator, HoldfastError, Mismatch, Recv, ReduceOp, Send
-from holdfast.comms.execution.executor import Agreement
+from holdfast.comms.executor import Agreement
 from holdfast.comms.tensors.packing import DTYPES
 from holdfast.harness import LocalCluster
 

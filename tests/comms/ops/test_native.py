@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.comms import ReduceOp, _native, arithmetic
-from holdfast.comms.plan import signature
+from holdfast.comms.ops import reduction_kind, signature
 from holdfast.comms.tensors.packing import DTYPES, dlpack_device, packed, plain, span
 
 OPS = {"sum": torch.add, "product": torch.mul, "min": torch.minimum, "max": torch.maximum}
@@ -60,7 +60,7 @@ def expected(op: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("op", [*OPS, *BITS])
 @pytest.mark.parametrize("dtype", arithmetic.REDUCIBLE, ids=str)
 def test_a_reduction_gives_what_torch_gives(dtype: torch.dtype, op: str) -> None:
-    kind = arithmetic.kind(dtype, ReduceOp(op))
+    kind = reduction_kind(dtype, ReduceOp(op))
     if kind < 0:
         assert dtype.is_floating_point or dtype.is_complex, "integers have every op"
         return

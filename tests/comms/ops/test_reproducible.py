@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.comms import Communicator, ReduceOp, Unsupported
-from holdfast.comms.exact.exact_sum import exact_sum
-from holdfast.comms.reproducible import scatter_contributions, sum_contributions
+from holdfast.comms.reproducible import exact_sum, scatter_contributions, sum_contributions
 from holdfast.harness import LocalCluster
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

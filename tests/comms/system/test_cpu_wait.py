@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from holdfast.comms.errors import OpTimeout, PeerFailed
-from holdfast.comms.system.cpu_wait import Wait
+from holdfast.comms.system.waiting import Wait
 
 BRIEF = Wait(yields=1, sleep_seconds=0.0001)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.comms.system.descriptors import OwnedDescriptor
+from holdfast.comms.system.files import OwnedDescriptor
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import Liveness, start_time, this_host, this_process
 from support.programs.forked_programs import ForkedProgram

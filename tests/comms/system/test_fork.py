@@ -17,7 +17,7 @@ import torch
 
 from holdfast import comms
 from holdfast.comms import Communicator, UsedAfterFork, Work
-from holdfast.comms.plan import OpDescription
+from holdfast.comms.ops import OpDescription
 from holdfast.ft import Session
 from holdfast.ft.control.event_loop import LoopThread
 from holdfast.ft.control.rpc import AsyncRpcServer

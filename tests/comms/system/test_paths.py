@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from holdfast import comms
 from holdfast.comms.algorithms.message_passing import tuning
-from holdfast.comms.system.paths import bind_unix, connect_unix, path_of, url_of
+from holdfast.comms.system.files import bind_unix, connect_unix, path_of, url_of
 from holdfast.ft.registers import open_cell
 from holdfast.harness import LocalCluster
 from support.source_tree import ROOT, modules
@@ -85,9 +85,9 @@ def test_only_one_helper_makes_the_addresses_of_unix_sockets_and_the_urls_of_fil
     for path in modules():
         text = (ROOT / path).read_text()
         if re.search(r"""f["'](sqlite|file)://""", text):
-            wrong.append(f"{path}: use holdfast.comms.system.paths.url_of")
+            wrong.append(f"{path}: use holdfast.comms.system.files.url_of")
         if "AF_UNIX" in text and re.search(r"\.(bind|connect)\((str\(|address|path|self\._path)", text):
-            wrong.append(f"{path}: use holdfast.comms.system.paths.bind_unix and connect_unix")
+            wrong.append(f"{path}: use holdfast.comms.system.files.bind_unix and connect_unix")
     assert not wrong, "\n".join(wrong)
 
 

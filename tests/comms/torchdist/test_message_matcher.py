@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.comms import Mismatch, OpTimeout, PeerFailed, StillRunning
-from holdfast.comms.torchdist.p2p.message_matcher import Header, MessageMatcher, PendingRecv
+from holdfast.comms.torchdist.message_matcher import Header, MessageMatcher, PendingRecv
 from holdfast.comms.torchdist.works import TorchWork
 
 SENDERS, TAGS = (0, 1), (0, 1, 2)

@@ -27,9 +27,9 @@ class Group:
     """The default process group of one rank, and a store to exchange handles."""
 
     def __init__(self, outer: Communicator, path: Path) -> None:
-        from holdfast.comms.torchdist import device_backend
+        from holdfast.comms.torchdist import process_group
 
-        asked: Any = {"enable_reconfigure": True} if device_backend.AVAILABLE else {}
+        asked: Any = {"enable_reconfigure": True} if process_group.AVAILABLE else {}
         torch.set_num_threads(1)
         self._outer, self.rank, self.size = outer, outer.rank, outer.size
         self.store = dist.FileStore(str(path / "store"), -1)

@@ -14,8 +14,7 @@ from torch._C import _distributed_c10d
 
 import holdfast.comms.torchdist  # noqa: F401  # registers the backend
 from holdfast.comms import NotConnected, Unsupported
-from holdfast.comms.torchdist.device_backend import AVAILABLE, HoldfastBackend
-from holdfast.comms.torchdist.process_group import HoldfastProcessGroup
+from holdfast.comms.torchdist.process_group import AVAILABLE, HoldfastBackend, HoldfastProcessGroup
 from holdfast.comms.torchdist.works import TorchWork
 
 HOOKS = pytest.mark.skipif(not hasattr(_distributed_c10d, "PreHookArgs"), reason="torch has hooks from 2.14 on")

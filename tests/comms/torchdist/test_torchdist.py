@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from holdfast.comms import Communicator, Mismatch, OpTimeout, Unsupported, Work
-from holdfast.comms.execution.executor import Executor
+from holdfast.comms.executor import Executor
 from holdfast.harness import LocalCluster
 from support.torch_groups import ENVIRON, in_group, losses_of, tiny_model, train_ddp, train_fsdp2
 
@@ -323,14 +323,14 @@ def test_options_choose_the_transport_and_are_inherited(pair: LocalCluster, tmp_
 
 def test_a_group_may_have_another_backend_for_each_device_from_torch_2_14_on(tmp_path: Path) -> None:
     def body(comm: Communicator) -> None:
-        from holdfast.comms.torchdist import behind, device_backend
+        from holdfast.comms.torchdist import behind, process_group
 
         def begin() -> None:
             meet = f"file://{tmp_path}/meet"
             backends = "cpu:holdfast_device,cuda:gloo"
             dist.init_process_group(backends, init_method=meet, rank=comm.rank, world_size=comm.size)
 
-        if not device_backend.AVAILABLE:
+        if not process_group.AVAILABLE:
             with pytest.raises(Unsupported, match=r"torch 2\.14"):
                 begin()
             return

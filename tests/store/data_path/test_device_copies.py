@@ -21,7 +21,7 @@ from rich.console import Console
 from holdfast.backends.inproc.transport import InprocPlane
 from holdfast.comms.errors import BackendUnavailable, CorruptData, Unsupported
 from holdfast.comms.memory_plane import Handle
-from holdfast.comms.tensors.plain_tensors import PlainTensors
+from holdfast.comms.tensors.memory import PlainTensors
 from holdfast.harness.cli.store_tables import holders_table
 from holdfast.store import WeightStore, weight_store
 from holdfast.store.catalog.records import DeviceAddress

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.comms.errors import Mismatch
-from holdfast.comms.tensors.plain_tensors import PlainTensors
+from holdfast.comms.tensors.memory import PlainTensors
 from holdfast.ft.state.boxes import whole
 from holdfast.store import WeightStore
 from holdfast.store.data.manifest import LARGE_BYTES, PIECE_BYTES

@@ -25,7 +25,7 @@ import torch
 
 from holdfast import comms
 from holdfast.comms import Communicator, OpTimeout, PeerFailed, Recv, Revoked, Send
-from holdfast.comms.system.paths import url_of
+from holdfast.comms.system.files import url_of
 from holdfast.harness.cluster.local_cluster import LocalCluster
 from holdfast.harness.conformance.helpers import capabilities, wait_for_files
 

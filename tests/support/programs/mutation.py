@@ -63,7 +63,7 @@ TARGETS = {
         ),
     ),
     "comms": Target(
-        ("comms/execution/argument_checks.py", "comms/quantities.py", "comms/tensors/memory.py"),
+        ("comms/collectives.py", "comms/quantities.py", "comms/tensors/packing.py"),
         (
             "tests/comms/calls/test_argument_checks.py",
             "tests/comms/ops/test_quantities.py",

@@ -33,7 +33,6 @@ from typing import Any, NoReturn
 import torch
 
 from holdfast.comms import _native
-from holdfast.comms.arithmetic import SCALED
 from holdfast.comms.errors import (
     ConcurrentCall,
     HoldfastError,
@@ -45,17 +44,15 @@ from holdfast.comms.errors import (
     Unsupported,
     describe,
 )
-from holdfast.comms.execution.argument_checks import ArgumentChecks
-from holdfast.comms.hooks.hooks import Hooks
-from holdfast.comms.journal import Journal, Recorder
-from holdfast.comms.plan import OpDescription, OpPlan
+from holdfast.comms.hooks import Hooks
+from holdfast.comms.ops import Journal, OpDescription, Recorder
 from holdfast.comms.plugins.hints import Hints
 from holdfast.comms.plugins.spec import OpEvent
 from holdfast.comms.quantities import seconds
 from holdfast.comms.system import forks
-from holdfast.comms.system.cpu_wait import Wait
 from holdfast.comms.system.local_causes import local_cause
 from holdfast.comms.system.signal_safety import HandlerLock, run_shielded
+from holdfast.comms.system.waiting import Wait
 from holdfast.comms.tensors.packing import dlpack_device
 from holdfast.comms.transport.base import Context, Transport, gather_bytes
 from holdfast.comms.transport.liveness import stopped_ranks
@@ -124,8 +121,11 @@ class Executor:
         """Refuse ops in a forked child: a prepared one must not use the transport of its parent."""
         self._order.over = True
 
-    def fast_path(self, check: ArgumentChecks) -> _native.FastPath | None:
-        """The compiled path of usual ops; None if agreement checks are on, or tensors of the device are never plain."""
+    def fast_path(self, plan: Callable[..., Any]) -> _native.FastPath | None:
+        """The compiled path of usual ops, by plans that `plan` makes.
+
+        None if agreement checks are on, or tensors of the device are never plain.
+        """
         device = dlpack_device(self._transport.device or torch.device("cpu"))
         if self._agreement is not None or device is None:
             return None
@@ -133,7 +133,7 @@ class Executor:
             self._transport.rank,
             self._transport.size,
             self._order,
-            partial(_plan_usual, self._transport, check, self.timeout),
+            plan,
             self.hooks,
             self._journal,
             self.timeout,
@@ -540,41 +540,6 @@ def _recorded(journal: Journal, op: _IssuedOp, body: Body, deadline: float) -> N
         journal.leave(error)
         raise
     journal.leave(None)
-
-
-def _plan_usual(
-    transport: Transport,
-    check: ArgumentChecks,
-    timeout: float,
-    op: str,
-    tensor: torch.Tensor | None,
-    root: int,
-    reduction: Any,
-    async_op: bool,
-) -> OpPlan | Callable[..., Work | None] | None:
-    """The plan of an op over a board, else the transport's function for it.
-
-    None if such tensors must be checked or copied on each call, or are reduced in more than one step; and if the
-    worker thread has to run an asynchronous op.
-    """
-    dtype, nbytes = (None, 0) if tensor is None else (tensor.dtype, tensor.nbytes)
-    if tensor is not None:
-        try:
-            if reduction is None:
-                check.movable(tensor)
-            elif check.reducible(tensor, reduction) != dtype or isinstance(reduction.factor, torch.Tensor):
-                return None
-        except (TypeError, ValueError, Unsupported):
-            return None
-        if not check.needs_no_copy(tensor):
-            return None
-    plan = OpPlan.make(op.removesuffix("_single"), dtype, nbytes, root, reduction, timeout)
-    if async_op:
-        return transport.async_function(plan)
-    if transport.board is None:
-        return transport.function(plan)
-    in_one_step = reduction is None or (plan.kind >= 0 and reduction.name not in SCALED)
-    return plan if in_one_step else None
 
 
 @atexit.register

@@ -34,14 +34,12 @@ from holdfast.comms import _native
 from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, RegionGone, Unsupported
 from holdfast.comms.quantities import integer, seconds
 from holdfast.comms.system import forks
-from holdfast.comms.system.cpu_wait import Wait
 from holdfast.comms.system.signal_safety import run_shielded
-from holdfast.comms.tensors.exposed import ExposedMemory, moved_error
-from holdfast.comms.tensors.memory import plain_tensor
+from holdfast.comms.system.waiting import Wait
+from holdfast.comms.tensors.memory import ExposedMemory, moved_error
 from holdfast.comms.tensors.overlap import check_outputs
-from holdfast.comms.tensors.packing import DTYPE_CODE, DTYPES, packed, unpack
-from holdfast.comms.transport.base import Transport, gather_bytes
-from holdfast.comms.transport.window_memory import WindowMemory, closed_here
+from holdfast.comms.tensors.packing import DTYPE_CODE, DTYPES, packed, plain_tensor, unpack
+from holdfast.comms.transport.base import Transport, WindowMemory, closed_here, gather_bytes
 from holdfast.comms.work import DONE, Lane, Work
 
 Tensor = torch.Tensor

@@ -1,4 +1,4 @@
-"""`Switch`: dispatch tokens to the experts of all ranks, and combine what they return, whoever dies meanwhile.
+"""`Switch`: dispatch tokens to the experts of all ranks, and combine what they return, though a rank dies.
 
 One step is an exchange of rows and an agreement. `dispatch` sends each token to its experts' ranks (frames OUT). In
 `combine` the results return (frames BACK), and the living agree on the ranks that no one uses in this step: see
@@ -10,24 +10,27 @@ BACK: it reports after it has read all BACK. Its sender writes the next one only
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, cast
 
 import torch
 
 from holdfast.comms.communicator import Communicator
-from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, Revoked, StaleEpoch, Unsupported
-from holdfast.comms.experts import links as frames
-from holdfast.comms.experts.agreement import REPORT, MaskAgreement
-from holdfast.comms.experts.links import LinkGone, Links
+from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, RegionGone, Revoked, StaleEpoch, Unsupported
+from holdfast.comms.plugins.registry import registry
 from holdfast.comms.quantities import integer_in, seconds
 
 Tensor = torch.Tensor
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+OUT, BACK, REPORT, DECISION, ABORT = range(5)
+"""The kinds of frames: rows to experts, rows back, and what `MaskAgreement` sends; or that the switch is over."""
+_FENCED = -1
+_ABORT_SECONDS = 0.2
 _REFUSED = -1
 """Rows of a BACK frame to a rank whose OUT frame was refused."""
 _SLICE_SECONDS = 0.05
@@ -70,9 +73,9 @@ class Switch:
     """An exchange of tokens between the experts of a communicator's ranks that outlives a rank.
 
     Each rank calls `dispatch`, runs its experts on what it received, and calls `combine`. If a rank dies, the others'
-    combine returns as soon as its death is seen: its experts are masked, `alive` says who is left, and the following
-    steps go on without it, in the same epoch. All living ranks leave out the same ranks in each step. A rank that
-    closes its switch is masked like one that died.
+    combine returns as soon as its death is seen: its experts are masked, `alive` names those that are left, and the
+    following steps go on without it, in the same epoch. All living ranks leave out the same ranks in each step. A rank
+    that closes its switch is masked like one that died.
 
     A rank that is silent for `timeout` seconds (stopped, or cut off) is not known to be dead. `silence="raise"`, the
     default, ends the switch on all ranks: `OpTimeout` names the silent one, the others raise `Revoked`. With
@@ -144,7 +147,7 @@ class Switch:
             if theirs != _as_received(mine):
                 raise Mismatch(f"rank {rank} makes a switch of {theirs}, rank {comm.rank} one of {_as_received(mine)}")
 
-    # -- who is there
+    # -- the ranks
 
     @property
     def alive(self) -> tuple[bool, ...]:
@@ -305,10 +308,10 @@ class Switch:
         """Send `parts`, one after the other, as a BACK frame; its head says `rows`."""
         elements = sum(part.numel() for part in parts)
         words = math.ceil(elements * parts[0].dtype.itemsize / 8) if parts else 0
-        frame = self._frame(rank, frames.BACK, [rows], words)
+        frame = self._frame(rank, BACK, [rows], words)
         if elements:
             torch.cat([part.reshape(-1) for part in parts], out=self._payload(frame, elements, parts[0].dtype))
-        self._send(rank, frames.BACK, frame)
+        self._send(rank, BACK, frame)
 
     def _frame(self, rank: int, kind: int, head: Sequence[int], words: int) -> Tensor:
         frame = self._links.frame(rank, kind, self._head + words)
@@ -335,7 +338,7 @@ class Switch:
         if rank in self._fenced:  # it may still send, behind what it has not sent in time
             return None
         while self._unread[rank]:
-            if self._wait(rank, frames.DECISION) is None:
+            if self._wait(rank, DECISION) is None:
                 return None
             self._unread[rank] -= 1
         return self._wait(rank, kind)
@@ -400,15 +403,15 @@ class Switch:
             rows = row_of[routing.sent[rank]]
             elements = len(rows) * self.hidden
             head = [len(rows), *routing.sent_counts[rank]]
-            frame = self._frame(rank, frames.OUT, head, math.ceil(elements * self.dtype.itemsize / 8))
+            frame = self._frame(rank, OUT, head, math.ceil(elements * self.dtype.itemsize / 8))
             if elements:
                 into = self._payload(frame, elements, self.dtype).view(-1, self.hidden)
                 torch.index_select(source, 0, rows, out=into)
-            self._send(rank, frames.OUT, frame)
+            self._send(rank, OUT, frame)
         blocks = {self.rank: source.index_select(0, row_of[routing.sent[self.rank]])}
         came = {self.rank: routing.sent_counts[self.rank][: len(self.local_experts)]}
         for rank in self._others():
-            received = self._receive(rank, frames.OUT)
+            received = self._receive(rank, OUT)
             announced = None if received is None else self._counts_of(received, routing.came.get(rank))
             if received is None or announced is None:
                 self._unreadable.add(rank)
@@ -430,7 +433,7 @@ class Switch:
         counts, rest = words[: len(self.local_experts)], words[len(self.local_experts) : self._width]
         fits = min([rows, *counts]) >= 0 and sum(counts) == rows <= self._rows and not any(rest)
         fits = fits and (len(frame) - self._head) * 8 >= rows * self.hidden * self.dtype.itemsize
-        if (kind, step) != (frames.OUT, self._step) or not fits or (before is not None and before != counts):
+        if (kind, step) != (OUT, self._step) or not fits or (before is not None and before != counts):
             return None
         return counts
 
@@ -452,7 +455,7 @@ class Switch:
         lost: set[int] = set()
         for rank in self._others():
             expected = order[routing.sent[rank]]
-            frame = self._receive(rank, frames.BACK)
+            frame = self._receive(rank, BACK)
             rows_in_frame = self._rows_of(frame)
             if rows_in_frame == _REFUSED:  # it could not read what this rank sent
                 lost.add(self.rank)
@@ -470,21 +473,21 @@ class Switch:
         if frame is None:
             return None
         kind, step, rows = frame[:3].tolist()
-        return int(rows) if (kind, step) == (frames.BACK, self._step) else None
+        return int(rows) if (kind, step) == (BACK, self._step) else None
 
     def _payload(self, frame: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
         """The first elements of a frame's payload."""
         return frame[self._head :].view(dtype)[:elements]
 
     def _exchange_equal(self, mine: Tensor, theirs: dict[int, Tensor]) -> None:
-        """Send `mine` to all, take theirs, and agree on who is in."""
+        """Send `mine` to all, take theirs, and agree on the ranks that are in the sum."""
         self._begin()
         self._step += 1
         for rank in self._others():
             self._send_back(rank, mine.numel(), [mine])
         lost: set[int] = set()
         for rank in self._others():
-            frame = self._receive(rank, frames.BACK)
+            frame = self._receive(rank, BACK)
             if frame is None or self._rows_of(frame) != mine.numel():
                 lost.add(rank)
             else:
@@ -495,17 +498,17 @@ class Switch:
         """Agree with the living on the ranks to mask; mask them, and return them."""
         agreement = MaskAgreement(self.rank, self._participants, lost)
         others = self._others()
-        self._tell(others, frames.REPORT, agreement.lost)
+        self._tell(others, REPORT, agreement.lost)
         read = set()
         while (awaited := agreement.awaited) is not None:
             rank, kind = awaited
-            frame = self._receive(rank, frames.REPORT if kind == REPORT else frames.DECISION)
+            frame = self._receive(rank, kind)
             if kind != REPORT:
                 read.add(rank)
             agreement.hear(None if frame is None else self._named(frame))
         masked = agreement.decision
         assert masked is not None
-        self._tell(others, frames.DECISION, masked)
+        self._tell(others, DECISION, masked)
         for rank in others:
             self._unread[rank] += rank not in read
         if self.rank in masked or not self._links.commit(self._step):
@@ -587,3 +590,191 @@ def _placement(experts: int | Sequence[int | Sequence[int]], size: int) -> tuple
     if not placement:
         raise ValueError("a switch needs an expert at least")
     return tuple(placement)
+
+
+class LinkGone(Exception):
+    """The rank at the other end has ended, left or been fenced: it takes part in no later step."""
+
+
+class Links:
+    """The links of one rank to the others, through a window, which reaches memory directly or by messages.
+
+    Each pair of ranks stands alone: the end of one is reported by the links to it, and disturbs no other. Frames of one
+    rank arrive in the order in which it sent them. A frame is a tensor of int64: a head of fixed size, then a payload.
+
+    Each rank exposes, for each other one, a slot a kind of frame. A frame is written in its place, and signalled. A
+    slot is free again when its next frame can come: see `Switch`. Element 0 of a rank's window is the last step that it
+    decided, or `_FENCED`. Either is set by compare-and-swap, so a rank decides a step or is fenced, never both.
+    """
+
+    def __init__(self, comm: Communicator, head: int, payload: int, fences: bool, timeout: float) -> None:
+        """Open links for frames of `head` words and up to `payload` more; collective."""
+        if not registry().backends[comm.backend].capabilities.windows:
+            raise Unsupported(
+                f"experts over {comm.backend!r}", "it has no windows: `holdfast backends` lists those that do"
+            )
+        self._rank, self._epoch, self._fences, self._timeout = comm.rank, comm.epoch, fences, timeout
+        whole = head + payload
+        self._sizes = [whole, whole, head, head, 1]
+        self._starts = [sum(self._sizes[:kind]) for kind in range(5)]
+        self._slot = sum(self._sizes)
+        self._memory = torch.zeros(1 + comm.size * self._slot, dtype=torch.int64, device="cpu")
+        self._window = comm.window(self._memory, timeout)
+        self._mapped: dict[int, Tensor] = {}
+        if self._window.info.access == "mapped":
+            for rank in range(comm.size):
+                with contextlib.suppress(RegionGone):  # it is gone already: a signal to it finds that
+                    self._mapped[rank] = self._window.map(rank)
+        elif fences:
+            self.close()
+            raise Unsupported(
+                f"silence='mask' over this {comm.backend!r}",
+                "a stopped rank cannot be fenced there, and might go on alone later; use silence='raise', or a backend "
+                "that maps windows between processes of one host (`holdfast backends`)",
+            )
+
+    def frame(self, rank: int, kind: int, words: int) -> Tensor:
+        """Memory for a frame to `rank`: fill it and send it, before the next one is asked for."""
+        start = self._place(self._rank, kind)
+        theirs = self._mapped.get(rank)
+        return torch.zeros(words, dtype=torch.int64, device="cpu") if theirs is None else theirs[start : start + words]
+
+    def _place(self, owner: int, kind: int) -> int:
+        """The first element of the slot for `owner`'s frames."""
+        return 1 + owner * self._slot + self._starts[kind]
+
+    def send(self, rank: int, kind: int, frame: Tensor, timeout: float) -> None:
+        """Send a frame. Raises `LinkGone`, `OpTimeout`."""
+        with self._reported(rank):
+            if rank not in self._mapped:
+                self._window.put(frame, rank, self._place(self._rank, kind), timeout)
+            self._window.signal(rank, timeout)
+
+    def receive(self, rank: int, kind: int, timeout: float) -> Tensor:
+        """Wait for the next frame of `rank`, which is of this kind. Raises `LinkGone`, `OpTimeout`.
+
+        The frame is valid until that rank has been sent the report of the step. Raises `Revoked` if the rank aborted.
+        """
+        with self._reported(rank):
+            self._window.wait_signal(rank, timeout)
+        if self._memory[self._place(rank, ABORT)]:
+            why = f"rank {rank} has ended the switch: it did not hear a rank in time, and raised that"
+            raise Revoked(self._epoch, why, OpTimeout)
+        start = self._place(rank, kind)
+        return self._memory[start : start + self._sizes[kind]]
+
+    @contextlib.contextmanager
+    def _reported(self, rank: int) -> Iterator[None]:
+        try:
+            yield
+        except RegionGone as error:
+            if self._window.closed:
+                raise
+            raise LinkGone(str(error)) from error
+
+    def commit(self, step: int) -> bool:
+        """Record that this rank has decided `step`; False if it was fenced before."""
+        if not self._fences:
+            return True
+        return self._window.compare_swap(self._rank, 0, step - 1, step, self._timeout) != _FENCED
+
+    def fence(self, rank: int, step: int) -> bool:
+        """Exclude a silent rank unless it has decided `step`; whether it is excluded now."""
+        while _FENCED < (decided := self._decided(rank)) < step:
+            with self._reported(rank):
+                self._window.compare_swap(rank, 0, decided, _FENCED, self._timeout)
+        return decided == _FENCED
+
+    def is_fenced(self, rank: int) -> bool:
+        """Whether a rank has fenced `rank`."""
+        return self._fences and self._decided(rank) == _FENCED
+
+    def _decided(self, rank: int) -> int:
+        word = torch.zeros(1, dtype=torch.int64, device="cpu")
+        with self._reported(rank):
+            self._window.get(word, rank, 0, self._timeout)
+        return int(word)
+
+    def abort(self, rank: int) -> None:
+        """Make the waits of `rank` for this rank raise `Revoked`, as far as it can be reached."""
+        with contextlib.suppress(HoldfastError):
+            one = torch.ones(1, dtype=torch.int64, device="cpu")
+            self._window.put(one, rank, self._place(self._rank, ABORT), _ABORT_SECONDS)
+            self._window.signal(rank, _ABORT_SECONDS)
+
+    def close(self) -> None:
+        """Leave: the others' links to this rank raise `LinkGone`."""
+        self._window.close()
+
+
+class MaskAgreement:
+    """One rank's part in the agreement of a step's living ranks on those whose results no rank uses. Without I/O.
+
+    The caller sends `lost`, then hears what `awaited` names, in a loop. `decision` is None until `awaited` is; the
+    caller then sends it to the other participants.
+
+    **The problem.** Rank x dies while it sends its results: rank 0 has them, rank 1 does not. All that live on must
+    leave x out, or none may; and more ranks may die while they agree.
+
+    **The model.** Links between living ranks lose nothing and keep the order of messages. A message of a rank that dies
+    may be lost or not. A rank that is reported gone never takes part again (its process has ended, it has left, or it
+    is fenced), and each such rank is reported in the end.
+
+    **The protocol.** When a rank has all the results that will come, it reports to all others the ranks that it lost.
+
+    1. It waits for the report of each participant, or until that one is gone. If all have reported, and none lost a
+       rank, it decides "no rank", sends that decision to all, and returns. This is every step without a death: no
+       further wait.
+    2. Else it proposes the union of the reports that it heard. It waits, for each participant of a lower rank in turn,
+       until it has that one's decision, which replaces its proposal, or that one is gone. Then it decides on its
+       proposal, and sends the decision to all.
+
+    **Why the living decide alike.** Suppose that a rank decided in (1). Then each report of the step is empty, of all
+    senders to all receivers, so each proposal is, and each decision. Else all living ranks decide in (2). Let r be the
+    lowest of them. Each other one waits for r's decision, because r is never gone, and proposes it from then on. It can
+    replace that proposal only by the decision of a rank between r and itself, which, having waited for r, too, is the
+    same one.
+
+    **Why a decision fits each living rank.** A rank that proposes has waited for the reports of all the living, so that
+    its proposal names all that one of them has lost; and a decision is some rank's proposal. A rank that dies after its
+    results arrived everywhere is not named: the step uses them.
+
+    A decision of a rank that dies may differ from that of the living: it has returned nothing that outlives it. A
+    living rank that is named (its peers refused what it sent) learns so from its own decision, and leaves.
+    """
+
+    def __init__(self, rank: int, participants: Iterable[int], lost: Iterable[int]) -> None:
+        self._rank, self._participants = rank, sorted(participants)
+        self.lost = frozenset(lost)
+        self._proposal, self._complete = self.lost, not self.lost
+        self._unheard = [(other, REPORT) for other in self._participants if other != rank]
+        self._decides_alone = False
+        self.decision: frozenset[int] | None = None
+        self._proceed()
+
+    @property
+    def awaited(self) -> tuple[int, int] | None:
+        """The rank and the kind of the message to hear next; None once this rank has decided."""
+        return self._unheard[0] if self._unheard else None
+
+    def hear(self, named: Iterable[int] | None) -> None:
+        """Take the message that `awaited` names: the ranks in it, or None if its sender is gone without it."""
+        _, kind = self._unheard.pop(0)
+        if kind == DECISION:
+            if named is not None:
+                self._proposal = frozenset(named)
+        elif named is None:
+            self._complete = False
+        else:
+            self._proposal |= frozenset(named)
+            self._complete = self._complete and not self._proposal
+        self._proceed()
+
+    def _proceed(self) -> None:
+        if self._unheard:
+            return
+        if not self._complete and not self._decides_alone:
+            self._decides_alone = True
+            self._unheard = [(other, DECISION) for other in self._participants if other < self._rank]
+        if not self._unheard:
+            self.decision = frozenset() if self._complete else self._proposal

@@ -6,13 +6,13 @@ other: its rank sends the reason instead, and the op raises TypeError where the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 import torch
 
-from holdfast.comms.codecs.object_codec import decode_object, encode_object
 from holdfast.comms.errors import CorruptData, again
 from holdfast.comms.work import Work
 
@@ -201,3 +201,68 @@ def _tensor(data: bytes, comm: Communicator) -> Tensor:
     if not data:
         return torch.empty(0, dtype=torch.uint8, device=comm.device)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(comm.device)
+
+
+_LEAST, _MOST = -(1 << 63), (1 << 64) - 1
+_DEEPEST = 200
+_KEYS = (str, int, float, bool, bytes, type(None))
+
+
+def encode_object(obj: object) -> bytes:
+    """Encode `obj`. Raises TypeError, naming the path, for a value that would arrive changed."""
+    _check_object(obj, "the object", 0)
+    try:
+        return msgspec.msgpack.encode(obj)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TypeError(f"{error}: {_HINT}") from error
+
+
+def decode_object(data: bytes) -> Any:
+    """Decode the output of `encode_object`."""
+    return msgspec.msgpack.decode(data, strict=True)
+
+
+_HINT = (
+    "objects travel as msgpack (dicts, lists, strings, numbers, bytes, None), never as pickle; send tensors with "
+    "broadcast or all_gather, and your own types as msgspec structs or dataclasses"
+)
+
+
+def _check_object(obj: object, path: str, depth: int) -> None:
+    kind = type(obj)
+    if kind in (str, float, bool, bytes, type(None)):
+        return
+    if kind is int:
+        if not _LEAST <= obj <= _MOST:  # type: ignore[operator]
+            raise TypeError(f"{path} is {_short(obj)}, which has more than 64 bits: {_HINT}")
+        return
+    if depth == _DEEPEST:
+        raise TypeError(f"{path} is nested more than {_DEEPEST} levels deep: {_HINT}")
+    for key, value in _members(obj, path):
+        _check_object(value, f"{path}[{_short(key)}]", depth + 1)
+
+
+def _members(obj: object, path: str) -> Iterator[tuple[object, object]]:
+    """The keys and values of a container; TypeError for any other object."""
+    if isinstance(obj, dict):
+        for key in obj:
+            if type(key) not in _KEYS:
+                raise TypeError(f"a key of {path} is a {type(key).__name__}, not a string or number: {_HINT}")
+            _check_object(key, f"a key of {path}", _DEEPEST)
+        yield from obj.items()
+    elif type(obj) is tuple or isinstance(obj, list):
+        yield from enumerate(obj)
+    elif isinstance(obj, msgspec.Struct):
+        yield from ((name, getattr(obj, name)) for name in obj.__struct_fields__)
+    elif dataclasses.is_dataclass(obj) and not isinstance(obj, type):
+        yield from ((field.name, getattr(obj, field.name)) for field in dataclasses.fields(obj))
+    else:
+        raise TypeError(f"{path} is a {type(obj).__name__}, which would arrive as another type: {_HINT}")
+
+
+def _short(value: object) -> str:
+    try:
+        words = repr(value)
+    except ValueError:  # Python refuses to print an int of that many digits
+        words = "a number of thousands of digits"
+    return words if len(words) <= 80 else f"{words[:77]}..."

@@ -1,11 +1,14 @@
-"""Waits on the CPU: `Wait`, how to yield the processor, and atomics on memory of this process."""
+"""Waits: `Wait` for a condition, `run_interruptible` for a call that nothing else can end; atomics of this process."""
 
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from typing import TypeVar
 
 from holdfast.comms.errors import HoldfastError
 
@@ -74,3 +77,45 @@ def change(address: int, itemsize: int, add: bool, first: int, second: int) -> i
     elif old == first:
         place.value = second
     return old
+
+
+Result = TypeVar("Result")
+
+_CHECK_SECONDS = 0.002
+
+
+def run_interruptible(
+    call: Callable[[], Result],
+    check_abort: Callable[[], None],
+    *,
+    every: float = _CHECK_SECONDS,
+    delays_exit: bool = True,
+) -> Result:
+    """Run `call()` in a thread of its own; abandon it when `check_abort()`, called every few ms, raises, or on Ctrl-C.
+
+    An abandoned call goes on until it ends by itself, and its result is dropped. The process does not exit before
+    that, unless `delays_exit` is false.
+    """
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="holdfast-interruptible", daemon=not delays_exit).start()
+    while not wait([future], every).done:
+        check_abort()
+    return future.result()
+
+
+def run_within(seconds: float, call: Callable[[], Result], *, delays_exit: bool = True) -> Result:
+    """As `run_interruptible`; raises TimeoutError, and abandons the call, after so many seconds."""
+    until = time.monotonic() + seconds
+
+    def look() -> None:
+        if time.monotonic() > until:
+            raise TimeoutError
+
+    return run_interruptible(call, look, delays_exit=delays_exit)

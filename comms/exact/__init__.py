@@ -1,1 +1,0 @@
-"""Exact sums, independent of the order of addition."""

@@ -1,1 +1,0 @@
-"""Checks ops and runs them in order."""

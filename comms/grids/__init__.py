@@ -1,1 +1,0 @@
-"""Grids of ranks, with communicators along their dimensions."""

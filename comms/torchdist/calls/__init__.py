@@ -1,1 +1,0 @@
-"""Parses torch's calls of a process group: overloads, lists of tensors, options; runs hooks around them."""
