@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import importlib
 import mmap
 import os
 import random
@@ -17,6 +18,7 @@ import msgspec
 import pytest
 import torch
 
+from holdfast import comms
 from holdfast.backends.common import host_plane, process_memory, shareable_memory
 from holdfast.backends.common.host_plane import HostPlane
 from holdfast.backends.common.region_table import TableAddress
@@ -26,7 +28,9 @@ from holdfast.backends.ucx.memory_plane import UcxPlane
 from holdfast.backends.ucx.worker import Transports
 from holdfast.comms.errors import BackendUnavailable, CorruptData, OpTimeout, RegionGone, Unsupported
 from holdfast.comms.memory_plane import Handle, MemoryPlane, memory
-from holdfast.comms.plugins.spec import Available
+from holdfast.comms.plugins.registry import registry
+from holdfast.comms.plugins.spec import Available, Unavailable
+from holdfast.harness.conformance.planes import *  # noqa: F403
 from support.children import Child, children
 from support.memory import needs_huge_pages, smaps_field
 from support.waiting import eventually
@@ -466,3 +470,96 @@ def test_memory_opens_a_plane_by_name() -> None:
         memory("nonsense")
     with pytest.raises(BackendUnavailable, match="no memory plane"):
         memory("gloo")
+
+
+@pytest.fixture(params=["inproc", "shm", "ucx", "nixl"])
+def planed(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=["shm", "ucx", "nixl"])
+def planed_processes(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_nixl_that_is_not_installed_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    from holdfast.backends import nixl
+
+    assert registry().backend("nixl").available
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    status = nixl.probe()
+    assert isinstance(status, Unavailable)
+    assert "not installed" in status.reason and "pip install --no-deps nixl" in status.install_hint
+
+
+def test_nixl_needs_the_library_for_the_cuda_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NIXL takes that of torch's CUDA and no other, whether there is a GPU or not."""
+    from holdfast.backends import nixl
+
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "nixl_cu13" else object())
+    status = nixl.probe()
+    assert isinstance(status, Unavailable)
+    assert "nixl-cu13" in status.reason and "pip install --no-deps nixl nixl-cu13" in status.install_hint
+    monkeypatch.setattr("torch.version.cuda", "12.8")
+    assert isinstance(nixl.probe(), Available)
+
+
+COUNT = 1 << 16
+"""Elements of a region."""
+
+planes = pytest.mark.parametrize(
+    ("plane", "rounds"),
+    [
+        ("shm", 10),
+        ("ucx", 5),
+        ("nixl", 3),
+        pytest.param("nixl", 100, marks=[pytest.mark.thorough, pytest.mark.timeout(600)]),
+    ],
+)
+
+
+@pytest.fixture
+def start(plane: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Child]]:
+    """Starts children that find the plane's modules loaded: two thirds of the processor time of a child went there."""
+    comms.memory(plane).close()
+    if plane == "nixl":
+        monkeypatch.setenv("UCX_TLS", "tcp,self")  # on one host the kernel copies
+        importlib.import_module("nixl._api")
+    with children() as starter:
+        yield starter
+
+
+def live(pipe: Connection, plane: str, number: int) -> None:
+    """Expose a tensor full of `number`; read each region that arrives, and say its ends, or that it is gone."""
+    with comms.memory(plane) as opened:
+        region = opened.expose(torch.full((COUNT,), float(number)))
+        pipe.send(region.handle.encode())
+        while True:
+            handle, into = Handle.decode(pipe.recv()), torch.zeros(COUNT)
+            try:
+                opened.read(handle, into, timeout=10.0).wait()
+                pipe.send((into[0].item(), into[-1].item()))
+            except RegionGone:
+                pipe.send("gone")
+
+
+def seen(reader: Child, handle: bytes) -> object:
+    reader.tell(handle)
+    return reader.hear()
+
+
+@planes
+def test_a_process_outlives_those_that_it_reads_and_those_that_read_it(
+    start: Callable[..., Child], plane: str, rounds: int
+) -> None:
+    lasting = start(live, plane, rounds)
+    held = lasting.hear()
+    for number in range(rounds):
+        passing = start(live, plane, number)
+        handle = passing.hear()
+        assert seen(lasting, handle) == (number, number)
+        assert seen(passing, held) == (rounds, rounds)
+        passing.tell(held)  # killed in the middle of a read, perhaps
+        passing.kill()
+        assert seen(lasting, handle) == "gone"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import tomllib
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -10,12 +11,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from packaging.requirements import Requirement
 from torch._C import _distributed_c10d
 
 import holdfast.comms.torchdist  # noqa: F401  # registers the backend
 from holdfast.comms import NotConnected, Unsupported
 from holdfast.comms.torchdist.process_group import AVAILABLE, HoldfastBackend, HoldfastProcessGroup
 from holdfast.comms.torchdist.works import TorchWork
+from support.programs.torch_names import table, uses
+from support.source_tree import ROOT
 
 HOOKS = pytest.mark.skipif(not hasattr(_distributed_c10d, "PreHookArgs"), reason="torch has hooks from 2.14 on")
 
@@ -216,3 +220,36 @@ def test_the_check_for_nan_refuses_inputs_and_no_outputs(monkeypatch: pytest.Mon
         dist.all_reduce(torch.ones(2, dtype=torch.int8))
     finally:
         dist.destroy_process_group()
+
+
+TABLE = table()
+ADVICE = "take another name, or look for it with getattr; tests/support/programs/torch_names.py makes the tables anew"
+
+
+def claimed() -> list[str]:
+    """The versions of torch that pyproject.toml allows, as "2.11"."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    specifier = next(each.specifier for each in map(Requirement, project["dependencies"]) if each.name == "torch")
+    return [f"2.{minor}" for minor in range(100) if specifier.contains(f"2.{minor}.0")]
+
+
+def test_there_is_a_table_for_each_claimed_version() -> None:
+    assert sorted(TABLE, key=lambda version: int(version[2:])) == claimed()
+
+
+@pytest.mark.parametrize("version", TABLE)
+def test_each_name_that_is_imported_from_torch_is_in_the_version(version: str) -> None:
+    missing = [
+        f"{place}: {module}.{name}"
+        for module, names in uses().items()
+        for name, place in names.items()
+        if name not in TABLE[version].get(module, ())
+    ]
+    missing += [module for module in uses() if module not in TABLE[version]]
+    assert not missing, ADVICE
+
+
+def test_the_modules_of_the_installed_version_have_the_names_too() -> None:
+    """So the reader of wheels finds what an import finds."""
+    for name, place in uses()["torch.distributed"].items():
+        assert hasattr(dist, name) or name.startswith("ProcessGroup"), place
