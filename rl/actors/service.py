@@ -520,7 +520,6 @@ class ServiceEndpoint:
         *,
         key: Hashable = None,
         timeout: float | None = None,
-        deadline: float | None = None,
         patience: float | None = None,
     ) -> ServiceEndpoint:
         """With a `key` choose always the same replica, else the least loaded one; bound the time.
@@ -531,7 +530,6 @@ class ServiceEndpoint:
             self,
             key=self.key if key is None else key,
             timeout=timeout or self.timeout,
-            deadline=deadline or self.deadline,
             patience=patience or self.patience,
         )
 
@@ -624,20 +622,16 @@ class ReplicaSession:
         """The replica."""
         return self._replica.name
 
-    async def call(self, method: str, /, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
-        """Call a method of this replica's actor; after `timeout` seconds, or its deadline, it hangs."""
-        endpoint: ServiceEndpoint = getattr(self._service, method)
-        try:
-            return await self._replica.call(method, *args, timeout=timeout or endpoint.deadline, **kwargs)
-        except ActorProcessLost as error:
-            hint = "what the session had there is gone: begin another session"
-            raise ReplicaLost(self.name, method, self._replica.why, 1, hint) from error
-
     def __getattr__(self, method: str) -> Any:
-        endpoint_of(self._service.actor, method)
+        """A method of this replica's actor. Raises `NoSuchEndpoint`."""
+        deadline = self._service.endpoint(method).deadline
 
         async def call(*args: Any, **kwargs: Any) -> Any:
-            return await self.call(method, *args, **kwargs)
+            try:
+                return await self._replica.call(method, *args, timeout=deadline, **kwargs)
+            except ActorProcessLost as error:
+                hint = "what the session had there is gone: begin another session"
+                raise ReplicaLost(self.name, method, self._replica.why, 1, hint) from error
 
         return call
 

@@ -7,7 +7,6 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
 from secrets import token_hex
@@ -48,22 +47,7 @@ _kind_of: Callable[[SamplingRequest], _Kind] = attrgetter(
     *(each for each in SamplingRequest.__struct_fields__ if each not in ("prompts", "seeds"))
 )
 """What requests that are joined have in common."""
-
-
-@dataclass(slots=True)
-class _Joined:
-    """Requests that differ in their prompts and seeds alone, and the futures of their completions."""
-
-    requests: list[SamplingRequest] = field(default_factory=list)
-    replies: list[asyncio.Future[Sequence[Completion]]] = field(default_factory=list)
-    prompts: int = 0
-
-    def whole(self) -> SamplingRequest:
-        return msgspec.structs.replace(
-            self.requests[0],
-            prompts=tuple(chain.from_iterable([each.prompts for each in self.requests])),
-            seeds=tuple(chain.from_iterable([each.seeds for each in self.requests])),
-        )
+_Asked = tuple[SamplingRequest, "asyncio.Future[Sequence[Completion]]"]
 
 
 class BatchedRequests:
@@ -77,7 +61,7 @@ class BatchedRequests:
         self, route: Route, size: int, alone: Callable[[SamplingRequest], bool] = lambda request: False
     ) -> None:
         self._route, self._size, self._alone = route, size, alone
-        self._open: dict[_Kind, _Joined] = {}
+        self._open: dict[_Kind, list[_Asked]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __call__(self, request: SamplingRequest) -> Sequence[Completion]:
@@ -87,39 +71,45 @@ class BatchedRequests:
         loop = asyncio.get_running_loop()
         if not self._open:
             loop.call_soon(self._send_all)
-        kind = _kind_of(request)
-        joined = self._open.setdefault(kind, _Joined())
-        if joined.requests and joined.prompts + len(request.prompts) > self._size:
-            self._send(joined)
-            joined = self._open[kind] = _Joined()
         reply: asyncio.Future[Sequence[Completion]] = loop.create_future()
-        joined.prompts += len(request.prompts)
-        joined.requests.append(request)
-        joined.replies.append(reply)
+        self._open.setdefault(_kind_of(request), []).append((request, reply))
         return await reply
 
     def _send_all(self) -> None:
-        opened, self._open = list(self._open.values()), {}
-        for joined in opened:
+        opened, self._open = self._open, {}
+        for asked in opened.values():
+            joined, prompts = list[_Asked](), 0
+            for each in asked:
+                prompts += len(each[0].prompts)
+                if joined and prompts > self._size:
+                    self._send(joined)
+                    joined, prompts = [], len(each[0].prompts)
+                joined.append(each)
             self._send(joined)
 
-    def _send(self, joined: _Joined) -> None:
+    def _send(self, joined: Sequence[_Asked]) -> None:
         task = asyncio.get_running_loop().create_task(self._answer(joined))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, joined: _Joined) -> None:
+    async def _answer(self, joined: Sequence[_Asked]) -> None:
+        requests = [request for request, _ in joined]
+        whole = msgspec.structs.replace(
+            requests[0],
+            prompts=tuple(chain.from_iterable([each.prompts for each in requests])),
+            seeds=tuple(chain.from_iterable([each.seeds for each in requests])),
+        )
         try:
-            completions = await self._route(joined.whole())
+            completions = await self._route(whole)
         except BaseException as error:
-            for reply in joined.replies:
+            for _, reply in joined:
                 if not reply.done():
                     reply.set_exception(error) if isinstance(error, Exception) else reply.cancel()
             if not isinstance(error, Exception):
                 raise
             return
         at = 0
-        for request, reply in zip(joined.requests, joined.replies, strict=True):
+        for request, reply in joined:
             if not reply.done():
                 reply.set_result(completions[at : at + len(request.seeds)])
             at += len(request.seeds)
