@@ -140,7 +140,9 @@ WORKLOAD_POINTS: Mapping[str, str] = MappingProxyType(
 
 Fault = Callable[[str, int, int, int], None]
 
-_armed: Fault | None = None
+armed: Fault | None = None
+"""What is called at every point; None: no fault is armed."""
+
 _gate: tuple[int, str] | None = None
 """The process that is connected to a gate, and the gate's address."""
 
@@ -160,19 +162,14 @@ def _prepare_kill() -> None:
 
 def reach(point: str, step: int, rank: int, epoch: int) -> None:
     """Report that `point` is reached; an armed fault may end the process here."""
-    if _armed is not None:
-        _armed(point, step, rank, epoch)
-
-
-def armed() -> bool:
-    """Whether a fault is armed."""
-    return _armed is not None
+    if armed is not None:
+        armed(point, step, rank, epoch)
 
 
 def arm(fault: Fault | None) -> None:
     """Call `fault(point, step, rank, epoch)` at every point from now on; None disarms."""
-    global _armed
-    _armed = fault
+    global armed
+    armed = fault
 
 
 def parse(text: str) -> Fault | None:

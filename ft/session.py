@@ -545,12 +545,12 @@ class Session:
         return self._comms.comm
 
     def _reach_point(self, request: protocol.Reach) -> None:
-        if faultpoints.armed():
+        if faultpoints.armed is not None:
             self._reach(request.point, request.view)
 
     def _reach(self, point: str, view: View | None = None) -> None:
         where = view or self._view
-        if where is not None and faultpoints.armed():
+        if where is not None and faultpoints.armed is not None:
             rank = where.rank_of(self._identity)
             faultpoints.reach(point, self._commit_state.done, -1 if rank is None else rank, where.epoch)
 
@@ -584,7 +584,7 @@ def recorded(
         yield recorder
 
 
-_READABLE_OF_ATTEMPT = ("step", "comm", "epoch", "rank", "total", "total_shards", "shards", "alive", "degraded")
+_READABLE_OF_ATTEMPT = ("step", "comm", "epoch", "rank", "total_shards", "shards", "alive", "degraded")
 """What a forked child can still read of its parent's attempt."""
 
 
@@ -644,11 +644,6 @@ class Attempt:
         HoldfastError if the session was made with `on_death="rebuild"`, or a member died before the first use.
         """
         return self._transaction.lasting()
-
-    @property
-    def total(self) -> int:
-        """The same as `total_shards`, which is the name to use."""
-        return self.total_shards
 
     def share(self, part: int, parts: int) -> tuple[int, ...]:
         """The shards of part `part`, if the step is divided into `parts`: consecutive numbers, as evenly as possible.

@@ -142,7 +142,7 @@ class Runtime:
             self._thread.run(end(), START_SECONDS)
 
     def _reach(self, point: str, go_on: Callable[[], None]) -> None:
-        if faultpoints.armed():
+        if faultpoints.armed is not None:
             view = self._epoch_guard.view
             rank = view.rank_of(self._identity) if view is not None else None
             faultpoints.reach(point, self._step(), -1 if rank is None else rank, view.epoch if view is not None else 0)
