@@ -25,10 +25,8 @@ from holdfast.comms.system import forks
 from holdfast.ft.control.errors import KeyTimeout
 from holdfast.ft.membership.events import LocalFailed, LocalFinished
 from holdfast.ft.membership.view import StepError, View
-from holdfast.ft.node.epoch_guard import EpochGuard
 from holdfast.ft.node.runtime import Runtime
 from holdfast.ft.registers import RegisterAway, change_cell, open_cell
-from holdfast.ft.settings import Settings
 from holdfast.ft.step_protocol import FAILURES
 
 CELL = "errors"
@@ -141,53 +139,41 @@ LOOK_SECONDS = 0.05
 """Seconds between two checks of whether the other members have stopped too, or go on."""
 
 
-def stop_with_all(
-    runtime: Runtime, epoch_guard: EpochGuard, settings: Settings, identity: str, view: View, why: str
-) -> bool:
+def stop_with_all(runtime: Runtime, view: View, why: str) -> bool:
     """Declare the job finished before its last step if all members of `view` leave it here; return whether it is.
 
     False as soon as another member is seen to go on, or after the `operation` timeout.
     """
-    timeouts = settings.timeouts
+    guard, timeouts = runtime.epoch_guard, runtime.settings.timeouts
     wanted, deadline = set(view.ranks), time.monotonic() + timeouts.operation
     try:
         while view.phase == "running":
             wanted &= view.ranks.keys()
-            if _all_have_stopped(runtime, epoch_guard, identity, view, wanted, deadline):
+            if _all_have_stopped(runtime, view, wanted, deadline):
                 runtime.feed(LocalFinished(view.epoch, why, stopped=True))
-            elif not epoch_guard.is_over(view.epoch):
+            elif not guard.is_over(view.epoch):
                 return False
-            view = epoch_guard.wait(view.epoch, timeouts.rebuild + timeouts.join)
+            view = guard.wait(view.epoch, timeouts.rebuild + timeouts.join)
     except HoldfastError:
         return False
     return view.phase == "finished"
 
 
-def _all_have_stopped(
-    runtime: Runtime, epoch_guard: EpochGuard, identity: str, view: View, wanted: set[str], deadline: float
-) -> bool:
+def _all_have_stopped(runtime: Runtime, view: View, wanted: set[str], deadline: float) -> bool:
     """Whether all `wanted` members stop in the epoch of `view`; False if it ends before, or a member goes on."""
     try:
         store = runtime.store(view)
-        store.set(f"stopped/{identity}", "")
+        store.set(f"stopped/{runtime.identity}", "")
         while time.monotonic() < deadline and not runtime.node.another_continues():
             with contextlib.suppress(KeyTimeout):
                 store.wait([f"stopped/{member}" for member in sorted(wanted)], timedelta(seconds=LOOK_SECONDS))
                 return True
     except FAILURES:
-        epoch_guard.wait_over(view.epoch, LOOK_SECONDS)
+        runtime.epoch_guard.wait_over(view.epoch, LOOK_SECONDS)
     return False
 
 
-def end_with(
-    runtime: Runtime,
-    epoch_guard: EpochGuard,
-    settings: Settings,
-    view: View,
-    error: BaseException,
-    known: StepError,
-    on: OnError,
-) -> bool:
+def end_with(runtime: Runtime, view: View, error: BaseException, known: StepError, on: OnError) -> bool:
     """End the job with `error`, if `on` asks for that or the same exception has come before.
 
     Returns whether the job ended. The other members get the error as `known`. An error that follows from the death of a
@@ -196,7 +182,7 @@ def end_with(
     if not isinstance(error, Exception) or any(isinstance(each, FAILURES) for each in _chain(error)):
         return False
     try:
-        again = note_error(settings.register, known)
+        again = note_error(runtime.settings.register, known)
     except (RegisterAway, CorruptData):
         return False
     if on == "replace" and not again:
@@ -204,8 +190,8 @@ def end_with(
     runtime.feed(LocalFailed(known, f"{'the same exception came again' if again else 'an exception'}: {known}"))
     with contextlib.suppress(HoldfastError):  # `wait` raises at the end of the job
         while view.phase == "running":
-            view = epoch_guard.wait(view.epoch, settings.timeouts.rebuild)
-    newest = epoch_guard.view
+            view = runtime.epoch_guard.wait(view.epoch, runtime.settings.timeouts.rebuild)
+    newest = runtime.epoch_guard.view
     return newest is not None and newest.phase == "failed"
 
 

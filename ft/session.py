@@ -375,11 +375,11 @@ class Session:
             return False
         if error is None:
             why = f"all members stopped after {done} of {self._commit_state.total} steps"
-            return departure.stop_with_all(runtime, self._epoch_guard, self._settings, self._identity, view, why)
+            return departure.stop_with_all(runtime, view, why)
         if self._epoch_guard.ended:
             return False
         known = departure.step_error(error, done, rank)
-        return departure.end_with(runtime, self._epoch_guard, self._settings, view, error, known, self._on_error)
+        return departure.end_with(runtime, view, error, known, self._on_error)
 
     # The driver of the step protocol --------------------------------------------------------------------------
 

@@ -57,7 +57,7 @@ class Runtime:
         Raises what `candidate_job` raises.
         """
         self._step = step
-        self._identity, self._settings, self._epoch_guard, self._events = identity, settings, epoch_guard, events
+        self.identity, self.settings, self.epoch_guard, self._events = identity, settings, epoch_guard, events
         self._patience = max(settings.timeouts.rebuild, settings.timeouts.operation)
         """Seconds that a call of the rendezvous may take: members come late to a rebuild if they compute."""
         self._calls: dict[Future[Any], int] = {}
@@ -74,10 +74,10 @@ class Runtime:
             self._undo = undo.pop_all()
 
     async def _begin(self, job: Job, view: View | None) -> None:
-        settings, timeouts = self._settings, self._settings.timeouts
+        settings, timeouts = self.settings, self.settings.timeouts
         handlers: dict[str, Handler] = {}
         self.links = MemberConnections(
-            self._identity,
+            self.identity,
             key=settings.key,
             job=settings.name,
             handlers=handlers,
@@ -91,11 +91,11 @@ class Runtime:
             raise
         threads = (os.getpid(), self._thread.native_id, self._register.watcher)
         lasting = tuple(number for number in threads if number is not None)
-        me = Member(self._identity, address, this_process(), lasting)
+        me = Member(self.identity, address, this_process(), lasting)
         core = Membership(me, job, timeouts, one_host_backends(job.backends), Shape(mesh=settings.mesh))
         self.node = Node(
             core,
-            self._epoch_guard,
+            self.epoch_guard,
             Ports(self._thread.loop, self.links, self._register, HostProcesses()),
             self._events.emit,
             registry().detectors.values(),
@@ -118,12 +118,12 @@ class Runtime:
 
     def leave(self, reason: str, error: str = "") -> None:
         """Tell the others that this process has left the job, as if it had died; `error` as in `Death`."""
-        self._epoch_guard.end(StaleEpoch(f"this process has left the job: {reason}"))
+        self.epoch_guard.end(StaleEpoch(f"this process has left the job: {reason}"))
         self.soon(self.node.leave, reason, error)
 
     def store(self, view: View) -> dist.Store:
         """The store with which the members of `view` build its communicator."""
-        rank, table, timeout = view.rank_of(self._identity), self.node.sharing.table, self._patience
+        rank, table, timeout = view.rank_of(self.identity), self.node.sharing.table, self._patience
         ask = self._ask_here
         if rank:
             ask = ask_remotely(functools.partial(self._call, neighbours(view, rank)[0], view.epoch), timeout)
@@ -143,8 +143,8 @@ class Runtime:
 
     def _reach(self, point: str, go_on: Callable[[], None]) -> None:
         if faultpoints.armed is not None:
-            view = self._epoch_guard.view
-            rank = view.rank_of(self._identity) if view is not None else None
+            view = self.epoch_guard.view
+            rank = view.rank_of(self.identity) if view is not None else None
             faultpoints.reach(point, self._step(), -1 if rank is None else rank, view.epoch if view is not None else 0)
         go_on()
 
@@ -160,7 +160,7 @@ class Runtime:
             try:
                 return self._call_once(member, epoch, method, body, max(deadline - time.monotonic(), 0.0))
             except ConnectionLost:
-                if method not in REPEATABLE or self._epoch_guard.is_over(epoch) or time.monotonic() >= deadline:
+                if method not in REPEATABLE or self.epoch_guard.is_over(epoch) or time.monotonic() >= deadline:
                     raise
 
     def _call_once(self, member: Member, epoch: int, method: str, body: bytes, timeout: float) -> bytes:
@@ -183,7 +183,7 @@ class Runtime:
         with self._calls_lock:
             self._calls[answer] = epoch
         try:
-            if self._epoch_guard.is_over(epoch):
+            if self.epoch_guard.is_over(epoch):
                 answer.cancel()
             return answer.result(timeout + 1.0)
         except CancelledError:
