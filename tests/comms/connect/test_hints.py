@@ -126,6 +126,7 @@ def test_gloo_runs_with_the_threads_and_over_the_interface_that_are_named(tmp_pa
     def added(number: int) -> int:
         before = threads()
         with alone("gloo", tmp_path, name=f"with {number}", hints={"threads": number, "interface": "lo"}):
+            becomes_true(lambda: len(threads() - before) == number)  # a thread names itself once it runs
             new = threads() - before
         assert becomes_true(lambda: new.isdisjoint(threads())), "else the next count has them"
         return len(new)
