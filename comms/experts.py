@@ -708,7 +708,7 @@ class Links:
 
 
 class MaskAgreement:
-    """One rank's part in the agreement of a step's living ranks on those whose results no rank uses. Without I/O.
+    """One rank's part in the agreement of a step's living ranks on the ranks to mask. Without I/O.
 
     The caller sends `lost`, then hears what `awaited` names, in a loop. `decision` is None until `awaited` is; the
     caller then sends it to the other participants.

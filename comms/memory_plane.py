@@ -107,7 +107,7 @@ class MemoryPlane(ABC):
         raise Unsupported(f"mapping a region of plane {self.name!r}", "read it")
 
     def map_read_only(self, handle: Handle) -> torch.Tensor:
-        """Map a region of this host, to be read alone: its bytes may change once it is closed (verify what was read).
+        """Map a region of this host, to be read alone. Its bytes may change once it is closed (verify what was read).
 
         Nothing may be written into the tensor. Devices can be told of its memory. Raises the errors of `map`.
         """

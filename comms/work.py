@@ -1,4 +1,4 @@
-"""`Work`: the handle of an op that may still be running, and `Lane`, the thread that runs such ops in order."""
+"""`Work`, the handle of an op that may still be running; `Lane`, the thread that runs them in order."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Work:
             call_back([function], self)
             return
         self._callbacks.append(function)
-        if self.done():  # meanwhile: whoever comes second finds the callback or the end
+        if self.done():  # meanwhile: the second of the two threads finds the callback, or the end
             self._call_back()
 
     def run(self, body: Callable[[], None]) -> None:

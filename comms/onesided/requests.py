@@ -2,7 +2,7 @@
 
 A request is a head and, for a put, its bytes; a reply is a head and, for a get, the bytes. Both have at most
 `PIECE_BYTES` of them, so a large transfer is several requests under way at once. The owner takes its memory's lock
-around each: after `withdraw` nothing touches the memory. The bytes of a get that was given up reach nobody.
+around each: after `withdraw` nothing touches the memory. The bytes of a get that was given up are dropped.
 
 A backend gives a `Channel`. Bounds, numbers, signals and the end are here, once for all of them.
 

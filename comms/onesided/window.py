@@ -187,7 +187,7 @@ class Window:
         """The tensor of `rank` itself, for loads and stores; no call is needed to reach it.
 
         The mapping outlives the window and the peer: after their end it holds the last values that were written, and
-        what is stored into it reaches nobody. To learn of the end, call the window. Loads and stores have no order
+        what is stored into it reaches no process. To learn of the end, call the window. Loads and stores have no order
         with calls but that of `signal` and `wait_signal`. Raises `Unsupported` for another rank unless `info.access` is
         "mapped".
         """

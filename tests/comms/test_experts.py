@@ -1,4 +1,4 @@
-"""A switch gives the outputs and gradients of a dense reference of the living, which agree on the ranks to mask."""
+"""A switch gives the outputs and gradients of a dense model; the living agree on the ranks to mask."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def reference(
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank saw: for each step, who was alive after it; whether its results were the reference's."""
+    """What one rank saw: for each step, which ranks were alive after it; whether its results were the reference's."""
 
     alive: list[tuple[bool, ...]]
     right: list[bool]
@@ -500,7 +500,7 @@ class HasteAgreement(MaskAgreement):
 
 
 class Step:
-    """One step of some ranks: each sends its results, and agrees. `random` chooses who acts, dies and is found dead."""
+    """One step of some ranks, which send results and agree. `random` chooses which acts, dies and is found dead."""
 
     def __init__(self, random: Random, size: int, deaths: int, protocol: type[MaskAgreement] = MaskAgreement) -> None:
         self.random, self.ranks, self.protocol = random, range(size), protocol

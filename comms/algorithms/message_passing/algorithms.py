@@ -70,7 +70,7 @@ def halving_all_reduce(begin: Begin, op: ReduceOp, tensor: Tensor, deadline: flo
 
 
 def _fold(exchange: Exchange, flat: Tensor, op: ReduceOp) -> int:
-    """Fold in the inputs of the ranks above a power of two, which is returned; those ranks have the result then."""
+    """Fold in the inputs of the ranks above a power of two; return that. Those ranks have the result then."""
     rank, size = exchange.rank, exchange.size
     ranks = 1 << (size.bit_length() - 1)
     if rank >= ranks:
@@ -84,7 +84,7 @@ def _fold(exchange: Exchange, flat: Tensor, op: ReduceOp) -> int:
 
 
 def _unfold(exchange: Exchange, flat: Tensor, ranks: int) -> None:
-    """Send the result to the rank whose input was folded in."""
+    """Send the result to the rank that gave its input."""
     if exchange.rank + ranks < exchange.size:
         exchange.send(flat, exchange.rank + ranks)
 

@@ -85,7 +85,7 @@ HINTS = (
 
 @dataclass(frozen=True, slots=True)
 class BoardLayout:
-    """Where the parts of a row are, in words from its start; the words of a table and a row; else bytes."""
+    """Where the parts of a row are, in words from its start. A table and a row are in words, sizes in bytes."""
 
     size: int
     table_words: int

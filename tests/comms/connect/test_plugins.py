@@ -101,7 +101,7 @@ def test_a_malformed_plugin_adds_nothing(info: Any, said: str) -> None:
 
 
 def test_a_plugin_of_the_version_before_is_accepted(tmp_path: Path) -> None:
-    """It announces neither priority nor costs nor hints, and reads the store without saying whom it watches."""
+    """It announces neither priority nor costs nor hints, and reads the store without naming peers to watch."""
     inner = registry().backends["inproc"].connect
     assert inner is not None
 

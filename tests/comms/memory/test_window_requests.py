@@ -1,4 +1,4 @@
-"""Requests and replies of windows, over a channel in this process: no rank is needed to see what an owner refuses."""
+"""Requests and replies of windows, over a channel in this process. No rank is needed to see what an owner refuses."""
 
 from __future__ import annotations
 

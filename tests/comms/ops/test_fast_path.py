@@ -224,7 +224,7 @@ def paths_agree(comm: Communicator, program: list[tuple[str, int, int]]) -> None
 
 
 def test_no_dtype_is_taken_for_another_whatever_ran_before(ranks: LocalCluster) -> None:
-    """A dtype that one path refuses, the other refuses too, also after an op on another view of the same bytes."""
+    """Both paths refuse the same dtypes, also after an op on another view of the same bytes."""
     draw = random.Random(3)
     program = [(op, dtype, dtype) for op in OPS for dtype in range(len(SIBLINGS))]
     draw.shuffle(program)

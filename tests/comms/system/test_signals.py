@@ -63,7 +63,7 @@ def _window(comm: Communicator) -> None:
 def _rounds(
     whole: Communicator, calls: list[str], rounds: int, on_signal: Callable[[Communicator, int], None]
 ) -> list[str]:
-    """Rank 0 gets a signal at a random point of a series of calls, over and over; rank 1 makes the same calls."""
+    """Rank 0 gets a signal at a random point of its calls, over and over. Rank 1 makes the same calls."""
     assert threading.current_thread() is threading.main_thread()
     draw, wrong, unraisable = random.Random(whole.rank), list[str](), list[str]()
     sys.unraisablehook = lambda event: unraisable.append(f"{event.exc_type.__name__} in {event.object!r}")
