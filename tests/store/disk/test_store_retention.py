@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from holdfast.comms.errors import CorruptData, Unsupported
 from holdfast.comms.memory_plane import Handle
 from holdfast.comms.transport.base import Peer
-from holdfast.harness.chaos.faults.disk import small_disk
+from holdfast.harness.chaos.faults.storage import small_disk
 from holdfast.store import WeightStore
 from holdfast.store.catalog import disk_copies, transitions
 from holdfast.store.catalog.records import Catalog, Holder, Replica, Retainer, Shard
