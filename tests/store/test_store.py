@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +18,8 @@ import torch
 from torch import nn
 
 from holdfast.comms.errors import Mismatch, OpTimeout, RegionGone, StaleEpoch, Unsupported, UsedAfterFork
-from holdfast.store import NoSuchVersion, StoreTimeout, WeightStore
+from holdfast.comms.memory_plane import MemoryPlane, Region, memory
+from holdfast.store import NoSuchVersion, StoreTimeout, WeightStore, weight_store
 from holdfast.store.data.manifest import PIECE_BYTES, CopyPiece
 from holdfast.store.data.packing import PartBlock, pack
 from support.children import Child
@@ -386,3 +388,40 @@ def test_a_store_leaves_no_descriptor_thread_or_shared_memory(url: str, holders:
     eventually(lambda: set(threading.enumerate()) <= threads)
     eventually(lambda: len(list(Path("/proc/self/fd").iterdir())) <= before)
     assert not [name for name in os.listdir("/dev/shm") if "holdfast-regions" in name]  # noqa: PTH208
+
+
+def faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def a_first_publish_and_get(pipe: Connection, url: str, warmed: bool) -> None:
+    if not warmed:
+        weight_store._publish_and_get = lambda plane: None
+    state = {f"layers.{number}.weight": torch.ones(1024) for number in range(300)}
+    into = {name: torch.zeros_like(each) for name, each in state.items()}
+    with WeightStore(url, replicas=1, reserve=4 << 20) as store:
+        taken = []
+        for version in (1, 2, 3, 4):
+            before = faults()
+            store.publish(version, state)
+            store.get(version, into)
+            taken.append(faults() - before)
+        pipe.send(taken)
+
+
+def test_first_calls_take_fewer_page_faults(start: Callable[..., Child], url: str) -> None:
+    cold, warm = (start(a_first_publish_and_get, f"{url}-{warmed}", warmed) for warmed in (False, True))
+    assert warm.hear()[0] < 0.7 * cold.hear()[0]
+    for child in (cold, warm):
+        child.end()
+
+
+def test_what_fails_is_left_to_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(plane: MemoryPlane, tensor: torch.Tensor, writable: bool = False) -> Region:
+        raise Unsupported("exposing memory", "use another plane")
+
+    monkeypatch.setattr(weight_store, "_done", set())
+    with memory("shm") as plane:
+        monkeypatch.setattr(type(plane), "expose", refuse)
+        weight_store.warm_up(plane)
+        assert weight_store._done

@@ -1,17 +1,28 @@
-"""Casts on the wire: their stated bounds hold for all numbers of all dtypes, and what is special stays special."""
+"""Casts on the wire: within their stated bounds for all numbers, whole or in boxes, and never unless asked for."""
 
 from __future__ import annotations
 
+import asyncio
 import math
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from holdfast.comms.codecs import float8_blocks as fp8
-from holdfast.store.casts.wire_cast import EncodedTensor, WireCast
+from holdfast.comms.errors import Mismatch
+from holdfast.store import AsyncWeightStore, Slice, WeightStore
+from holdfast.store.casts import cast_reader
+from holdfast.store.casts.wire_cast import CastName, EncodedTensor, WireCast
+from holdfast.store.errors import CastUnavailable
+from support.waiting import eventually
+from support.weights.layouts import as_rank
 
 WIDTHS = {torch.float16: 16, torch.bfloat16: 16, torch.float32: 32, torch.float64: 64}
 
@@ -142,3 +153,259 @@ def test_a_tensor_is_cast_if_that_takes_fewer_bytes() -> None:
     assert shrunk(WireCast.FP8, 128) == set(WIDTHS)
     assert shrunk(WireCast.FP8, 64, 2) == {torch.float32, torch.float64}, "rows of two have as many bytes of scales"
     assert shrunk(WireCast.FP8, 0, 128) == set()
+
+
+CASTS: tuple[CastName, ...] = ("bf16", "fp8")
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+SHRUNK = {"bf16": {torch.float32, torch.float64}, "fp8": set(FLOATS)}
+
+
+def forms(store: WeightStore, version: int = 1) -> list[tuple[int, str, int]]:
+    """Part, cast and size of each form that the catalogue lists."""
+    found = store._catalog_client.read()[1].version(version)
+    assert found is not None
+    return [
+        (shard.part, form.cast, form.handle.nbytes)
+        for shard in found.shards
+        for form in shard.casts
+        if form.handle is not None
+    ]
+
+
+def within_bound(cast: CastName, wanted: torch.Tensor, found: torch.Tensor) -> bool:
+    """The bounds of the reference, with the whole row in place of a block."""
+    x, y = wanted.double(), found.double()
+    if cast == "bf16":
+        return bool(((y - x).abs() <= x.abs() / 256).all())
+    most = x.abs().amax(-1, keepdim=True) if x.dim() else x.abs()
+    smallest = torch.finfo(wanted.dtype).smallest_normal
+    return bool(((y - x).abs() <= torch.maximum(x.abs() / 16, most / 2**17) + smallest).all())
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    shape = draw(st.sampled_from([(), (1,), (3,), (200,), (5, 3), (4, 130), (2, 3, 129), (0, 4), (600, 256)]))
+    dtype = draw(st.sampled_from([*FLOATS, torch.int64, torch.bool, torch.uint8]))
+    values = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(draw(st.integers(0, 99))))
+    return values.to(dtype)
+
+
+@given(st.dictionaries(st.sampled_from("abcdef"), tensors(), min_size=1), st.sampled_from(CASTS))
+def test_what_a_cast_shrinks_is_within_the_bound_and_all_else_is_exact(
+    state: dict[str, torch.Tensor], cast: CastName
+) -> None:
+    with WeightStore("memory://casts") as store:
+        store.publish(1, state)
+        into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+        store.get(1, into, cast=cast)
+        loaded = store.load(1, cast=cast)
+        for name, tensor in state.items():
+            assert into[name].dtype == tensor.dtype
+            assert torch.equal(loaded[name], into[name])
+            if tensor.dtype in SHRUNK[cast]:
+                assert within_bound(cast, tensor, into[name])
+            else:
+                assert torch.equal(into[name], tensor)
+
+
+UNUSUAL = (math.inf, -math.inf, math.nan, 3.4e38, -3.4e38)
+
+
+@given(st.lists(st.sampled_from(UNUSUAL), max_size=2), st.sampled_from(CASTS), st.sampled_from(FLOATS))
+def test_no_cast_turns_a_number_into_an_infinity_or_an_infinity_into_a_nan(
+    unusual: list[float], cast: CastName, dtype: torch.dtype
+) -> None:
+    """A tensor with an element that the cast cannot carry arrives as it is; those beside it do not."""
+    state = {"usual": torch.randn(300), "unusual": torch.randn(2, 300, dtype=torch.float64).to(dtype)}
+    state["unusual"][1, 3 : 3 + len(unusual)] = torch.tensor(unusual, dtype=dtype)
+    wanted = state["unusual"]
+    with WeightStore("memory://unusual") as store:
+        store.publish(1, state)
+        found = store.load(1, cast=cast)
+        row = store.load(1, {"unusual": Slice((1, 2), (1, 40))}, cast=cast)["unusual"]
+        halved = {"unusual": torch.zeros(2, 300, dtype=torch.bfloat16)} if dtype is not torch.float16 else {}
+        if halved and dtype.itemsize > 2:
+            store.get(1, halved, cast=cast, strict=False)
+            assert torch.equal(halved["unusual"].isnan(), wanted.isnan())
+    assert not torch.equal(found["usual"], state["usual"])
+    for mine, theirs in ((found["unusual"], wanted), (row, wanted[1:, 2:42])):
+        assert torch.equal(mine.isnan(), theirs.isnan()) and torch.equal(mine.isinf(), theirs.isinf())
+    if cast == "fp8" and wanted.isinf().any():
+        assert torch.equal(found["unusual"].nan_to_num(), wanted.nan_to_num())
+
+
+@given(st.data(), st.sampled_from(CASTS), st.sampled_from([0, 1]))
+def test_boxes_of_boxes_are_those_of_the_whole(data: st.DataObject, cast: CastName, dim: int) -> None:
+    """Parts cut rows, or blocks of scales; readers cut again, along both dimensions."""
+    full = torch.randn(12, 700, generator=torch.Generator().manual_seed(1))
+    with WeightStore("memory://boxes") as store:
+        for rank in range(3):
+            with as_rank(rank, 3):
+                mesh = init_device_mesh("cpu", (3,))
+                store.publish(1, {"w": distribute_tensor(full, mesh, [Shard(dim)], src_data_rank=None)})
+        read = store.load(1, cast=cast)["w"]
+        assert within_bound(cast, full, read) and not torch.equal(full, read)
+        low = [data.draw(st.integers(0, size - 1)) for size in full.shape]
+        sides = [data.draw(st.integers(1, size - at)) for at, size in zip(low, full.shape, strict=True)]
+        box = tuple(slice(at, at + side) for at, side in zip(low, sides, strict=True))
+        found = store.load(1, {"w": Slice(tuple(low), tuple(sides))}, cast=cast)["w"]
+        assert torch.equal(found, read[box])
+
+
+def test_targets_of_any_strides_and_meshes_are_filled(store: WeightStore) -> None:
+    full = torch.randn(6, 256)
+    store.publish(1, {"w": full})
+    for cast in CASTS:
+        read = store.load(1, cast=cast)["w"]
+        turned = torch.zeros(256, 6).t()
+        store.get(1, {"w": turned}, cast=cast)
+        assert torch.equal(turned, read)
+        with as_rank(1, 2):
+            mesh = init_device_mesh("cpu", (2,))
+            shard = distribute_tensor(torch.zeros(6, 256), mesh, [Shard(1)], src_data_rank=None)
+            store.get(1, {"w": shard}, cast=cast)
+            assert torch.equal(shard.to_local(), read[:, 128:])
+
+
+def test_many_tensors_are_decoded_in_batches(store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {f"t{number}": torch.randn(number, 40) for number in range(1, 9)}
+    store.publish(1, state)
+    at_once = store.load(1, cast="fp8")
+    monkeypatch.setattr(cast_reader, "BATCH_ELEMENTS", 500)
+    batches = store.load(1, cast="fp8")
+    assert all(torch.equal(batches[name], at_once[name]) for name in state)
+
+
+def test_tied_tensors_and_atomic_reads_take_a_cast(store: WeightStore) -> None:
+    shared = torch.randn(30, 50)
+    store.publish(1, {"embed": shared, "head": shared, "steps": 7})
+    target = torch.zeros(30, 50)
+    for atomic in (False, True):
+        into = {"embed": target, "head": target, "steps": 0}
+        store.get(1, into, cast="bf16", atomic=atomic)
+        assert torch.equal(target, shared.bfloat16().float()) and into["steps"] == 7
+        target.zero_()
+    found = store.load(1, cast="bf16")
+    assert found["embed"].data_ptr() == found["head"].data_ptr()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_float32_fills_targets_of_other_floating_point_dtypes(store: WeightStore, dtype: torch.dtype) -> None:
+    """The target keeps its dtype; what arrives is rounded to it."""
+    store.publish(1, {"w": torch.randn(4, 300), "none": torch.zeros(0, 3), "half": torch.randn(8).half()})
+    for cast in CASTS:
+        read = store.load(1, cast=cast)
+        into = {"w": torch.zeros(4, 300, dtype=dtype), "none": torch.zeros(0, 3, dtype=dtype), "half": read["half"]}
+        store.get(1, into, cast=cast)
+        assert torch.equal(into["w"], read["w"].to(dtype))
+        with pytest.raises(Mismatch, match=r"the version has half float16\[8\], `into` has half int16"):
+            store.get(1, into | {"half": torch.zeros(8, dtype=torch.int16)}, cast=cast)
+    if dtype != torch.float32:
+        with pytest.raises(Mismatch, match="the version has w float32"):
+            store.get(1, into)
+
+
+def test_a_cast_is_half_or_a_quarter_of_float32_and_packed_once(store: WeightStore) -> None:
+    store.publish(1, {"w": torch.randn(1024, 1024), "steps": torch.arange(10)})
+    (shard,) = store._catalog_client.read()[1].need(1).shards
+    whole = shard.replicas[0].handle.nbytes
+    assert forms(store) == []
+    store.load(1)
+    assert forms(store) == [], "casts are never implied"
+    for cast in CASTS:
+        store.load(1, cast=cast)
+    listed = forms(store)
+    ratios = {cast: nbytes / whole for _, cast, nbytes in listed}
+    assert ratios["bf16"] == pytest.approx(1 / 2, rel=0.01)
+    assert ratios["fp8"] == pytest.approx(1 / 4 + 1 / 256, rel=0.01)
+    for cast in CASTS:
+        store.load(1, cast=cast)
+    assert forms(store) == listed
+
+
+def test_a_version_that_a_cast_does_not_shrink_is_read_as_it_is(store: WeightStore) -> None:
+    state = {"ids": torch.arange(9), "mask": torch.ones(3, dtype=torch.bool), "half": torch.randn(5).bfloat16()}
+    store.publish(1, state)
+    found = store.load(1, cast="bf16")
+    assert all(torch.equal(found[name], state[name]) for name in state)
+    assert forms(store) == []
+
+
+def test_bad_arguments_are_refused(store: WeightStore) -> None:
+    store.publish(1, {"w": torch.ones(4)})
+    with pytest.raises(ValueError, match="leave out cast='fp8'"):
+        store.load(1, map=True, cast="fp8")
+    for call in (store.get, store.follow):
+        with pytest.raises(ValueError, match="one of 'bf16', 'fp8', not 'int8'"):
+            call(*([1] if call == store.get else []), into={"w": torch.ones(4)}, cast="int8")  # type: ignore[operator]
+    with pytest.raises(Mismatch, match=r"the version has w float32\[4\], `into` has w float32\[5\]"):
+        store.get(1, {"w": torch.ones(5)}, cast="fp8")
+    assert forms(store) == [], "nothing is packed for a reader whose tensors do not fit"
+
+
+def test_the_memory_of_a_cast_counts_and_goes_with_its_version(store: WeightStore) -> None:
+    store.publish(1, {"w": torch.randn(1 << 18)})
+    pool = store._replica_holder.pool
+    before = pool.used
+    store.load(1, cast="bf16")
+    assert pool.used - before >= 1 << 19
+    store.delete(1)
+    eventually(lambda: pool.used == 0)
+
+
+@pytest.fixture
+def tight(tmp_path: Path) -> Iterator[WeightStore]:
+    """A store with room for two versions of a megabyte, and no more."""
+    with WeightStore(f"memory://{tmp_path}/tight", limit=(2 << 20) + (256 << 10)) as opened:
+        yield opened
+
+
+def test_a_holder_without_room_says_so_and_nothing_is_changed(tight: WeightStore) -> None:
+    for version in (1, 2):
+        tight.publish(version, {"w": torch.full((1 << 18,), float(version))})
+    into = {"w": torch.full((1 << 18,), 7.0)}
+    with pytest.raises(CastUnavailable, match=r"part 0 of version 2 .* in bf16 .*find no room: .* are taken") as raised:
+        tight.get(2, into, cast="bf16")
+    assert raised.value.cast == "bf16" and raised.value.mixed == ()
+    assert into["w"].unique().tolist() == [7.0]
+    tight.delete(1)
+    tight.get(2, into, cast="bf16")
+    assert into["w"].unique().tolist() == [2.0]
+
+
+def test_a_form_with_wrong_bytes_is_packed_anew(store: WeightStore) -> None:
+    store.publish(1, {"w": torch.ones(1000, 1000)})
+    store.load(1, cast="fp8")
+    (before,) = store._replica_holder._casts._kept.values()
+    before.memory[500_000] ^= 1
+    assert store.load(1, cast="fp8")["w"].unique().tolist() == [1.0]
+    (after,) = store._replica_holder._casts._kept.values()
+    assert after is not before
+
+
+def test_a_replica_with_wrong_bytes_is_not_cast(store: WeightStore) -> None:
+    store.publish(1, {"w": torch.ones(1000, 1000)})
+    (kept,) = store._replica_holder._kept.values()
+    kept.memory[1_000_000] ^= 1
+    with pytest.raises(CastUnavailable, match="a part with wrong bytes cannot be cast"):
+        store.load(1, cast="bf16")
+
+
+def test_a_follower_and_asyncio_take_a_cast(tmp_path: Path) -> None:
+    first, second = torch.randn(512), torch.randn(512)
+
+    async def run() -> None:
+        async with AsyncWeightStore(f"memory://{tmp_path}/async") as store:
+            await store.publish(1, {"w": first})
+            found = await store.load(1, cast="fp8")
+            into = {"w": torch.zeros(512)}
+            await store.get(1, into, cast="fp8")
+            assert torch.equal(into["w"], found["w"])
+            async with await store.follow(into, cast="bf16") as follower:
+                assert await follower.catch_up() == 1
+                assert torch.equal(into["w"], first.bfloat16().float())
+                await store.publish(2, {"w": second})
+                assert await follower.catch_up() == 2
+                assert torch.equal(into["w"], second.bfloat16().float())
+
+    asyncio.run(run())

@@ -1,0 +1,548 @@
+"""Versions as directories of safetensors and of torch.distributed.checkpoint: what others read, what comes back."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as plain_dcp
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from holdfast.comms.errors import CorruptData, HoldfastError, Mismatch, Unsupported
+from holdfast.harness.chaos.faults.disk import small_disk
+from holdfast.store import NoSuchVersion, WeightStore
+from holdfast.store.errors import CopyFailed, NoRoomOnDisk
+from holdfast.store.interop import dcp, import_version, safetensors
+from holdfast.store.interop.dcp import DcpDirectory
+from holdfast.store.interop.disk_copy import shares
+from holdfast.store.interop.safetensors import INDEX, SafetensorsDirectory
+from support.children import Child
+from support.mutations import mutated
+from support.weights.state_dicts import content, of_many_dtypes, same
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def files(directory: Path) -> dict[str, torch.Tensor]:
+    """All tensors in a directory, as the safetensors package reads them."""
+    return {name: each for path in directory.glob("*.safetensors") for name, each in load_file(path).items()}
+
+
+def test_safetensors_reads_what_was_exported(store: WeightStore, tmp_path: Path) -> None:
+    state = of_many_dtypes()
+    store.publish(3, state)
+    assert safetensors.export_version(store, "latest", tmp_path / "copy", shard_bytes=300_000) == 3
+    found = files(tmp_path / "copy")
+    assert found.keys() == state.keys()
+    assert all(same(found[name], state[name]) for name in state)
+    index = json.loads((tmp_path / "copy" / INDEX).read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in state.values())
+    assert index["weight_map"].keys() == state.keys()
+    assert all(name in load_file(tmp_path / "copy" / place) for name, place in index["weight_map"].items())
+
+
+def test_no_file_exceeds_the_limit_but_one_with_a_single_tensor(store: WeightStore, tmp_path: Path) -> None:
+    store.publish(3, of_many_dtypes())
+    safetensors.export_version(store, 3, tmp_path / "copy", shard_bytes=200_000)
+    shards = sorted((tmp_path / "copy").glob("*.safetensors"))
+    assert [path.name for path in shards] == [
+        f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)
+    ]
+    sizes = [sum(each.nbytes for each in load_file(path).values()) for path in shards]
+    assert len(shards) > 3 and all(size <= 200_000 for size in sizes)
+    safetensors.export_version(store, 3, tmp_path / "small", shard_bytes=1000)
+    alone = [load_file(path) for path in (tmp_path / "small").glob("*.safetensors")]
+    assert all(len(each) == 1 or sum(tensor.nbytes for tensor in each.values()) <= 1000 for each in alone)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_transformers_loads_an_exported_model(store: WeightStore, tmp_path: Path, tied: bool) -> None:
+    transformers = pytest.importorskip("transformers", reason="pip install 'holdfast[rl]'")
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=50, tie_word_embeddings=tied,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    store.publish(1, model.state_dict())
+    safetensors.export_version(store, 1, tmp_path / "model", shard_bytes=20_000)
+    config.save_pretrained(tmp_path / "model")
+    loaded, notes = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", dtype=torch.bfloat16, output_loading_info=True
+    )
+    assert not notes["missing_keys"] and not notes["unexpected_keys"] and not notes["mismatched_keys"]
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
+    expected = model.state_dict()
+    assert all(same(tensor, expected[name]) for name, tensor in loaded.state_dict().items())
+
+
+def test_a_model_that_transformers_saved_fills_a_store(store: WeightStore, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="pip install 'holdfast[rl]'")
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=50
+    )
+    model = transformers.LlamaForCausalLM(config)
+    for limit in ("10GB", "20KB"):
+        model.save_pretrained(tmp_path / limit, max_shard_size=limit)
+        with pytest.raises(ValueError, match="say which version"):
+            safetensors.import_version(store, tmp_path / limit)
+    assert safetensors.import_version(store, tmp_path / "10GB", 1) == 1
+    assert safetensors.import_version(store, tmp_path / "20KB", 2) == 2
+    for version in (1, 2):
+        found = content(store, version, model.state_dict())
+        assert all(same(found[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@given(st.dictionaries(st.text(max_size=3), st.integers(0, 1000), max_size=30), st.integers(1, 9))
+def test_shares_hold_each_tensor_once_and_differ_by_no_more_than_one_tensor(sizes: dict[str, int], count: int) -> None:
+    found = shares(sizes, count)
+    assert sorted(name for share in found for name in share) == sorted(sizes)
+    loads = [sum(sizes[name] for name in share) for share in found]
+    assert max(loads) - min(loads) <= max(sizes.values(), default=0)
+
+
+def test_importing_twice_changes_nothing(store: WeightStore, other: WeightStore, tmp_path: Path) -> None:
+    store.publish(3, of_many_dtypes())
+    safetensors.export_version(store, 3, tmp_path / "copy")
+    for _ in range(2):
+        assert safetensors.import_version(other, tmp_path / "copy") == 3
+    other.delete(3)
+    other.publish(3, {"a": torch.zeros(3)})
+    with pytest.raises(Mismatch):
+        safetensors.import_version(other, tmp_path / "copy")
+
+
+# -- what is refused
+
+
+def test_a_directory_that_exists_is_not_touched(store: WeightStore, tmp_path: Path) -> None:
+    store.publish(3, of_many_dtypes())
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy" / "notes.txt").write_text("keep me")
+    (tmp_path / "file").touch()
+    for name in ("copy", "file"):
+        with pytest.raises(CopyFailed, match="exists already"):
+            safetensors.export_version(store, 3, tmp_path / name)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["copy", "file", "notes.txt"]
+
+
+def test_an_empty_directory_is_taken(store: WeightStore, tmp_path: Path) -> None:
+    store.publish(3, of_many_dtypes())
+    (tmp_path / "copy").mkdir()
+    safetensors.export_version(store, 3, tmp_path / "copy")
+    assert (tmp_path / "copy" / INDEX).exists()
+
+
+def test_a_dtype_that_the_format_lacks_and_a_missing_version_write_nothing(store: WeightStore, tmp_path: Path) -> None:
+    store.publish(1, {"a": torch.ones(2, dtype=torch.complex128), "b": torch.ones(2)})
+    with pytest.raises(Unsupported, match=r"a \(complex128\)"):
+        safetensors.export_version(store, 1, tmp_path / "copy")
+    with pytest.raises(NoSuchVersion):
+        safetensors.export_version(store, 2, tmp_path / "copy")
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_fault_of_a_directory_is_in_one_error_and_nothing_is_published(
+    store: WeightStore, other: WeightStore, tmp_path: Path
+) -> None:
+    store.publish(3, of_many_dtypes())
+    safetensors.export_version(store, 3, tmp_path / "copy", shard_bytes=200_000)
+    one, two, *_ = sorted((tmp_path / "copy").glob("*.safetensors"))
+    one.unlink()
+    two.write_bytes(two.read_bytes()[:-5])
+    with pytest.raises(CorruptData) as caught:
+        safetensors.import_version(other, tmp_path / "copy")
+    assert one.name in str(caught.value) and two.name in str(caught.value)
+    assert other.versions() == []
+
+
+def test_an_index_cannot_name_files_elsewhere(store: WeightStore, tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(3)}, tmp_path / "secret.safetensors")
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy" / INDEX).write_text(json.dumps({"weight_map": {"a": "../secret.safetensors"}}))
+    with pytest.raises(CorruptData, match="outside of its directory"):
+        safetensors.import_version(store, tmp_path / "copy", 1)
+
+
+@given(
+    kind=st.sampled_from(["flip", "cut", "remove", "insert"]), where=st.integers(0, 1 << 16), what=st.integers(0, 255)
+)
+def test_no_mutation_of_the_json_files_raises_anything_but_our_errors(
+    tmp_path_factory: pytest.TempPathFactory, kind: str, where: int, what: int
+) -> None:
+    directory = tmp_path_factory.getbasetemp() / "fuzzed"
+    if not directory.exists():
+        with WeightStore(f"memory://{directory}") as store:
+            store.publish(3, {"a": torch.zeros(10), "b": torch.zeros(3)})
+            safetensors.export_version(store, 3, directory)
+    for name in (INDEX, "holdfast.json"):
+        right = (directory / name).read_bytes()
+        try:
+            (directory / name).write_bytes(mutated([right], kind, where, what)[0])
+            with SafetensorsDirectory(directory) as found:
+                assert set(found.sizes) <= {"a", "b"}
+        except HoldfastError:
+            pass
+        finally:
+            (directory / name).write_bytes(right)
+
+
+# -- deaths, and memory
+
+
+def killed_while_exporting(pipe: Connection, url: str, directory: Path, at: int) -> None:
+    """Export version 1, and die by SIGKILL after `at` bytes."""
+
+    def progress(done: int, total: int) -> None:
+        if done >= at:
+            pipe.send("dying")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with WeightStore(url, hold=False) as store:
+        safetensors.export_version(store, 1, directory, shard_bytes=1 << 20, progress=progress)
+
+
+@pytest.mark.parametrize("at", [1, 4_000_000], ids=["first", "last"])
+def test_a_killed_export_leaves_no_version_and_the_next_one_removes_what_it_left(
+    url: str, tmp_path: Path, start: Callable[..., Child], at: int
+) -> None:
+    state = {f"{number}": torch.randn(100_000) for number in range(10)}
+    with WeightStore(url, replicas=1) as store:
+        store.publish(1, state)
+        child = start(killed_while_exporting, url, tmp_path / "copies" / "1", at)
+        child.hear()
+        os.waitpid(child.pid, 0)
+        child._gone = True
+        (left,) = (tmp_path / "copies").iterdir()
+        assert left.name.startswith(".") and left.name.endswith(".partial")
+        safetensors.export_version(store, 1, tmp_path / "copies" / "1")
+        assert [path.name for path in (tmp_path / "copies").iterdir()] == ["1"]
+        assert all(same(tensor, state[name]) for name, tensor in files(tmp_path / "copies" / "1").items())
+
+
+def peak_of_export(pipe: Connection, url: str, directory: Path) -> None:
+    """Export version 1, and say by how much private memory grew meanwhile; pages of the holder do not count."""
+    with WeightStore(url, hold=False) as store:
+        safetensors.export_version(store, 1, directory.with_name("warm"))
+        before, seen, done = private_bytes(), [0], threading.Event()
+
+        def watch() -> None:
+            while not done.wait(0.001):
+                seen.append(private_bytes())
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        safetensors.export_version(store, 1, directory)
+        done.set()
+        watcher.join()
+        pipe.send(max(seen) - before)
+
+
+def private_bytes() -> int:
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) << 10
+
+
+def test_an_export_needs_memory_for_one_batch_only(url: str, tmp_path: Path, start: Callable[..., Child]) -> None:
+    state = {f"{number}": torch.ones(2 << 20) for number in range(24)}
+    with WeightStore(url, replicas=1) as store:
+        store.publish(1, state)
+        grown = start(peak_of_export, url, tmp_path / "copy").hear(60.0)
+    assert grown < 140e6, f"{sum(each.nbytes for each in state.values())} bytes were exported"
+
+
+def weights() -> dict[str, torch.Tensor]:
+    return {
+        "model.weight": torch.randn(30, 40),
+        "model.transposed": torch.randn(9, 7).t(),
+        "half": torch.randn(17).to(torch.bfloat16),
+        "eight": torch.randn(5).to(torch.float8_e4m3fn),
+        "complex": torch.randn(3, dtype=torch.complex128),
+        "scalar": torch.tensor(7),
+        "empty": torch.empty(0, 3),
+    }
+
+
+def save(state: dict[str, Any], directory: Path) -> Path:
+    plain_dcp.save(state, storage_writer=plain_dcp.FileSystemWriter(directory), no_dist=True)
+    return directory
+
+
+def test_plain_dcp_reads_what_was_exported(store: WeightStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = weights()
+    store.publish(3, state)
+    monkeypatch.setattr(dcp, "FILE_BYTES", 100)
+    assert dcp.export_version(store, "latest", tmp_path / "copy") == 3
+    assert len(list((tmp_path / "copy").glob("*.distcp"))) > 2
+    into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    plain_dcp.load(into, storage_reader=plain_dcp.FileSystemReader(tmp_path / "copy"), no_dist=True)
+    assert all(same(into[name], state[name]) for name in state)
+
+
+def test_a_checkpoint_of_dcp_fills_a_store(store: WeightStore, tmp_path: Path) -> None:
+    state = weights()
+    save(state, tmp_path / "theirs")
+    with pytest.raises(ValueError, match="say which version"):
+        dcp.import_version(store, tmp_path / "theirs")
+    assert dcp.import_version(store, tmp_path / "theirs", 5) == 5
+    found = content(store, 5, state)
+    assert all(same(found[name], state[name]) for name in state)
+
+
+def test_the_state_dict_comes_back_nested(tmp_path: Path) -> None:
+    weight, bias = torch.randn(3), torch.randn(2)
+    optimizer = {"lr": 0.1, "betas": (0.9, 0.99)}
+    state = {"model": {"a": weight, "layers": [bias, weight]}, "step": 3, "optimizer": optimizer}
+    found = DcpDirectory(save(state, tmp_path / "theirs"))
+    read = found.state({name: found.read(name) for name in found.sizes}, 0, 1)
+    assert read["step"] == 3 and read["optimizer"] == optimizer
+    assert torch.equal(read["model"]["layers"][0], bias) and torch.equal(read["model"]["layers"][1], weight)
+    assert torch.equal(read["model"]["a"], weight)
+
+
+# -- what is refused
+
+
+class Exploit:
+    """An object that runs a command when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+        return os.system, (f"touch {self.path}",)
+
+
+def test_a_checkpoint_cannot_run_code_by_its_metadata(store: WeightStore, tmp_path: Path) -> None:
+    directory = save(weights(), tmp_path / "theirs")
+    (directory / ".metadata").write_bytes(pickle.dumps(Exploit(tmp_path / "ran")))
+    with pytest.raises(CorruptData, match=r"posix\.system, which DCP does not write"):
+        dcp.import_version(store, directory, 1)
+    assert not (tmp_path / "ran").exists() and store.versions() == []
+
+
+def test_a_checkpoint_cannot_run_code_by_a_value(store: WeightStore, tmp_path: Path) -> None:
+    directory = save({"a": torch.zeros(3), "value": Exploit(tmp_path / "ran")}, tmp_path / "theirs")
+    with pytest.raises(Unsupported, match="'value' in"):
+        dcp.import_version(store, directory, 1)
+    assert not (tmp_path / "ran").exists() and store.versions() == []
+
+
+def test_files_that_are_missing_or_cut_off_are_in_one_error(store: WeightStore, tmp_path: Path) -> None:
+    store.publish(3, {f"{number}": torch.randn(100) for number in range(6)})
+    file_bytes, dcp.FILE_BYTES = dcp.FILE_BYTES, 1000
+    try:
+        dcp.export_version(store, 3, tmp_path / "copy")
+    finally:
+        dcp.FILE_BYTES = file_bytes
+    one, two, *_ = sorted((tmp_path / "copy").glob("*.distcp"))
+    one.unlink()
+    two.write_bytes(two.read_bytes()[:-500])
+    with pytest.raises(CorruptData) as caught:
+        dcp.import_version(store, tmp_path / "copy", 4)
+    assert one.name in str(caught.value) and two.name in str(caught.value)
+    assert store.versions() == [3]
+
+
+@given(st.sampled_from(["flip", "cut", "remove", "insert"]), st.integers(0, 1 << 16), st.integers(0, 255))
+def test_no_mutation_of_a_checkpoint_raises_anything_but_our_errors(
+    tmp_path_factory: pytest.TempPathFactory, kind: str, where: int, what: int
+) -> None:
+    directory = tmp_path_factory.getbasetemp() / "fuzzed dcp"
+    if not directory.exists():
+        save({"a": torch.zeros(10), "nested": {"b": [torch.zeros(3)], "step": 3}}, directory)
+    for name in (".metadata", "__0_0.distcp"):
+        right = (directory / name).read_bytes()
+        try:
+            (directory / name).write_bytes(mutated([right], kind, where, what)[0])
+            found = DcpDirectory(directory)
+            found.state({each: found.read(each) for each in found.sizes}, 0, 1)
+        except HoldfastError:
+            pass
+        finally:
+            (directory / name).write_bytes(right)
+
+
+EXPORTS = {"safetensors": safetensors.export_version, "dcp": dcp.export_version}
+
+
+@pytest.fixture(params=sorted(EXPORTS))
+def export_version(request: pytest.FixtureRequest) -> Callable[..., int]:
+    return EXPORTS[request.param]
+
+
+class Tied(nn.Module):
+    """A model with its head tied to its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, 8)
+        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        self.head = nn.Linear(8, 20, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def training_state() -> dict[str, Any]:
+    """A model with a tied weight, its optimizer after a step, and values of several types."""
+    torch.manual_seed(0)
+    model = Tied()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model.head(model.layers[0](model.embedding(torch.arange(5)))).sum().backward()
+    optimizer.step()
+    return {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "step": 7,
+        "notes": {"name": "run", "betas": (0.9, 0.99), "empty": [], "none": None, "dtype": torch.bfloat16},
+    }
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two state dicts are equal, to the bits and types."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return (
+            isinstance(other, dict) and one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+        )
+    if isinstance(one, list | tuple):
+        return type(one) is type(other) and len(one) == len(other) and all(map(equal, one, other))
+    return bool(type(one) is type(other) and one == other)
+
+
+def digests(store: WeightStore, version: int) -> list[str]:
+    return [part.digest for part in store.inspect().content(version).parts]
+
+
+def test_a_training_state_comes_back_as_it_was(
+    store: WeightStore, other: WeightStore, tmp_path: Path, export_version: Callable[..., int]
+) -> None:
+    state = training_state()
+    store.publish(1, state)
+    export_version(store, 1, tmp_path / "copy")
+    assert import_version(other, tmp_path / "copy") == 1
+    found = other.load(1)
+    assert equal(found, {**state, "model": dict(state["model"])})
+    assert found["model"]["head.weight"] is found["model"]["embedding.weight"]
+    assert digests(other, 1) == digests(store, 1), "the same version, for every process of both stores"
+
+
+def test_tensors_of_many_dtypes_come_back_bit_by_bit(
+    store: WeightStore, other: WeightStore, tmp_path: Path, export_version: Callable[..., int]
+) -> None:
+    state = of_many_dtypes()
+    store.publish(3, state)
+    export_version(store, 3, tmp_path / "copy")
+    assert import_version(other, tmp_path / "copy") == 3
+    found = content(other, 3, state)
+    assert all(same(found[name], state[name]) for name in state)
+
+
+def test_parameters_come_back_as_parameters(
+    store: WeightStore, other: WeightStore, tmp_path: Path, export_version: Callable[..., int]
+) -> None:
+    store.publish(1, {"a": nn.Parameter(torch.randn(3)), "b": nn.Parameter(torch.arange(3), requires_grad=False)})
+    export_version(store, 1, tmp_path / "copy")
+    import_version(other, tmp_path / "copy")
+    found = other.load(1)
+    assert isinstance(found["a"], nn.Parameter) and found["a"].requires_grad
+    assert isinstance(found["b"], nn.Parameter) and not found["b"].requires_grad
+
+
+def test_tied_tensors_are_in_the_files_once(store: WeightStore, tmp_path: Path) -> None:
+    store.publish(1, Tied().state_dict())
+    safetensors.export_version(store, 1, tmp_path / "copy")
+    names = [name for path in (tmp_path / "copy").glob("*.safetensors") for name in load_file(path)]
+    assert len([name for name in names if name in ("embedding.weight", "head.weight")]) == 1
+
+
+def test_shares_of_a_training_state_fill_what_the_whole_would(
+    store: WeightStore, other: WeightStore, tmp_path: Path, export_version: Callable[..., int]
+) -> None:
+    state = training_state()
+    store.publish(1, state)
+    export_version(store, 1, tmp_path / "copy")
+    for part in range(3):
+        assert other.versions() == []
+        import_version(other, tmp_path / "copy", part=part, parts=3)
+    into = training_state()
+    for tensor in (*into["model"].values(), *into["optimizer"]["state"][0].values()):
+        tensor.zero_()
+    into["step"] = 0
+    assert other.get(1, into) == 1
+    assert equal(into, state)
+
+
+def test_plain_dcp_loads_a_nested_state(store: WeightStore, tmp_path: Path) -> None:
+    state = training_state()
+    store.publish(1, state)
+    dcp.export_version(store, 1, tmp_path / "copy")
+    into = training_state()
+    for tensor in (*into["model"].values(), *into["optimizer"]["state"][0].values()):
+        tensor.zero_()
+    into["step"] = 0
+    plain_dcp.load(into, storage_reader=plain_dcp.FileSystemReader(tmp_path / "copy"), no_dist=True)
+    assert equal(into, state)
+
+
+def test_tensors_in_tuples_are_found_by_plain_dcp_by_their_names(store: WeightStore, tmp_path: Path) -> None:
+    pair = torch.randn(3), torch.randn(4)
+    store.publish(1, {"pair": pair, "step": 3})
+    dcp.export_version(store, 1, tmp_path / "copy")
+    into = {"pair.0": torch.zeros(3), "pair.1": torch.zeros(4), "step": 0}
+    plain_dcp.load(into, storage_reader=plain_dcp.FileSystemReader(tmp_path / "copy"), no_dist=True)
+    assert torch.equal(into["pair.0"], pair[0]) and torch.equal(into["pair.1"], pair[1])  # type: ignore[arg-type]
+    assert into["step"] == 3
+
+
+# -- what is refused, in both formats
+
+
+def test_a_full_disk_is_a_typed_error_and_leaves_nothing(
+    store: WeightStore, tmp_path: Path, export_version: Callable[..., int]
+) -> None:
+    store.publish(1, {"a": torch.ones(500_000)})
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    try:
+        for megabytes in (1.0, 2.0, 2.004):  # the last two have room for the tensor, but not for all beside it
+            with small_disk(disk, megabytes):
+                with pytest.raises(NoRoomOnDisk, match="2000000 bytes" if megabytes == 1.0 else None):
+                    export_version(store, 1, disk / "copy")
+                assert not list(disk.iterdir())
+    except Unsupported as error:
+        pytest.skip(str(error))
+
+
+def test_a_changed_byte_is_found_by_the_checksum_of_its_tensor(
+    store: WeightStore, other: WeightStore, tmp_path: Path, export_version: Callable[..., int]
+) -> None:
+    store.publish(3, {"a": torch.full((1000,), 3.0)})
+    export_version(store, 3, tmp_path / "copy")
+    (path,) = (each for each in (tmp_path / "copy").iterdir() if each.suffix in (".safetensors", ".distcp"))
+    data = bytearray(path.read_bytes())
+    data[data.index(torch.full((100,), 3.0).numpy().tobytes()) + 20] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptData, match="other bytes than were exported, in a"):
+        import_version(other, tmp_path / "copy")
+    assert other.versions() == []
+
+
+@pytest.mark.parametrize("import_copy", [safetensors.import_version, dcp.import_version])
+def test_a_directory_without_weights_is_an_error(
+    store: WeightStore, tmp_path: Path, import_copy: Callable[..., int]
+) -> None:
+    for directory in (tmp_path, tmp_path / "none"):
+        with pytest.raises(CopyFailed):
+            import_copy(store, directory, 1)
