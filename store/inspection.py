@@ -36,7 +36,7 @@ class HolderReport:
     longer beats in the register, its replicas do not count.
 
     `touched` is all memory that the process has ready for parts of its stores, those to come too, `huge` what of it
-    lies on huge pages; None for a process whose memory cannot be looked at, such as one of another host. `slow` says
+    lies on huge pages; None if the memory cannot be looked at, as that of another host. `slow` says
     why its copies from CUDA devices are slow, if they are.
     """
 

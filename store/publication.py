@@ -18,14 +18,14 @@ from holdfast.ft.state.boxes import Box, whole
 from holdfast.store.catalog import transitions
 from holdfast.store.catalog.client import CatalogClient
 from holdfast.store.catalog.failure_domains import why_unsafe
-from holdfast.store.catalog.records import Catalog, DeltaOffer, Shard, Spread, Version
+from holdfast.store.catalog.records import Catalog, DeltaOffer, PartKey, Shard, Spread, Version
 from holdfast.store.data.delta import diff, element_pieces
 from holdfast.store.data.manifest import Manifest, difference
 from holdfast.store.data.merging import check_shared, tensors_of
 from holdfast.store.data.packing import PackedPart, PartBlock, pack, pack_plain
 from holdfast.store.data.tree import FlatState
 from holdfast.store.errors import StoreFull, StoreTimeout
-from holdfast.store.holding.replica_holder import Key, ReplicaHolder
+from holdfast.store.holding.replica_holder import ReplicaHolder
 from holdfast.store.read.delta import reading_hosts
 from holdfast.store.read.device_copies import DeviceCopy
 from holdfast.store.read.part_source import PartSource
@@ -59,7 +59,7 @@ def pays(delta_bytes: int, whole_bytes: int, bytes_per_second: float) -> bool:
     return delta_bytes / bytes_per_second + work + ROUND_TRIP_SECONDS < whole
 
 
-def offer_delta(holder: ReplicaHolder, catalog: Catalog, key: Key, packed: PackedPart) -> DeltaOffer | None:
+def offer_delta(holder: ReplicaHolder, catalog: Catalog, key: PartKey, packed: PackedPart) -> DeltaOffer | None:
     """Find what changed since the newest visible version of the same layout, and expose it while the part is kept.
 
     None where that does not pay: all processes that are known to read map the part, no such version is here,
@@ -296,10 +296,9 @@ class Publication:
             at, catalog = found
 
     def _lacking(self, catalog: Catalog, shard: Shard) -> str:
-        version, known = catalog.version(self._terms.version), catalog.shard(self._terms.version, shard.part)
-        if version is None or known is None:
+        if (known := catalog.find(self._terms.version, shard.part)) is None:
             return f"part {shard.part} is not in the catalogue"
-        return why_unsafe(catalog, version, known)
+        return why_unsafe(catalog, *known)
 
     def _withdraw(self, publisher: str) -> None:
         try:
@@ -313,12 +312,11 @@ class Publication:
     def _difference(self) -> str:
         """How the published part of this version differs from ours, as far as it can be read now."""
         _, catalog = self._catalog_client.read()
-        version = catalog.version(self._terms.version)
-        shard = catalog.shard(self._terms.version, self._terms.part)
-        if version is None or shard is None or shard.digest == self._packed.digest:
+        known = catalog.find(self._terms.version, self._terms.part)
+        if known is None or known[1].digest == self._packed.digest:
             return ""
         try:
-            reader = PartSource(self._plane, catalog, version, shard, time.monotonic() + 1.0, lambda *_: None)
+            reader = PartSource(self._plane, catalog, *known, time.monotonic() + 1.0, lambda *_: None)
             return difference(self._packed.manifest, reader.manifest())
         except HoldfastError:
             return ""
@@ -326,9 +324,8 @@ class Publication:
 
 def _find(catalog: Catalog, number: int, shard: Shard) -> str:
     """The state of an announced part: "safe", "waiting" for replicas, or "gone"."""
-    version, known = catalog.version(number), catalog.shard(number, shard.part)
-    if version is not None and known is not None and known.digest == shard.digest:
-        return "safe" if version.visible or known.accepted else "waiting"
+    if (known := catalog.find(number, shard.part, shard.digest)) is not None:
+        return "safe" if known[0].visible or known[1].accepted else "waiting"
     for past in catalog.past:
         if past.number == number and shard.digest in past.digests[shard.part : shard.part + 1]:
             return "safe"

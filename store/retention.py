@@ -91,56 +91,6 @@ class Aborted(HoldfastError):
     """A copy that its own process stopped in the middle. Nothing is left of it."""
 
 
-class DiskExporter:
-    """Exports versions to `directory`, until `abort` is set. The caller has the lease on the version."""
-
-    def __init__(
-        self,
-        store: WeightStore,
-        directory: Path,
-        kind: Format,
-        timeout: float,
-        abort: threading.Event,
-    ) -> None:
-        self._store, self._directory, self._kind = store, directory, kind
-        self._timeout, self._abort = timeout, abort
-
-    def export(self, number: int) -> int:
-        """Write a version; returns its bytes. Raises `Aborted`, and the errors of `export_version`."""
-        path = copy_path(self._directory, number)
-        if path.exists():
-            return self._compare(number, path)
-        export_version = {"dcp": dcp.export_version, "safetensors": safetensors.export_version}[self._kind]
-        nbytes = 0
-
-        def progress(done: int, total: int) -> None:
-            nonlocal nbytes
-            nbytes = done
-            self._check_abort()
-
-        export_version(self._store, number, path, timeout=self._timeout, progress=progress, alone=True)
-        return nbytes
-
-    def _compare(self, number: int, path: Path) -> int:
-        """Check that a copy has the bytes of the version.
-
-        A process may have died right after it had written the copy.
-        """
-        record = read_record(path)
-        with VersionSource(self._store, number, self._timeout, lambda done, total: self._check_abort()) as source:
-            names = {each.name for each in source.tensors}
-            if record is None or record.version != number or record.checksums.keys() != names:
-                raise CopyFailed(path, f"it exists already, and is another version {number}: name a new directory")
-            for each, tensor in source.read(source.tensors):
-                if checksum(tensor) != record.checksums[each.name]:
-                    raise CopyFailed(path, f"it exists already, with another {each.name}: name a new directory")
-            return source.nbytes
-
-    def _check_abort(self) -> None:
-        if self._abort.is_set():
-            raise Aborted("the copy was stopped, because its process closes")
-
-
 class DiskRetention:
     """Copies a version to `directory` whenever `every` numbers have passed since the last copy. A context manager.
 
@@ -178,7 +128,7 @@ class DiskRetention:
         self._first_seen: dict[int, float] = {}
         self._failed: set[int] = set()
         self._claimed, self._no_more, self._abort = threading.Event(), threading.Event(), threading.Event()
-        self._exporter = DiskExporter(store, self.directory, format, self._timeout, self._abort)
+        self._store, self._kind = store, format
         self._client = store.open_catalog()
         try:
             self._client.change(lambda now: disk_copies.join(now, self._retainer))
@@ -276,7 +226,7 @@ class DiskRetention:
         began = time.monotonic()
         path = copy_path(self.directory, number)
         try:
-            nbytes = self._exporter.export(number)
+            nbytes = self._export(number)
         except Aborted:
             return
         except Exception as error:
@@ -291,6 +241,41 @@ class DiskRetention:
         taken = time.monotonic() - began
         self._observe("disk_copied", {"version": number, "path": str(path), "bytes": nbytes, "seconds": taken})
         self._remove_old()
+
+    def _export(self, number: int) -> int:
+        """Write a version; returns its bytes. Raises `Aborted`, and the errors of `export_version`."""
+        path = copy_path(self.directory, number)
+        if path.exists():
+            return self._compare(number, path)
+        export_version = {"dcp": dcp.export_version, "safetensors": safetensors.export_version}[self._kind]
+        nbytes = 0
+
+        def progress(done: int, total: int) -> None:
+            nonlocal nbytes
+            nbytes = done
+            self._check_abort()
+
+        export_version(self._store, number, path, timeout=self._timeout, progress=progress, alone=True)
+        return nbytes
+
+    def _compare(self, number: int, path: Path) -> int:
+        """Check that a copy has the bytes of the version.
+
+        A process may have died right after it had written the copy.
+        """
+        record = read_record(path)
+        with VersionSource(self._store, number, self._timeout, lambda done, total: self._check_abort()) as source:
+            names = {each.name for each in source.tensors}
+            if record is None or record.version != number or record.checksums.keys() != names:
+                raise CopyFailed(path, f"it exists already, and is another version {number}: name a new directory")
+            for each, tensor in source.read(source.tensors):
+                if checksum(tensor) != record.checksums[each.name]:
+                    raise CopyFailed(path, f"it exists already, with another {each.name}: name a new directory")
+            return source.nbytes
+
+    def _check_abort(self) -> None:
+        if self._abort.is_set():
+            raise Aborted("the copy was stopped, because its process closes")
 
     def _change(self, transition: Callable[[Catalog], Catalog]) -> None:
         """Change the catalogue; while its register is away, try again."""

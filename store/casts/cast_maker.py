@@ -16,7 +16,7 @@ from holdfast.comms.memory_plane import MemoryPlane, Region
 from holdfast.store.casts.wire_cast import WireCast, pack_form
 from holdfast.store.catalog import part_casts
 from holdfast.store.catalog.client import CatalogClient
-from holdfast.store.catalog.records import CastForm, Catalog, Holder, Shard, Version
+from holdfast.store.catalog.records import CastForm, Catalog, Holder, PartKey, Shard, Version
 from holdfast.store.data.manifest import Manifest
 from holdfast.store.errors import StoreFull
 from holdfast.store.holding.memory_pool import MemoryPool
@@ -25,9 +25,7 @@ from holdfast.store.holding.watchers import keep_trying
 ROOM_SECONDS = 1.0
 """Seconds that a form waits for room in the store's memory."""
 RETRY_SECONDS = 0.2
-Key = tuple[int, int, bytes]
-"""Version, part, digest."""
-MemoryOf = Callable[[Key], torch.Tensor | None]
+MemoryOf = Callable[[PartKey], torch.Tensor | None]
 """Finds the region of a part that this process keeps."""
 _log = logging.getLogger("holdfast.store")
 
@@ -60,7 +58,7 @@ class CastMaker:
         self._client, self._plane, self._pool, self._holder = client, plane, pool, holder
         self._memory_of, self._made = memory_of, made
         self._lock = threading.Lock()
-        self._kept: dict[tuple[Key, str], _KeptForm] = {}
+        self._kept: dict[tuple[PartKey, str], _KeptForm] = {}
         self._wake = threading.Event()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -146,7 +144,7 @@ class CastMaker:
         self.follow(at, catalog)
         self._made(version.number, shard.part, form.cast)
 
-    def _pack(self, key: Key, shard: Shard, form: CastForm) -> _KeptForm:
+    def _pack(self, key: PartKey, shard: Shard, form: CastForm) -> _KeptForm:
         region = self._memory_of(key)
         if region is None:
             raise RegionGone("it keeps the part no longer")

@@ -87,8 +87,8 @@ class CastSources:
         return catalog
 
     def _form(self, catalog: Catalog, shard: Shard) -> CastForm:
-        there = catalog.shard(self._version.number, shard.part)
-        found = None if there is None or there.digest != shard.digest else there.cast(self.cast.value)
+        there = catalog.find(self._version.number, shard.part, shard.digest)
+        found = None if there is None else there[1].cast(self.cast.value)
         if found is None:
             raise RegionGone(f"version {self._version.number} part {shard.part} was let go before it was cast")
         return found
@@ -249,7 +249,7 @@ class CastVersionReader(VersionReader):
                 staged[target] = torch.empty(shape_of(box), dtype=dtype, device="cpu")
                 wanted.append(BoxTarget(target, name, box, whole(shape_of(box))))
         planned = _form_plans.get([manifest.layout], wanted, staged, self._reader, None)
-        fill(source, manifest, planned.parts[0], list(staged.values()))
+        fill(source, manifest, planned[0], list(staged.values()))
         for number, copy in enumerate(copies):
             entry = layout.numbers[copy.name, copy.source]
             exponents = staged.get(f"{number} {exponents_name(entry)}")

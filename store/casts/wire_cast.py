@@ -1,4 +1,4 @@
-"""The casts that a reader can ask for, what they do to each dtype, and the form of a part in a cast.
+"""Casts of floating-point tensors for readers, and the form of a part in a cast.
 
 `bf16` halves float32 and quarters float64: rounded to nearest even, |y - x| <= |x| / 256, for denormals of bf16
 |y - x| <= 2**-134. Zeros keep their sign, infinities and NaNs stay what they are (a NaN with other bits). `fp8` takes a

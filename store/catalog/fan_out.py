@@ -63,9 +63,9 @@ def request_copy(catalog: Catalog, number: int, part: int, digest: bytes, reader
 
     Changes nothing if its host has the part or asks for it already, or the limit is reached.
     """
-    version, shard = catalog.version(number), catalog.shard(number, part)
-    if version is None or shard is None or shard.digest != digest or number != catalog.latest:
+    if (found := catalog.find(number, part, digest)) is None or number != catalog.latest:
         return catalog
+    version, shard = found
     if len(shard.copies) >= COPIES or on_host(catalog, shard, reader.peer.host):
         return catalog
     if any(_host(catalog, each.reader) == reader.peer.host for each in shard.copies):
@@ -77,18 +77,18 @@ def request_copy(catalog: Catalog, number: int, part: int, digest: bytes, reader
 
 def announce_copy(catalog: Catalog, number: int, part: int, digest: bytes, reader: str, handle: Handle) -> Catalog:
     """List a reader's copy, which is complete and exposed, as a source. Changes nothing unless it was asked for."""
-    version, shard = catalog.version(number), catalog.shard(number, part)
-    if version is None or shard is None or shard.digest != digest:
+    if (found := catalog.find(number, part, digest)) is None:
         return catalog
+    version, shard = found
     copies = tuple(ServingCopy(reader, handle=handle) if each.reader == reader else each for each in shard.copies)
     return _with_copies(catalog, version, shard, copies)
 
 
 def withdraw_copy(catalog: Catalog, number: int, part: int, reader: str) -> Catalog:
     """Remove a copy, or the request for it: the reader gave up, or its copy cannot be read. Its readers ask anew."""
-    version, shard = catalog.version(number), catalog.shard(number, part)
-    if version is None or shard is None:
+    if (found := catalog.find(number, part)) is None:
         return catalog
+    version, shard = found
     return _with_copies(catalog, version, shard, [each for each in shard.copies if each.reader != reader])
 
 
@@ -146,9 +146,7 @@ def on_host(catalog: Catalog, shard: Shard, host: str) -> bool:
 
 def _with_copies(catalog: Catalog, version: Version, shard: Shard, copies: Sequence[ServingCopy]) -> Catalog:
     changed = settled_copies(catalog, version, replace(shard, copies=tuple(copies)))
-    shards = tuple(changed if each.part == shard.part else each for each in version.shards)
-    found = tuple(replace(each, shards=shards) if each.number == version.number else each for each in catalog.versions)
-    return replace(catalog, versions=found)
+    return catalog.with_version(version.with_shard(changed))
 
 
 def _host(catalog: Catalog, holder_id: str) -> str | None:

@@ -20,9 +20,9 @@ def request_cast(catalog: Catalog, number: int, part: int, digest: bytes, cast: 
 
     With `anew`, holders that declined are asked again if no other is left.
     """
-    version, shard = catalog.version(number), catalog.shard(number, part)
-    if version is None or shard is None or shard.digest != digest:
+    if (found := catalog.find(number, part, digest)) is None:
         return catalog
+    version, shard = found
     form = shard.cast(cast) or CastForm(cast)
     if anew and not form.maker:
         form = CastForm(cast)
@@ -31,9 +31,9 @@ def request_cast(catalog: Catalog, number: int, part: int, digest: bytes, cast: 
 
 def announce_cast(catalog: Catalog, number: int, part: int, digest: bytes, form: CastForm) -> Catalog:
     """List a form that its maker has packed and exposed. Changes nothing if another holder was asked meanwhile."""
-    version, shard = catalog.version(number), catalog.shard(number, part)
-    if version is None or shard is None or shard.digest != digest:
+    if (found := catalog.find(number, part, digest)) is None:
         return catalog
+    version, shard = found
     known = shard.cast(form.cast)
     if known is None or known.maker != form.maker or known.handle is not None:
         return catalog
@@ -42,11 +42,11 @@ def announce_cast(catalog: Catalog, number: int, part: int, digest: bytes, form:
 
 def decline_cast(catalog: Catalog, number: int, part: int, form: CastForm, why: str) -> Catalog:
     """Pass over the maker of a form, which cannot pack it, is too slow, or packed what cannot be read."""
-    version, shard = catalog.version(number), catalog.shard(number, part)
-    known = None if shard is None else shard.cast(form.cast)
-    if version is None or shard is None or known is None:
+    if (found := catalog.find(number, part)) is None:
         return catalog
-    if (known.maker, known.handle) != (form.maker, form.handle):
+    version, shard = found
+    known = shard.cast(form.cast)
+    if known is None or (known.maker, known.handle) != (form.maker, form.handle):
         return catalog
     return _with_form(catalog, version, shard, CastForm(form.cast, declined=(*known.declined, (form.maker, why))))
 
@@ -104,6 +104,4 @@ def _assigned(catalog: Catalog, shard: Shard, form: CastForm) -> CastForm:
 def _with_form(catalog: Catalog, version: Version, shard: Shard, form: CastForm) -> Catalog:
     casts = (*(each for each in shard.casts if each.cast != form.cast), _assigned(catalog, shard, form))
     changed = replace(shard, casts=tuple(sorted(casts, key=lambda each: each.cast)))
-    shards = tuple(changed if each.part == shard.part else each for each in version.shards)
-    found = tuple(replace(each, shards=shards) if each.number == version.number else each for each in catalog.versions)
-    return replace(catalog, versions=found)
+    return catalog.with_version(version.with_shard(changed))

@@ -9,6 +9,7 @@ from functools import cache
 from typing import ClassVar, Literal, Self, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from holdfast.comms.errors import CorruptData
 from holdfast.comms.memory_plane import Handle
@@ -88,6 +89,8 @@ LAYOUT = 2
 KEPT = ""
 """The publisher of a part after its publishers have closed or died: the part stays as long as it has a replica."""
 
+PartKey = tuple[int, int, bytes]
+"""Version, part, digest."""
 Spread = Literal["auto", "processes", "hosts"]
 """Where the replicas of a part must lie: in different processes, which with "hosts" are on different hosts.
 
@@ -113,7 +116,7 @@ class Holder(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DeviceAddress(msgspec.Struct, frozen=True, array_like=True):
-    """Where memory of a CUDA device lies: the UUID of the GPU, its handle for CUDA IPC, and the size in bytes."""
+    """Memory of a CUDA device: the UUID of the GPU, its handle for CUDA IPC, its size."""
 
     gpu: str
     handle: bytes
@@ -121,7 +124,7 @@ class DeviceAddress(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Replica(msgspec.Struct, frozen=True, array_like=True):
-    """A part in the memory of the store with id `holder`; `device` is its copy on a device, if it has one."""
+    """A part in the memory of the store `holder`; `device` is its copy on a device, if any."""
 
     holder: str
     handle: Handle
@@ -207,6 +210,13 @@ class Version(msgspec.Struct, frozen=True, array_like=True):
 
     def shard(self, part: int) -> Shard | None:
         return next((shard for shard in self.shards if shard.part == part), None)
+
+    def with_shard(self, shard: Shard) -> Version:
+        """The version with this part in place of the one of its number. A delta goes with its holder's replica."""
+        delta = shard.delta
+        if delta is not None and all(each.holder != delta.holder for each in shard.replicas):
+            shard = replace(shard, delta=None)
+        return replace(self, shards=tuple(shard if each.part == shard.part else each for each in self.shards))
 
 
 class Pin(msgspec.Struct, frozen=True, array_like=True):
@@ -306,6 +316,18 @@ class Catalog(CellRecord, frozen=True, array_like=True):
     def shard(self, number: int, part: int) -> Shard | None:
         version = self.version(number)
         return None if version is None else version.shard(part)
+
+    def find(self, number: int, part: int, digest: bytes | None = None) -> tuple[Version, Shard] | None:
+        """A part and its version; None if it is not there, or has other bytes than those of `digest`."""
+        version, shard = self.version(number), self.shard(number, part)
+        if version is None or shard is None or digest not in (None, shard.digest):
+            return None
+        return version, shard
+
+    def with_version(self, version: Version) -> Catalog:
+        """The catalogue with this version in place of the one of its number."""
+        others = [each for each in self.versions if each.number != version.number]
+        return replace(self, versions=tuple(sorted((*others, version), key=lambda each: each.number)))
 
     def visible(self) -> tuple[int, ...]:
         """The numbers of visible versions, oldest first."""

@@ -14,7 +14,7 @@ from holdfast.comms.memory_plane import Handle
 from holdfast.store.catalog.fan_out import settled_copies
 from holdfast.store.catalog.fleet_targets import kept as kept_for_readers
 from holdfast.store.catalog.part_casts import settled_casts
-from holdfast.store.catalog.records import KEPT, Catalog, DiskCopy, Past, Pin, Shard, Version
+from holdfast.store.catalog.records import KEPT, Catalog, DiskCopy, Past, Pin
 
 MOST_UNFINISHED = 2
 """The most versions that wait for the disk, for each retainer: all of them stay in memory until they are written."""
@@ -41,19 +41,6 @@ def kept_for_disk(catalog: Catalog) -> frozenset[int]:
 
 REMEMBERED = 16
 """The number of past versions that the catalogue keeps the numbers of."""
-
-
-def with_version(catalog: Catalog, version: Version) -> Catalog:
-    others = [each for each in catalog.versions if each.number != version.number]
-    return replace(catalog, versions=tuple(sorted((*others, version), key=lambda each: each.number)))
-
-
-def with_shard(version: Version, shard: Shard) -> Version:
-    delta = shard.delta
-    if delta is not None and all(each.holder != delta.holder for each in shard.replicas):
-        shard = replace(shard, delta=None)
-    shards = tuple(shard if each.part == shard.part else each for each in version.shards)
-    return replace(version, shards=shards)
 
 
 def without_versions(catalog: Catalog, numbers: Collection[int]) -> Catalog:
@@ -95,7 +82,7 @@ def remove_lost(catalog: Catalog) -> Catalog:
         if version.visible:
             lost.append(version.number)
         elif left:
-            catalog = with_version(catalog, replace(version, shards=left))
+            catalog = catalog.with_version(replace(version, shards=left))
         else:
             empty.append(version.number)
     past = tuple(each for each in catalog.past if each.number not in lost)
@@ -114,7 +101,7 @@ def end_publications(catalog: Catalog, publisher: str) -> Catalog:
                 continue
             if shard.accepted:
                 kept = replace(shard, publisher=KEPT, also=())
-                catalog = with_version(catalog, with_shard(catalog.version(version.number) or version, kept))
+                catalog = catalog.with_version((catalog.version(version.number) or version).with_shard(kept))
             else:
                 catalog = without_publisher(catalog, version.number, shard.part, publisher)
     return catalog
@@ -122,13 +109,15 @@ def end_publications(catalog: Catalog, publisher: str) -> Catalog:
 
 def without_publisher(catalog: Catalog, number: int, part: int, publisher: str) -> Catalog:
     """Remove a publisher of a part of an invisible version; the part goes with the last one."""
-    version, known = catalog.version(number), catalog.shard(number, part)
-    if version is None or version.visible or known is None or publisher not in known.publishers:
+    if (found := catalog.find(number, part)) is None:
+        return catalog
+    version, known = found
+    if version.visible or publisher not in known.publishers:
         return catalog
     if left := tuple(each for each in known.publishers if each != publisher):
-        return with_version(catalog, with_shard(version, replace(known, publisher=left[0], also=left[1:])))
+        return catalog.with_version(version.with_shard(replace(known, publisher=left[0], also=left[1:])))
     shards = tuple(each for each in version.shards if each.part != part)
-    return with_version(catalog, replace(version, shards=shards)) if shards else without_versions(catalog, [number])
+    return catalog.with_version(replace(version, shards=shards)) if shards else without_versions(catalog, [number])
 
 
 def drop_replicas(catalog: Catalog, gone: Collection[str], but: Collection[Handle] = ()) -> Catalog:
@@ -137,8 +126,8 @@ def drop_replicas(catalog: Catalog, gone: Collection[str], but: Collection[Handl
         for shard in version.shards:
             kept = tuple(each for each in shard.replicas if each.holder not in gone or each.handle in but)
             if len(kept) < len(shard.replicas):
-                version = with_shard(version, replace(shard, replicas=kept))
-        catalog = with_version(catalog, version)
+                version = version.with_shard(replace(shard, replicas=kept))
+        catalog = catalog.with_version(version)
     return catalog
 
 
@@ -147,10 +136,10 @@ def settle(catalog: Catalog) -> Catalog:
     for version in catalog.versions:
         for shard in version.shards:
             if not shard.accepted and catalog.safe(version, shard):
-                version = with_shard(version, replace(shard, accepted=True))
-                catalog = with_version(catalog, version)
+                version = version.with_shard(replace(shard, accepted=True))
+                catalog = catalog.with_version(version)
         if not version.visible and sum(shard.accepted for shard in version.shards) == version.parts:
-            catalog = with_version(catalog, replace(version, visible=True))
+            catalog = catalog.with_version(replace(version, visible=True))
             number = version.number
             past = Past(number, tuple(shard.digest for shard in version.shards))
             latest = number if catalog.latest is None else max(number, catalog.latest)
@@ -176,9 +165,9 @@ def _without_idle_away(catalog: Catalog) -> Catalog:
             if catalog.safe(version, shard):
                 kept = tuple(each for each in shard.replicas if not catalog.is_away(each.holder))
                 shard = replace(shard, replicas=kept)
-                version = with_shard(version, shard)
+                version = version.with_shard(shard)
             needed.update(each.holder for each in shard.replicas)
-        catalog = with_version(catalog, version)
+        catalog = catalog.with_version(version)
     holders = tuple(each for each in catalog.holders if each.peer.host not in catalog.away or each.id in needed)
     catalog = replace(catalog, holders=holders)
     there = {peer.host for peer in catalog.peers()}
@@ -192,8 +181,8 @@ def _settle_copies(catalog: Catalog) -> Catalog:
             if settled.casts:
                 settled = settled_casts(catalog, settled)
             if settled is not shard and settled != shard:
-                version = with_shard(version, settled)
-                catalog = with_version(catalog, version)
+                version = version.with_shard(settled)
+                catalog = catalog.with_version(version)
     return catalog
 
 

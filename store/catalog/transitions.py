@@ -29,8 +29,6 @@ from holdfast.store.catalog.settling import (
     remove_lost,
     settle,
     unpinned,
-    with_shard,
-    with_version,
     without_publisher,
     without_versions,
 )
@@ -93,9 +91,9 @@ def announce(
         return catalog
     if known is None:
         shards = sorted((*version.shards, shard), key=lambda each: each.part)
-        return settle(replace(with_version(catalog, replace(version, shards=tuple(shards))), keep=keep))
+        return settle(replace(catalog.with_version(replace(version, shards=tuple(shards))), keep=keep))
     if KEPT not in known.publishers and shard.publisher not in known.publishers:
-        catalog = with_version(catalog, with_shard(version, replace(known, also=(*known.also, shard.publisher))))
+        catalog = catalog.with_version(version.with_shard(replace(known, also=(*known.also, shard.publisher))))
     return replicated(catalog, number, shard.part, shard.digest, shard.replicas[0])
 
 
@@ -117,16 +115,16 @@ def _anew(catalog: Catalog) -> str:
 
 def replicated(catalog: Catalog, number: int, part: int, digest: bytes, replica: Replica) -> Catalog:
     """Add a holder's replica of a part. Changes nothing if the part is gone or the process has a replica already."""
-    version, shard = catalog.version(number), catalog.shard(number, part)
-    holder = catalog.holder(replica.holder)
-    if version is None or shard is None or holder is None or shard.digest != digest:
+    found, holder = catalog.find(number, part, digest), catalog.holder(replica.holder)
+    if found is None or holder is None:
         return catalog
+    version, shard = found
     if catalog.safe(version, shard) or any(each.holder == holder.id for each in shard.replicas):
         return catalog
     if catalog.stays(holder) and not helps(catalog, version, shard, holder):
         return catalog
     shard = replace(shard, replicas=(*shard.replicas, replica))
-    return settle(with_version(catalog, with_shard(version, without_surplus(catalog, version, shard))))
+    return settle(catalog.with_version(version.with_shard(without_surplus(catalog, version, shard))))
 
 
 def withdraw(catalog: Catalog, number: int, part: int, publisher: str) -> Catalog:
@@ -215,13 +213,13 @@ def drop_replica(catalog: Catalog, number: int, part: int, holder_id: str) -> Ca
     Its bytes are wrong, or its holder does not want it.
     """
     catalog = withdraw_copy(catalog, number, part, holder_id)
-    version, shard = catalog.version(number), catalog.shard(number, part)
-    if version is None or shard is None:
+    if (found := catalog.find(number, part)) is None:
         return catalog
+    version, shard = found
     good = tuple(replica for replica in shard.replicas if replica.holder != holder_id)
     if not good or len(good) == len(shard.replicas):
         return catalog
-    return settle(with_version(catalog, with_shard(version, replace(shard, replicas=good))))
+    return settle(catalog.with_version(version.with_shard(replace(shard, replicas=good))))
 
 
 def retract(catalog: Catalog, holder_id: str, kept: Collection[Handle]) -> Catalog:

@@ -202,7 +202,7 @@ class DeviceDigests:
         sizes: Words,
         targets: Words | None = None,
     ) -> Callable[[], Words] | None:
-        """Queue those of pieces on a stream, and copies to `targets`; None, and nothing, if the host has to do it.
+        """Queue checksums of pieces on a stream, and copies to `targets`; None if the host has to do it.
 
         What is returned gives them once the stream is synchronized.
         """
@@ -256,7 +256,7 @@ def digest_beside(device: torch.device, addresses: Words, sizes: Words) -> Calla
 
 
 class HostCopy(NamedTuple):
-    """What is copied from a device to a part: both tensors have one shape; `end` is the byte of the part behind it."""
+    """A copy from a device to a part. Both tensors have one shape; `end` is the byte of the part behind it."""
 
     source: Tensor
     target: Tensor
@@ -264,7 +264,7 @@ class HostCopy(NamedTuple):
 
 
 def to_host(copies: Sequence[HostCopy], arrived: Callable[[int], None]) -> None:
-    """Copy tensors of devices into a part, in order; calls `arrived`, again and again, with the end of what is there.
+    """Copy tensors of devices into a part, in order; report to `arrived` the end of what is there.
 
     A copy begins when the work of the current stream that is queued so far is done, and does not delay what is queued
     later. Only the calling thread waits.

@@ -205,7 +205,7 @@ def _locate(plan: _PackPlan, sources: Sequence[torch.Tensor], memory: torch.Tens
 
 
 def _from_device(source: torch.Tensor, entry: TensorEntry, memory: torch.Tensor) -> list[HostCopy]:
-    """The copies that bring a tensor of a device into place: of ranges of its bytes, if they lie in order."""
+    """The copies of a tensor from a device: of ranges of its bytes, if they lie in order."""
     target, end = memory[entry.offset : entry.offset + entry.nbytes], entry.offset + entry.nbytes
     if not entry.nbytes:
         return []

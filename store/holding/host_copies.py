@@ -17,7 +17,7 @@ from holdfast.comms.memory_plane import MemoryPlane, Region
 from holdfast.store.catalog import fan_out
 from holdfast.store.catalog.client import CatalogClient, GroupClient
 from holdfast.store.catalog.fan_out import ABOVE
-from holdfast.store.catalog.records import Catalog, Holder, Replica, ServingCopy, Shard, Version
+from holdfast.store.catalog.records import Catalog, Holder, PartKey, Replica, ServingCopy, Shard, Version
 from holdfast.store.holding.memory_pool import MemoryPool
 from holdfast.store.read.filling import copy_part
 from holdfast.store.read.part_source import PartSource, ReportCorrupt
@@ -28,8 +28,6 @@ STALLED_SECONDS = 5.0
 SLOW_READ = 100e6
 """Bytes a second. A reader that neither finishes a part at this speed, plus `STALLED_SECONDS`, is passed over."""
 
-Key = tuple[int, int, bytes]
-"""Version, part, digest."""
 _log = logging.getLogger("holdfast.store")
 
 
@@ -49,7 +47,7 @@ class HostCopies:
         self._report = report
         self._group: GroupClient | None = None
         self._lock = threading.Lock()
-        self._kept: dict[Key, _KeptCopy] = {}
+        self._kept: dict[PartKey, _KeptCopy] = {}
         self._closing = threading.Event()
 
     def nearest(self, catalog: Catalog, version: Version, shard: Shard, deadline: float) -> Replica | None:
@@ -119,7 +117,7 @@ class HostCopies:
         return Replica(self._reader.id, handle)
 
     def _group_source(
-        self, groups: GroupClient, key: Key, shard: Shard, deadline: float
+        self, groups: GroupClient, key: PartKey, shard: Shard, deadline: float
     ) -> tuple[Replica | None, Replica | str | None]:
         """The host's copy, or the source that the group assigns. Neither if there is none before the deadline."""
         waits = _Waits(shard)
@@ -181,7 +179,7 @@ class HostCopies:
             self._pass_over(groups, key, found.holder)
         return kept
 
-    def _pass_over(self, groups: GroupClient | None, key: Key, reader: str) -> None:
+    def _pass_over(self, groups: GroupClient | None, key: PartKey, reader: str) -> None:
         """Withdraw the copy, or the request, of another reader, which is slow or cannot be read."""
         if groups is not None:
             groups.change(lambda now: fan_out.withdraw_in_group(now, *key, reader))
@@ -195,7 +193,7 @@ class HostCopies:
             kept.region.close()
             self._pool.give_back(kept.memory)
 
-    def _withdraw(self, groups: GroupClient, key: Key) -> None:
+    def _withdraw(self, groups: GroupClient, key: PartKey) -> None:
         """Withdraw a copy or a request. Without effect while the register is away: others pass over it then."""
         try:
             groups.change(lambda now: fan_out.withdraw_in_group(now, *key, self._reader.id))

@@ -20,7 +20,7 @@ from holdfast.comms.transport.base import Peer
 from holdfast.store.casts.cast_maker import CastMaker
 from holdfast.store.catalog import transitions
 from holdfast.store.catalog.client import CatalogClient
-from holdfast.store.catalog.records import Catalog, Holder, Replica, Shard, Version
+from holdfast.store.catalog.records import Catalog, Holder, PartKey, Replica, Shard, Version
 from holdfast.store.data.delta import PackedDelta
 from holdfast.store.errors import StoreFull, StoreTimeout
 from holdfast.store.holding.memory_pool import MemoryPool
@@ -40,8 +40,6 @@ until this round: it has other parts to copy."""
 IDLE_SECONDS = 1.0
 RETRY_SECONDS = 0.1
 
-Key = tuple[int, int, bytes]
-"""Version, part, digest."""
 Observe = Callable[[str, dict[str, object]], None]
 """A callback for events of this process's store, called with name and fields in the thread of the event.
 
@@ -80,13 +78,13 @@ class ReplicaHolder:
         self.holder = holder
         self._catalog_client, self._plane, self._observe = client, plane, observe
         self._lock = threading.Lock()
-        self._kept: dict[Key, _Kept] = {}
+        self._kept: dict[PartKey, _Kept] = {}
         self.pool, self._delta_pool = pool, pool.beside()
         pool.make_room = self._drop_delta
         self.device_copies = DeviceCopies()
         self._casts = CastMaker(client, plane, pool, holder, self.memory_of, self._tell_cast)
-        self._due: dict[Key, float] = {}
-        self._rounds: dict[Key, int] = {}
+        self._due: dict[PartKey, float] = {}
+        self._rounds: dict[PartKey, int] = {}
         """How often the copy of a part has failed because its holders did not answer."""
         self._closing = threading.Event()
         self._seen = 0
@@ -140,7 +138,7 @@ class ReplicaHolder:
 
     # -- the replicas of this process
 
-    def keep(self, key: Key, memory: torch.Tensor, nbytes: int, device: DeviceCopy | None = None) -> Replica:
+    def keep(self, key: PartKey, memory: torch.Tensor, nbytes: int, device: DeviceCopy | None = None) -> Replica:
         """Expose a part, and its copy on a device. It stays at least until the same caller calls `decide`."""
         offered = _Kept(self._plane.expose(memory[:nbytes]), memory, device=device)
         with self._lock:
@@ -150,7 +148,7 @@ class ReplicaHolder:
             self._close(offered)
         return Replica(self.holder.id, kept.region.handle, None if kept.device is None else kept.device.address)
 
-    def decide(self, key: Key, at: int, catalog: Catalog) -> bool:
+    def decide(self, key: PartKey, at: int, catalog: Catalog) -> bool:
         """Let the catalogue decide from now on whether a part stays; call it once for each `keep`.
 
         `catalog` is the catalogue at the register's version `at`. Returns whether the part stays.
@@ -194,13 +192,13 @@ class ReplicaHolder:
         """Whether processes of this host map parts instead of reading them."""
         return self._plane.can_map
 
-    def memory_of(self, key: Key) -> torch.Tensor | None:
+    def memory_of(self, key: PartKey) -> torch.Tensor | None:
         """The bytes of a part that this process keeps; they may change once the part is let go."""
         with self._lock:
             kept = self._kept.get(key)
         return None if kept is None else kept.memory[: kept.region.handle.nbytes]
 
-    def attach(self, key: Key, delta: PackedDelta, base: bytes) -> Handle:
+    def attach(self, key: PartKey, delta: PackedDelta, base: bytes) -> Handle:
         """Expose what changed in a part that this process keeps since that with digest `base`.
 
         The delta counts towards the memory's limit. Raises `StoreFull` if that leaves no room.
@@ -292,7 +290,7 @@ class ReplicaHolder:
         self._due[key] = now + RETRY_SECONDS
         self._pull(key, catalog, *lacking[key])
 
-    def _pull(self, key: Key, catalog: Catalog, version: Version, shard: Shard) -> None:
+    def _pull(self, key: PartKey, catalog: Catalog, version: Version, shard: Shard) -> None:
         began, cpu = time.monotonic(), time.thread_time()
         deadline = began + PULL_SECONDS
         rounds = self._rounds.get(key, 0)

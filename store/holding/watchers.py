@@ -1,4 +1,4 @@
-"""Threads that watch the other holders: one waits for processes of this host to end, one counts the beats of hosts."""
+"""Threads that watch the other holders: the processes of this host, and the beats of other hosts."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class DeathWatcher:
                 descriptor.close()
 
     def _take_ended(self, watched: dict[OwnedDescriptor, Peer], looked_at: set[Peer], poll: select.poll) -> set[Peer]:
-        """The watched processes that have ended. One whose pidfd was closed by others is looked at from now on."""
+        """The watched processes that have ended. If others closed a pidfd, its process is looked at from now on."""
         ended = set()
         ready = {descriptor for descriptor, mask in poll.poll(0) if mask & select.POLLIN}
         for descriptor in list(watched):

@@ -25,8 +25,8 @@ from holdfast.store.catalog.records import Catalog, FarRead
 from holdfast.store.data.delta import Delta, element_pieces, patch
 from holdfast.store.data.digests import NBYTES, TARGET
 from holdfast.store.data.manifest import Manifest
-from holdfast.store.read.part_plan import Indexes, PartPlan
 from holdfast.store.read.part_source import PartSource
+from holdfast.store.read.read_plan import Indexes, PartPlan
 
 RENEWED_AFTER, COUNTS_FOR = 8, 16
 """Versions after which a host's note is renewed, and no longer counts."""

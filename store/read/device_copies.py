@@ -30,8 +30,9 @@ from holdfast.store.data.cuda_copies import CopiesToDevices, on_device
 from holdfast.store.data.digests import LEAST_BYTES, NBYTES, SOURCE, Words, flat_bytes, is_dense
 from holdfast.store.data.manifest import LARGE_BYTES
 from holdfast.store.data.packing import PackedPart
-from holdfast.store.read.part_plan import Indexes, PartTargets
+from holdfast.store.read.filling import PartTargets
 from holdfast.store.read.part_source import PartSource
+from holdfast.store.read.read_plan import Indexes
 
 _HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
@@ -42,7 +43,7 @@ class _Handle(ctypes.Structure):
     _fields_ = [("data", ctypes.c_ubyte * _HANDLE_BYTES)]
 
 
-class _Span:
+class _DeviceSpan:
     """Bytes of a device, as torch takes them over without a copy; `release` is called once no tensor has them."""
 
     def __init__(self, address: int, nbytes: int, release: Callable[[], object]) -> None:
@@ -76,7 +77,7 @@ class CudaIpc:
         with torch.cuda.device(device):
             _check(runtime.cudaMalloc(ctypes.byref(address), ctypes.c_size_t(nbytes)), f"allocate {nbytes} bytes")
             assert address.value is not None
-            span = _Span(address.value, nbytes, functools.partial(_free, address.value, device))
+            span = _DeviceSpan(address.value, nbytes, functools.partial(_free, address.value, device))
             return torch.as_tensor(span, device=device)
 
     def address(self, memory: torch.Tensor) -> DeviceAddress:
@@ -97,7 +98,7 @@ class CudaIpc:
             error = runtime.cudaIpcOpenMemHandle(ctypes.byref(pointer), handle, ctypes.c_uint(_LAZY_PEER_ACCESS))
             _check(error, "open memory by CUDA IPC")
             assert pointer.value is not None
-            span = _Span(pointer.value, address.nbytes, functools.partial(_close, pointer.value, device))
+            span = _DeviceSpan(pointer.value, address.nbytes, functools.partial(_close, pointer.value, device))
             return torch.as_tensor(span, device=device)
 
 
@@ -175,7 +176,7 @@ class DeviceCopies:
         self._closed = False
 
     def copy(self, packed: PackedPart, sources: Sources) -> DeviceCopy | None:
-        """Copy a part that was packed to the device that most of its tensors are on; None if they are on the host.
+        """Copy a packed part to the device of most of its tensors; None if they are on the host.
 
         None, and a warning, if the device has no room.
         """
@@ -220,7 +221,7 @@ class DeviceCopies:
 def _pairs(
     packed: PackedPart, tensors: Sequence[torch.Tensor], into: torch.Tensor
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What fills a copy of a part, and where: from the device what lies there in order, the rest from the part."""
+    """The copies that fill a device copy: from the device what lies there in order, the rest from the part."""
     layout = packed.manifest.layout
     small = next((each.offset for each in layout.entries if each.nbytes >= LARGE_BYTES), layout.data_bytes)
     pairs = [(packed.memory[:small], into[:small])] if small else []
@@ -241,7 +242,7 @@ TellUnused = Callable[[int, int, str, str], None]
 
 @dataclass(slots=True)
 class DeviceReadCounts:
-    """How many parts were read from a copy on the device, and how often one was there and could not be used."""
+    """The number of parts read from copies on the device, and of copies that could not be used."""
 
     read: int = 0
     unused: int = 0

@@ -97,7 +97,7 @@ class PartSource:
         return self._mapped
 
     def mapped_for_devices(self) -> torch.Tensor | None:
-        """The mapped region of the current replica in memory that devices can be told of; None if it is gone now."""
+        """The current replica, mapped so that CUDA can register it; None if it is gone."""
         try:
             return self._plane.map_read_only(self._current().handle)
         except RegionGone as error:

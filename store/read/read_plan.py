@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from holdfast.comms.tensors.overlap import overlaps_itself
@@ -23,14 +24,49 @@ from holdfast.store.data.digests import (
     NBYTES,
     ROW_BYTES,
     ROW_SOURCE,
+    ROW_TARGET,
     ROWS,
     SOURCE,
     TARGET,
+    Words,
 )
 from holdfast.store.data.manifest import LARGE_BYTES, RegionLayout
-from holdfast.store.read.part_plan import Indexes, LocalTensor, PartPlan
 from holdfast.store.recent import Recent
 from holdfast.store.reshard.plan import BoxCopy, BoxTarget, PartBox, plan
+
+Indexes = npt.NDArray[np.intp]
+
+
+class LocalTensor(NamedTuple):
+    """The memory of a target: bytes of an element, and strides in bytes."""
+
+    itemsize: int
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PartPlan:
+    """What is read of one part. `jobs` and `copies` have offsets in the region and in the targets, not addresses.
+
+    `pieces` are the numbers of the jobs' pieces; `job_targets` and `copy_targets` the numbers of the targets that
+    receive a whole piece, or rows of it (-1: none).
+    """
+
+    pieces: Indexes
+    jobs: Words
+    job_targets: Indexes
+    copies: Words
+    copy_targets: Indexes
+
+    def addressed(self, base: int, targets: Words) -> tuple[Words, Words]:
+        """Jobs and copies with addresses: of the region at `base`, and of the `targets`."""
+        jobs, copies = self.jobs.copy(), self.copies.copy()
+        jobs[:, SOURCE] += np.uint64(base)
+        whole = self.job_targets >= 0
+        jobs[whole, TARGET] += targets[self.job_targets[whole]]
+        copies[:, ROW_SOURCE] += np.uint64(base)
+        copies[:, ROW_TARGET] += targets[self.copy_targets]
+        return jobs, copies
 
 
 class Rows(NamedTuple):
@@ -185,11 +221,8 @@ def _plan(layout: RegionLayout, receivers: Indexes) -> PartPlan:
 CACHED_PLANS = 16
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ReadPlan:
-    """What is read of each part."""
-
-    parts: tuple[PartPlan, ...]
+ReadPlan = tuple[PartPlan, ...]
+"""What is read of each part."""
 
 
 def plan_read(
@@ -200,13 +233,13 @@ def plan_read(
     The targets of a part plan are numbered as in `into`. `reader` and errors: see `holdfast.store.reshard.plan.plan`.
     """
     if len(layouts) == 1 and (usual := plan_whole_tensors(layouts[0], wanted, into)) is not None:
-        return ReadPlan((usual,))
+        return (usual,)
     sources = sources_of(layouts)
     builders = [_PartBuilder(layout) for layout in layouts]
     numbers = {name: number for number, name in enumerate(into)}
     for copy in plan(wanted, sources, reader):
         builders[copy.part].add(copy, numbers[copy.into], into[copy.into])
-    return ReadPlan(tuple(builder.build() for builder in builders))
+    return tuple(builder.build() for builder in builders)
 
 
 def sources_of(layouts: Sequence[RegionLayout]) -> Mapping[str, Sequence[PartBox]]:
@@ -303,7 +336,7 @@ class PlanCache:
         if found is None:
             found = self._plans.get((digest, names))
             if found is None and (planned := plan_named(layouts[0], names)) is not None:
-                found = ReadPlan((planned,))
+                found = (planned,)
                 self._plans.put((digest, names), found)
             if found is not None:
                 self._plans.put((digest, key), found)

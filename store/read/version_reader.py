@@ -135,7 +135,7 @@ class VersionReader:
     def _carry_out(self, plan: ReadPlan, into: Mapping[str, torch.Tensor]) -> None:
         targets = list(into.values())
         patchable = not any(map(on_device, targets))
-        for source, manifest, part in zip(self._sources, self.manifests, plan.parts, strict=True):
+        for source, manifest, part in zip(self._sources, self.manifests, plan, strict=True):
             offer = source.shard.delta
             bases = self._filled.holding(part, offer.base) if offer is not None and patchable else None
             fill(source, manifest, part, targets, bases, self._device_reads)

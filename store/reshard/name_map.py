@@ -12,11 +12,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from holdfast.comms.errors import Mismatch, Unsupported
 from holdfast.ft.state.boxes import Box, common, count_of, cover, moved, whole
-from holdfast.store.reshard.placements import Blocks
+from holdfast.store.reshard.placements import Blocks, PlacedTensor
 from holdfast.store.reshard.plan import BoxTarget, listed, spelt
 
 _WILDCARDS = re.compile(r"\*\*|\*")
@@ -249,16 +249,6 @@ def _range(shape: Shape, dim: int, start: int, length: int) -> Box:
     return (*box[:dim], (start, start + length), *box[dim + 1 :]) if box else box
 
 
-class Wanted(Protocol):
-    """A tensor to fill: its global shape, and the blocks of it that lie in a local tensor."""
-
-    @property
-    def shape(self) -> Shape: ...
-
-    @property
-    def blocks(self) -> Blocks: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Layout:
     """The map between the names of two state dicts. A name that no rule fits stays the same.
@@ -320,7 +310,7 @@ class Layout:
         tied = ((head, embedding),) if config.tie_word_embeddings else ()
         return Layout(tuple(rules), tied, rank, size)
 
-    def targets(self, wanted: Mapping[str, Wanted], there: Mapping[str, Shape]) -> list[BoxTarget]:
+    def targets(self, wanted: Mapping[str, PlacedTensor], there: Mapping[str, Shape]) -> list[BoxTarget]:
         """What to read of the tensors `there`, of global shapes, to fill the wanted ones.
 
         Raises `Mismatch` with all wanted tensors that cannot be made of them.

@@ -197,7 +197,7 @@ MOST_KEYS = 64
 
 
 class Slab(msgspec.Struct, frozen=True, array_like=True):
-    """Memory of the owner: `count` grants of `size` bytes, whose numbers begin with `first`."""
+    """Memory of the owner: `count` grants of `size` bytes, numbered from `first` on."""
 
     first: int
     handle: Handle
@@ -264,7 +264,7 @@ EMPTY = StoreRecord()
 def claim(
     now: StoreRecord, id_: int, peer: Peer, nbytes: int, used: Collection[int], ahead: bool = False
 ) -> StoreRecord:
-    """Claim memory to fill, in place of what `id_` has: a free grant of about this size, or one that the owner adds."""
+    """Claim memory for a put in place of what `id_` has: a free grant that fits, or a new one."""
     now = release(now, {id_})
     found = next((grant for slab in now.slabs if slab.fits(nbytes) for grant in now.free(slab, used)), None)
     mine = Claim(id_, peer, nbytes, () if found is None else (found,), ahead)

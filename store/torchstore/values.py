@@ -184,7 +184,7 @@ def _put(filled: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
 
 def _fill(parts: Sequence[OpenPart], plan: ReadPlan, targets: Sequence[torch.Tensor]) -> None:
     addresses = np.array([target.data_ptr() for target in targets], np.uint64)
-    for part, each in zip(parts, plan.parts, strict=True):
+    for part, each in zip(parts, plan, strict=True):
         sums = copy_and_digest(*each.addressed(part.memory.data_ptr(), addresses))
         if (sums != part.manifest.sums[each.pieces]).any():
             raise CorruptData(_DAMAGED)

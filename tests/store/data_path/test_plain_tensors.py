@@ -19,8 +19,7 @@ from holdfast.ft.state.boxes import whole
 from holdfast.store import WeightStore
 from holdfast.store.data.manifest import LARGE_BYTES, PIECE_BYTES
 from holdfast.store.data.packing import PackedPart, PartBlock, pack, pack_plain
-from holdfast.store.read.part_plan import PartPlan
-from holdfast.store.read.read_plan import local_tensor, plan_named, plan_read, plan_whole_tensors
+from holdfast.store.read.read_plan import PartPlan, local_tensor, plan_named, plan_read, plan_whole_tensors
 from holdfast.store.reshard.plan import BoxTarget
 
 State = dict[str, torch.Tensor]
@@ -71,7 +70,7 @@ def test_whole_tensors_are_planned_as_boxes_are(state: State, data: st.DataObjec
     wanted = [BoxTarget(f"my {name}", name, whole(state[name].shape), whole(state[name].shape)) for name in names]
     usual = plan_whole_tensors(layout, wanted, into)
     assert usual is not None
-    general = plan_read([layout, packed({"other": torch.zeros(1)}).manifest.layout], wanted, into).parts[0]
+    general = plan_read([layout, packed({"other": torch.zeros(1)}).manifest.layout], wanted, into)[0]
     assert copies_of(usual) == copies_of(general)
     assert np.array_equal(usual.pieces, general.pieces)
     named = plan_named(layout, names)

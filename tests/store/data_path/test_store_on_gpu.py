@@ -143,7 +143,7 @@ def test_another_process_gets_them_into_its_own(url: str, publisher: Publisher, 
 
 @pytest.mark.parametrize("publisher", [(True, 2)], indirect=True)
 def test_a_publisher_killed_while_its_copies_are_open(url: str, publisher: Publisher) -> None:
-    """The test's process holds the part, too: it is read from there, and what the publisher had on the GPU is not."""
+    """The test's process holds the part, too: it is read from there, not from the publisher's GPU."""
     into = targets()
     with WeightStore(url, replicas=2, device_copies=True) as store:
         version = publisher.version()

@@ -171,13 +171,12 @@ def retains(pipe: Connection, url: str, directory: Path, slow: bool) -> None:
         pipe.send((kind, fields["version"]))
 
     if slow:
-        from holdfast.store.retention import DiskExporter
 
-        def wait_for_ever(self: DiskExporter) -> None:
+        def wait_for_ever(self: DiskRetention) -> None:
             pipe.send(("writing", None))
             threading.Event().wait()
 
-        DiskExporter._check_abort = wait_for_ever  # type: ignore[method-assign]
+        DiskRetention._check_abort = wait_for_ever  # type: ignore[method-assign]
     with WeightStore(url) as store, DiskRetention(store, directory, every=10, observe=observe):
         pipe.send("ready")
         pipe.recv()
@@ -230,23 +229,22 @@ def test_a_writer_is_killed_in_the_middle_and_another_one_writes_the_copy(
 def test_a_process_that_closes_leaves_its_unfinished_copy_to_another(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from holdfast.store.retention import DiskExporter
 
-    held, check = threading.Event(), DiskExporter._check_abort
+    held, check = threading.Event(), DiskRetention._check_abort
 
-    def wait_for_abort(self: DiskExporter) -> None:
+    def wait_for_abort(self: DiskRetention) -> None:
         held.set()
         self._abort.wait(20.0)
         check(self)
 
     happened = Events()
     with WeightStore(url, replicas=1) as store:
-        monkeypatch.setattr(DiskExporter, "_check_abort", wait_for_abort)
+        monkeypatch.setattr(DiskRetention, "_check_abort", wait_for_abort)
         first = DiskRetention(store, tmp_path / "copies")
         store.publish(0, weights(3.0))
         assert held.wait(20.0)
         first.close(0.05)
-        monkeypatch.setattr(DiskExporter, "_check_abort", check)
+        monkeypatch.setattr(DiskRetention, "_check_abort", check)
         assert not list((tmp_path / "copies").iterdir())
         with DiskRetention(store, tmp_path / "copies", observe=happened):
             eventually(lambda: happened.versions("disk_copied") == [0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -17,17 +16,15 @@ from holdfast.comms.errors import Mismatch, Unsupported
 from holdfast.ft.state.boxes import whole
 from holdfast.store import Layout, WeightStore
 from holdfast.store.reshard.name_map import Component, NameRule, fill, match
-from holdfast.store.reshard.placements import Blocks, LocalBlock, blocks_of, cuts_of, local_shape
+from holdfast.store.reshard.placements import Blocks, LocalBlock, PlacedTensor, blocks_of, cuts_of, local_shape
 from holdfast.store.reshard.plan import PartBox, plan
 from support.weights.layouts import at, coordinates, meshes, placements
 
 State = dict[str, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Wanted:
-    shape: tuple[int, ...]
-    blocks: Blocks
+def asked_for(shape: tuple[int, ...], blocks: Blocks) -> PlacedTensor:
+    return PlacedTensor(shape, torch.float32, torch.empty(0), blocks)
 
 
 def shapes_of(state: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
@@ -36,7 +33,7 @@ def shapes_of(state: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
 
 def read(layout: Layout, wanted: Mapping[str, tuple[int, ...]], published: State) -> State:
     """What a reader of whole tensors gets; elements that nothing fills stay -1."""
-    asked = {name: Wanted(shape, (LocalBlock(whole(shape), whole(shape)),)) for name, shape in wanted.items()}
+    asked = {name: asked_for(shape, (LocalBlock(whole(shape), whole(shape)),)) for name, shape in wanted.items()}
     targets = layout.targets(asked, shapes_of(published))
     sources = {name: [PartBox(0, whole(tensor.shape))] for name, tensor in published.items()}
     found = {name: torch.full(shape, -1.0) for name, shape in wanted.items()}
@@ -166,7 +163,9 @@ def test_a_sharded_fused_tensor_is_filled_from_sharded_pieces(
         new = {name: cuts_of(name, data.draw(placements(after, 2)), 2) for name in wanted}
         for place in coordinates(after):
             shapes = shapes_of(wanted)
-            asked = {name: Wanted(shape, blocks_of(shape, new[name], after, place)) for name, shape in shapes.items()}
+            asked = {
+                name: asked_for(shape, blocks_of(shape, new[name], after, place)) for name, shape in shapes.items()
+            }
             found = {
                 name: torch.full(local_shape(shape, new[name], after, place), -1.0) for name, shape in shapes.items()
             }
@@ -208,7 +207,7 @@ def test_one_error_lists_every_tensor_that_cannot_be_made() -> None:
         "d.v": (3,),
     }
     wanted = {"a.qkv": (4, 3), "b.k": (1, 3), "c": (3,), "d.qkv": (7,), "pad": (4, 1), "e": ()}
-    asked = {name: Wanted(shape, ()) for name, shape in wanted.items()}
+    asked = {name: asked_for(shape, ()) for name, shape in wanted.items()}
     with pytest.raises(Mismatch) as caught:
         layout.targets(asked, there)
     assert str(caught.value) == (

@@ -1,4 +1,4 @@
-"""A rank has the blocks that torch gives it; the plan of a read copies each element once, between any layouts."""
+"""A rank has the blocks that torch gives it; a plan copies each element once, between any layouts."""
 
 from __future__ import annotations
 

@@ -357,7 +357,7 @@ def test_many_small_values_share_pieces_of_memory() -> None:
 
 
 def test_a_put_is_one_change_of_the_register_into_memory_that_was_touched_before() -> None:
-    """The first put waits for memory; from then on each one claims that of the next in the change that it makes."""
+    """The first put waits for memory; each later one claims the memory of the next."""
     client = run(ts.client())
     put("k", torch.zeros(100_000))
     for number in range(1, 4):
