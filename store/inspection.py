@@ -261,14 +261,12 @@ class StoreInspector:
 
 
 @contextmanager
-def inspector(url: str, name: str = DEFAULT, *, plane: str = "auto", timeout: float = 30.0) -> Iterator[StoreInspector]:
+def inspector(url: str, name: str = DEFAULT, *, timeout: float = 30.0) -> Iterator[StoreInspector]:
     """Look into the store `name` at a register URL, without a `WeightStore`."""
     with ExitStack() as opened:
         client = CatalogClient(url, lambda before, after: None, name)
         opened.callback(client.close)
-        memory_plane = opened.enter_context(
-            memory("inproc" if url.startswith("memory://") and plane == "auto" else plane)
-        )
+        memory_plane = opened.enter_context(memory("inproc" if url.startswith("memory://") else "auto"))
         yield StoreInspector(client, memory_plane, seconds(timeout))
 
 

@@ -21,7 +21,7 @@ from holdfast.store.catalog.records import Catalog, Retainer
 from holdfast.store.errors import CopyFailed
 from holdfast.store.holding.replica_holder import Observe
 from holdfast.store.interop import dcp, import_version, safetensors
-from holdfast.store.interop.disk_copy import Format, Progress, VersionSource, checksum, read_record
+from holdfast.store.interop.disk_copy import Format, VersionSource, checksum, read_record
 from holdfast.store.weight_store import WeightStore
 
 _NAME = re.compile(r"version-([0-9]{10,19})", re.ASCII)
@@ -54,7 +54,6 @@ def restore(
     part: int = 0,
     parts: int = 1,
     timeout: float | None = None,
-    progress: Progress | None = None,
     damaged: Callable[[Path, HoldfastError], None] | None = None,
 ) -> int | None:
     """Publish the newest version that `DiskRetention` has left whole in `directory`; returns its number.
@@ -71,7 +70,7 @@ def restore(
         if latest is not None and latest >= number:
             break
         try:
-            return import_version(store, path, part=part, parts=parts, timeout=timeout, progress=progress)
+            return import_version(store, path, part=part, parts=parts, timeout=timeout)
         except (CorruptData, CopyFailed) as error:
             first = first or error
             if damaged is not None:

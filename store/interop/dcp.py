@@ -374,7 +374,6 @@ def import_version(
     *,
     part: int = 0,
     parts: int = 1,
-    fence: int | None = None,
     timeout: float | None = None,
     progress: Progress | None = None,
 ) -> int:
@@ -389,7 +388,7 @@ def import_version(
     values of other types, `CopyFailed` if it cannot be read, and the errors of `publish`.
     """
     found = DcpDirectory(Path(directory))
-    return publish_copy(store, found, version, part, parts, fence, timeout, progress)
+    return publish_copy(store, found, version, part, parts, timeout, progress)
 
 
 class DcpDirectory:

@@ -250,7 +250,6 @@ def publish_copy(
     version: int | None,
     part: int,
     parts: int,
-    fence: int | None,
     timeout: float | None,
     progress: Progress | None,
 ) -> int:
@@ -277,7 +276,7 @@ def publish_copy(
         state = copy.state(tensors, part, parts)
     else:
         state = _exported(decode(copy.record.skeleton), tensors, part, parts)
-    store.publish(version, state, part=part, parts=parts, fence=fence, timeout=timeout)
+    store.publish(version, state, part=part, parts=parts, timeout=timeout)
     return version
 
 

@@ -169,7 +169,6 @@ def import_version(
     *,
     part: int = 0,
     parts: int = 1,
-    fence: int | None = None,
     timeout: float | None = None,
     progress: Progress | None = None,
 ) -> int:
@@ -183,7 +182,7 @@ def import_version(
     cannot be read, and the errors of `publish`.
     """
     with SafetensorsDirectory(Path(directory)) as found:
-        return publish_copy(store, found, version, part, parts, fence, timeout, progress)
+        return publish_copy(store, found, version, part, parts, timeout, progress)
 
 
 class SafetensorsDirectory:

@@ -273,11 +273,6 @@ def test_a_damaged_group_is_read_as_a_group_or_refused(where: int, what: int, ki
         assert damaged != group.encode()
 
 
-def test_a_group_of_another_release_is_refused() -> None:
-    with pytest.raises(CorruptData, match="layout 99"):
-        ReaderGroup.decode(ReaderGroup(layout=99).encode())
-
-
 SIZE = 1 << 18
 
 

@@ -32,16 +32,6 @@ def round_trip(state: dict[str, Any]) -> dict[str, Any]:
     return rebuild(flat.skeleton, flat.published)
 
 
-@given(state_dicts())
-def test_a_state_dict_comes_back_as_it_was_or_is_refused_for_a_name_that_occurs_twice(state: dict[str, Any]) -> None:
-    names = named_leaves(state)
-    if len(set(names)) < len(names):
-        with pytest.raises(ValueError, match="is in the state dict twice"):
-            flatten(state)
-    else:
-        assert same(state, round_trip(state))
-
-
 @given(state_dicts(), st.randoms())
 def test_the_digest_of_a_skeleton_does_not_depend_on_the_order_of_dicts(state: dict[str, Any], random: Any) -> None:
     def shuffled(value: Any) -> Any:

@@ -111,12 +111,6 @@ def test_a_key_keeps_its_kind_and_its_mesh(first: Form, second: Form, why: str) 
     after(part({"k": first}), Deleted(("k",)), part({"k": second}, "1"))
 
 
-def test_all_missing_keys_are_named_at_once() -> None:
-    directory = after(part({"there": WHOLE, "part": shard(0, 2)}))
-    with pytest.raises(NoSuchKey, match=r"'x' is not in the store; 'part' is only partially"):
-        directory.find(["x", "there", "part"])
-
-
 def test_a_delete_ignores_what_is_not_there_and_leaves_the_rest_of_a_batch() -> None:
     directory = after(part({"k": WHOLE, "l": WHOLE}, grant=1), Deleted(("x", "k", "k")))
     assert directory.keys() == ["l"] and directory.grants == {1}
@@ -263,14 +257,6 @@ def test_memory_of_a_replaced_value_serves_the_next_one_of_about_its_size() -> N
     assert grant_of(record.claim(now, 2, ME, 8 << 20, {1}), 2) is None, "a value lies in it"
 
 
-def test_small_puts_share_a_slab() -> None:
-    now = granted(record.claim(EMPTY, 0, ME, 5000, ()), 5000)
-    for number in range(1, 64):
-        now = record.claim(now, number, ME, 5000, ())
-    assert [grant_of(now, number) for number in range(64)] == [*range(1, 65)]
-    assert grant_of(record.claim(now, 64, ME, 5000, ()), 64) is None
-
-
 def test_free_memory_beyond_what_is_in_use_goes() -> None:
     now = EMPTY
     for number in range(1, 5):
@@ -280,9 +266,3 @@ def test_free_memory_beyond_what_is_in_use_goes() -> None:
     assert [each.first for each in record.without_surplus(now, {1, 2}).slabs] == [1, 2, 3, 4]
     assert [each.first for each in record.without_surplus(now, {1}).slabs] == [1, 4]
     assert [each.first for each in record.without_surplus(now, ()).slabs] == [4]
-
-
-@given(st.binary(max_size=200))
-def test_arbitrary_bytes_are_no_memory(data: bytes) -> None:
-    with pytest.raises(CorruptData):
-        StoreRecord.decode(data)
