@@ -25,7 +25,7 @@ from holdfast.store.casts.cast_reader import CastSources, CastVersionReader
 from holdfast.store.casts.wire_cast import CastName, WireCast, wire_cast
 from holdfast.store.catalog import transitions
 from holdfast.store.catalog.client import DEFAULT, CatalogClient, until
-from holdfast.store.catalog.fleet_targets import Digests, digests_of
+from holdfast.store.catalog.fleet import Digests, digests_of
 from holdfast.store.catalog.records import Catalog, Holder, Reader, Replica, Shard, Spread, Version, reader_name
 from holdfast.store.data.cuda_copies import digests, registrations
 from holdfast.store.data.manifest import TensorEntry

@@ -1,4 +1,4 @@
-"""Changes of the catalogue by readers that follow the store and by switches of a fleet, as pure functions.
+"""Readers that follow the store, and switches of a fleet: what they ask, and their changes, as pure functions.
 
 A switch is committed by the very change that makes its last reader ready, so its proposer need not live until then.
 While it is undecided, a change that removes a dead reader, or `abort`, may decide it as well. A decision is final.
@@ -12,23 +12,80 @@ from msgspec.structs import replace
 
 from holdfast.comms.errors import Mismatch
 from holdfast.comms.transport.base import Peer
-from holdfast.store.catalog.fleet_targets import (
-    Digests,
-    digests_of,
-    find_reader,
-    find_switch,
-    joins,
-    live_switches,
-    needed,
-    preparing,
-    target,
-)
 from holdfast.store.catalog.records import Catalog, Reader, SwitchRecord
-from holdfast.store.catalog.settling import settle
+from holdfast.store.catalog.settling import live_switches, settle
 from holdfast.store.errors import ReaderReplaced
 
 DECISIONS = 16
 """The number of past switches that the catalogue keeps, so that a proposer learns how its own was decided."""
+
+Digests = tuple[bytes, ...]
+"""The digests of all parts of a version: they tell it from another one of the same number."""
+
+
+# -- what readers must serve, and what must stay for them
+
+
+def digests_of(catalog: Catalog, number: int) -> Digests:
+    """The digests of a visible version; () if it is not there."""
+    version = catalog.version(number)
+    return () if version is None or not version.visible else tuple(shard.digest for shard in version.shards)
+
+
+def find_reader(catalog: Catalog, reader_id: str) -> Reader | None:
+    return next((each for each in catalog.readers if each.id == reader_id), None)
+
+
+def find_switch(catalog: Catalog, token: str) -> SwitchRecord | None:
+    return next((each for each in catalog.switches if each.token == token), None)
+
+
+def preparing(catalog: Catalog) -> SwitchRecord | None:
+    """The switch that is undecided; there is one at most."""
+    return next((each for each in catalog.switches if each.preparing), None)
+
+
+def target(catalog: Catalog, reader: Reader) -> SwitchRecord | None:
+    """The switch that a reader must have carried out to serve."""
+    return next((each for each in catalog.switches if each.serial == reader.must), None)
+
+
+def joins(catalog: Catalog, reader_id: str) -> int:
+    """The serial of the switch that a reader joins when it enters; 0 if there is none.
+
+    That is the newest one which names it and which other readers carry out, else the newest of all.
+    """
+    live = {each.must for each in catalog.readers}
+    committed = [each for each in catalog.switches if each.state == "committed"]
+    named = [each for each in committed if each.serial in live and reader_id in each.readers]
+    return max((each.serial for each in named or committed), default=0)
+
+
+def wanted(catalog: Catalog, reader: Reader) -> tuple[int, ...]:
+    """The versions that a reader should have staged, the most urgent first.
+
+    A switched reader stages the latest version, too: it is probably the next that it is asked for.
+    """
+    latest = () if catalog.latest is None else (catalog.latest,)
+    return tuple(dict.fromkeys((*needed(catalog, reader), *latest)))
+
+
+def needed(catalog: Catalog, reader: Reader) -> tuple[int, ...]:
+    """The versions that switches ask of a reader: the committed one, then the proposed one."""
+    if not reader.switched:
+        return ()
+    found = []
+    if (must := target(catalog, reader)) is not None:
+        found.append(must.version)
+    proposed = preparing(catalog)
+    if proposed is not None and reader.id in proposed.readers:
+        found.append(proposed.version)
+    return tuple(dict.fromkeys(found))
+
+
+def may_serve(catalog: Catalog, reader: Reader) -> bool:
+    """Whether a switched reader has carried out the switch that it must have."""
+    return reader.must != 0 and reader.acknowledged == reader.must
 
 
 # -- readers

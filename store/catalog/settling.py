@@ -12,9 +12,8 @@ from msgspec.structs import replace
 
 from holdfast.comms.memory_plane import Handle
 from holdfast.store.catalog.fan_out import settled_copies
-from holdfast.store.catalog.fleet_targets import kept as kept_for_readers
 from holdfast.store.catalog.part_casts import settled_casts
-from holdfast.store.catalog.records import KEPT, Catalog, DiskCopy, Past, Pin
+from holdfast.store.catalog.records import KEPT, Catalog, DiskCopy, Past, Pin, SwitchRecord
 
 MOST_UNFINISHED = 2
 """The most versions that wait for the disk, for each retainer: all of them stay in memory until they are written."""
@@ -41,6 +40,22 @@ def kept_for_disk(catalog: Catalog) -> frozenset[int]:
 
 REMEMBERED = 16
 """The number of past versions that the catalogue keeps the numbers of."""
+
+
+def kept_for_readers(catalog: Catalog) -> frozenset[int]:
+    """The versions that must stay for readers and switches."""
+    versions = {each.version for each in live_switches(catalog)}
+    for reader in catalog.readers:
+        versions.update(reader.pinned)
+    return frozenset(versions)
+
+
+def live_switches(catalog: Catalog) -> tuple[SwitchRecord, ...]:
+    """The undecided switch, and the committed ones that a reader, here or yet to come, must carry out."""
+    serials = {each.serial for each in catalog.switches if each.preparing}
+    serials.update(each.must for each in catalog.readers)
+    serials.add(max((each.serial for each in catalog.switches if each.state == "committed"), default=0))
+    return tuple(each for each in catalog.switches if each.serial in serials)
 
 
 def without_versions(catalog: Catalog, numbers: Collection[int]) -> Catalog:

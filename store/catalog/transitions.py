@@ -20,11 +20,11 @@ from holdfast.store.catalog.disk_copies import remove_dead_retainers
 from holdfast.store.catalog.failure_domains import candidates, helps, without_surplus
 from holdfast.store.catalog.fan_out import withdraw_copy
 from holdfast.store.catalog.fleet import decide_switch, remove_dead_readers, remove_readers_of
-from holdfast.store.catalog.fleet_targets import keepers
 from holdfast.store.catalog.records import KEPT, Catalog, Holder, Pin, Replica, Shard, Spread, Version
 from holdfast.store.catalog.settling import (
     drop_replicas,
     end_publications,
+    live_switches,
     remove_holders,
     remove_lost,
     settle,
@@ -269,10 +269,16 @@ def delete(catalog: Catalog, number: int) -> Catalog:
     pids = sorted(each.peer.pid for each in catalog.pins if each.version == number)
     if pids:
         raise Mismatch(f"version {number} is pinned by process {', '.join(map(str, pids))}; release it first")
-    if why := keepers(catalog, number):
+    if why := _keepers(catalog, number):
         raise Mismatch(f"version {number} is kept for {', '.join(why)}; let them take another version first")
     past = tuple(each for each in catalog.past if each.number != number)
     return settle(without_versions(replace(catalog, past=past), [number]))
+
+
+def _keepers(catalog: Catalog, number: int) -> list[str]:
+    """What keeps a version for readers, in words."""
+    found = [f"reader {each.id!r} (process {each.pid})" for each in catalog.readers if number in each.pinned]
+    return found + [f"{each.state} switch {each.serial}" for each in live_switches(catalog) if each.version == number]
 
 
 # -- the effects of a change

@@ -13,8 +13,7 @@ from holdfast.comms.quantities import integer_in, seconds_or
 from holdfast.comms.system import forks
 from holdfast.store.cancellation import check, longest_wait
 from holdfast.store.catalog.client import CatalogClient
-from holdfast.store.catalog.fleet import own
-from holdfast.store.catalog.fleet_targets import digests_of, find_reader, may_serve, target
+from holdfast.store.catalog.fleet import digests_of, find_reader, may_serve, own, target
 from holdfast.store.catalog.records import Catalog, Reader
 from holdfast.store.errors import NotCaughtUp, StoreTimeout
 from holdfast.store.follow.stager import Stager

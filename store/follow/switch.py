@@ -13,7 +13,7 @@ from holdfast.comms.transport.base import Peer
 from holdfast.store.cancellation import check
 from holdfast.store.catalog import fleet
 from holdfast.store.catalog.client import CatalogClient
-from holdfast.store.catalog.fleet_targets import find_switch, preparing
+from holdfast.store.catalog.fleet import find_switch, preparing
 from holdfast.store.catalog.records import Catalog, SwitchRecord
 from holdfast.store.errors import StoreTimeout
 

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from holdfast.comms.errors import HoldfastError, Mismatch
 from holdfast.comms.memory_plane import Handle
 from holdfast.comms.transport.base import Peer
-from holdfast.store.catalog import fleet, fleet_targets, transitions
+from holdfast.store.catalog import fleet, settling, transitions
 from holdfast.store.catalog.records import Catalog, Holder, Reader, Replica, Shard, SwitchRecord
 from holdfast.store.errors import NoSuchVersion, ReaderReplaced
 
@@ -59,9 +59,9 @@ def bytes_of(*numbers: int) -> dict[int, tuple[bytes, ...]]:
 
 
 def asked_of(catalog: Catalog, name: str) -> SwitchRecord | None:
-    reader = fleet_targets.find_reader(catalog, name)
+    reader = fleet.find_reader(catalog, name)
     assert reader is not None
-    return fleet_targets.target(catalog, reader)
+    return fleet.target(catalog, reader)
 
 
 def stage(catalog: Catalog, process: Process, *versions: int) -> Catalog:
@@ -107,7 +107,7 @@ class Fleet(RuleBasedStateMachine):
                 assert switch.token not in self.decided
                 continue
             assert self.decided.setdefault(switch.token, switch) == switch, "a decision is final"
-            was = fleet_targets.find_switch(before, switch.token)
+            was = fleet.find_switch(before, switch.token)
             if switch.state == "committed" and (was is None or was.preparing):
                 ready = [each.id for each in self.catalog.readers if switch.version in each.ready]
                 alive = set(switch.readers) - set(switch.gone)
@@ -144,15 +144,15 @@ class Fleet(RuleBasedStateMachine):
     @rule(data=st.data(), name=names)
     def begin_to_copy(self, data: st.DataObject, name: str) -> None:
         process = self.processes.get(name)
-        me = fleet_targets.find_reader(self.catalog, name)
-        if process is None or me is None or not (versions := fleet_targets.wanted(self.catalog, me)):
+        me = fleet.find_reader(self.catalog, name)
+        if process is None or me is None or not (versions := fleet.wanted(self.catalog, me)):
             return
         version = data.draw(st.sampled_from(versions))
         dropped = set(data.draw(st.sets(st.sampled_from(sorted(process.has) or [0])))) - {version, process.serves}
         pinned, ready = {*process.has, *process.copying, version} - dropped, process.has - dropped
-        asked = set(fleet_targets.needed(self.catalog, me)) & set(me.ready)
+        asked = set(fleet.needed(self.catalog, me)) & set(me.ready)
         if self.apply(lambda now: fleet.report(now, name, process.reader.token, pinned, bytes_of(*ready))):
-            me = fleet_targets.find_reader(self.catalog, name)
+            me = fleet.find_reader(self.catalog, name)
             assert me is not None and asked <= set(me.ready)
             if set(me.pinned) == pinned:
                 process.has, process.copying = ready, pinned - ready
@@ -171,9 +171,9 @@ class Fleet(RuleBasedStateMachine):
     @rule()
     def complete_all_that_is_wanted(self) -> None:
         for name, process in self.processes.items():
-            me = fleet_targets.find_reader(self.catalog, name)
+            me = fleet.find_reader(self.catalog, name)
             assert me is not None
-            process.copying |= set(fleet_targets.wanted(self.catalog, me)) - process.has
+            process.copying |= set(fleet.wanted(self.catalog, me)) - process.has
             both = process.has | process.copying
             self.report_both(process, frozenset(both))
             self.complete_the_copies(name)
@@ -189,7 +189,7 @@ class Fleet(RuleBasedStateMachine):
 
     @rule(name=names)
     def refuse(self, name: str) -> None:
-        process, proposed = self.processes.get(name), fleet_targets.preparing(self.catalog)
+        process, proposed = self.processes.get(name), fleet.preparing(self.catalog)
         if process is not None and proposed is not None and proposed.version not in process.has:
             version = proposed.version
             self.apply(lambda now: fleet.refuse(now, name, process.reader.token, version, "it does not fit"))
@@ -210,14 +210,14 @@ class Fleet(RuleBasedStateMachine):
             return
         process.serving = False
         looked = self.seen if late else self.catalog
-        found = fleet_targets.find_reader(looked, name)
-        must = None if found is None else fleet_targets.target(looked, found)
+        found = fleet.find_reader(looked, name)
+        must = None if found is None else fleet.target(looked, found)
         if must is not None and must.version in process.has:
             process.serves = must.version
             version = must.version
             self.apply(lambda now: fleet.acknowledge(now, name, process.reader.token, version))
-        me = fleet_targets.find_reader(self.catalog, name)
-        process.serving = me is not None and fleet_targets.may_serve(self.catalog, me)
+        me = fleet.find_reader(self.catalog, name)
+        process.serving = me is not None and fleet.may_serve(self.catalog, me)
 
     @rule(name=names, version=st.integers(1, 8))
     def acknowledge_what_is_not_ready(self, name: str, version: int) -> None:
@@ -233,14 +233,14 @@ class Fleet(RuleBasedStateMachine):
             version, token, peer = self.published - back, f"switch {self.proposed}", process.reader.peer
             self.apply(lambda now: fleet.propose(now, token, version, readers, quorum, 5.0, peer))
 
-    @precondition(lambda self: fleet_targets.preparing(self.catalog) is not None)
+    @precondition(lambda self: fleet.preparing(self.catalog) is not None)
     @rule()
     def lose_patience(self) -> None:
-        proposed = fleet_targets.preparing(self.catalog)
+        proposed = fleet.preparing(self.catalog)
         assert proposed is not None
         token = proposed.token
         self.apply(lambda now: fleet.abort(now, token, "it took too long"))
-        assert fleet_targets.preparing(self.catalog) is None
+        assert fleet.preparing(self.catalog) is None
 
     @precondition(lambda self: bool(self.decided))
     @rule(data=st.data())
@@ -281,11 +281,11 @@ class Fleet(RuleBasedStateMachine):
         visible = set(self.catalog.visible())
         for reader in self.catalog.readers:
             assert set(reader.pinned) <= visible
-            assert set(fleet_targets.needed(self.catalog, reader)) <= visible
+            assert set(fleet.needed(self.catalog, reader)) <= visible
 
     @invariant()
     def a_switch_for_which_all_are_ready_is_not_undecided(self) -> None:
-        proposed = fleet_targets.preparing(self.catalog)
+        proposed = fleet.preparing(self.catalog)
         if proposed is not None:
             alive = set(proposed.readers) - set(proposed.gone)
             assert alive and set(fleet.ready_for(self.catalog, proposed)) < alive
@@ -305,12 +305,12 @@ def test_a_quorum_does_not_wait_for_the_rest_which_must_catch_up() -> None:
         catalog = fleet.acknowledge(catalog, process.reader.id, process.reader.token, 1)
     catalog = fleet.propose(catalog, "second", 2, None, 1, 5.0, TRAINER.peer)
     catalog = stage(catalog, one, 2)
-    behind = fleet_targets.find_reader(catalog, "g1")
-    assert behind is not None and behind.served == 1 and not fleet_targets.may_serve(catalog, behind)
+    behind = fleet.find_reader(catalog, "g1")
+    assert behind is not None and behind.served == 1 and not fleet.may_serve(catalog, behind)
     catalog = stage(catalog, two, 2)
     catalog = fleet.acknowledge(catalog, "g1", two.reader.token, 2)
-    caught_up = fleet_targets.find_reader(catalog, "g1")
-    assert caught_up is not None and fleet_targets.may_serve(catalog, caught_up)
+    caught_up = fleet.find_reader(catalog, "g1")
+    assert caught_up is not None and fleet.may_serve(catalog, caught_up)
 
 
 def test_a_dead_reader_is_counted_out_unless_the_quorum_needs_it() -> None:
@@ -321,7 +321,7 @@ def test_a_dead_reader_is_counted_out_unless_the_quorum_needs_it() -> None:
         catalog = fleet.propose(catalog, "t", 1, ["g0", "g1"], quorum, 5.0, TRAINER.peer)
         catalog = transitions.remove_dead_holders(catalog, {two.reader.peer})
         catalog = stage(catalog, one, 1)
-        switch = fleet_targets.find_switch(catalog, "t")
+        switch = fleet.find_switch(catalog, "t")
         assert switch is not None and switch.state == state
         assert quorum != 2 or "1 of 2 readers are left, and 2 are needed" in switch.reason
 
@@ -334,7 +334,7 @@ def test_a_dead_proposers_switch_is_aborted_unless_it_was_committed() -> None:
         assert proposer in catalog.peers()
         catalog = stage(catalog, one, 1) if all_ready else catalog
         catalog = transitions.remove_dead_holders(catalog, {proposer})
-        switch = fleet_targets.find_switch(catalog, "t")
+        switch = fleet.find_switch(catalog, "t")
         assert switch is not None and switch.state == state
         assert stage(catalog, one, 1).switches == catalog.switches
 
@@ -361,7 +361,7 @@ def test_a_refusal_counts_for_the_switch_to_its_version_and_from_one_of_its_read
     assert refuse(one, 1) == catalog, "nothing is proposed"
     catalog = fleet.propose(catalog, "t", 1, ["g0"], None, 5.0, TRAINER.peer)
     assert refuse(one, 2) == refuse(two, 1) == catalog
-    switch = fleet_targets.find_switch(refuse(one, 1), "t")
+    switch = fleet.find_switch(refuse(one, 1), "t")
     assert switch is not None and switch.state == "aborted" and "it does not fit" in switch.reason
 
 
@@ -396,7 +396,7 @@ def test_a_reader_cannot_drop_a_version_that_a_switch_asks_of_it() -> None:
     catalog = fleet.propose(catalog, "t", 1, ["g0", "g1"], None, 5.0, TRAINER.peer)
     assert fleet.report(catalog, "g0", one.reader.token, {2}, {}) == catalog
     catalog = fleet.abort(catalog, "t", "it took too long")
-    free = fleet_targets.find_reader(fleet.report(catalog, "g0", one.reader.token, {2}, {}), "g0")
+    free = fleet.find_reader(fleet.report(catalog, "g0", one.reader.token, {2}, {}), "g0")
     assert free is not None and free.pinned == (2,) and free.ready == ()
 
 
@@ -407,7 +407,7 @@ def test_an_acknowledgement_that_comes_too_late_counts_for_nothing() -> None:
     for number in (1, 2):
         catalog = fleet.propose(catalog, f"to {number}", number, ["g0"], None, 5.0, TRAINER.peer)
     assert fleet.acknowledge(catalog, "g0", one.reader.token, 1) == catalog
-    reader = fleet_targets.find_reader(fleet.acknowledge(catalog, "g0", one.reader.token, 2), "g0")
+    reader = fleet.find_reader(fleet.acknowledge(catalog, "g0", one.reader.token, 2), "g0")
     assert reader is not None and reader.served == 2
 
 
@@ -430,9 +430,9 @@ def test_a_switch_to_a_version_that_is_lost_is_aborted() -> None:
     proposer = Peer("other host", 9, 9)
     catalog = fleet.propose(catalog, "t", 1, None, None, 5.0, proposer)
     catalog = transitions.remove_dead_holders(catalog, {TRAINER.peer})
-    switch = fleet_targets.find_switch(catalog, "t")
+    switch = fleet.find_switch(catalog, "t")
     assert switch is not None and switch.state == "aborted" and "version 1 is lost" in switch.reason
-    assert fleet_targets.find_reader(catalog, one.reader.id) is not None
+    assert fleet.find_reader(catalog, one.reader.id) is not None
 
 
 def test_the_version_of_an_older_switch_stays_while_a_reader_has_to_carry_it_out() -> None:
@@ -442,5 +442,5 @@ def test_the_version_of_an_older_switch_stays_while_a_reader_has_to_carry_it_out
         SwitchRecord(version, "token", version, ("g1",), None, 1.0, TRAINER.peer, state="committed")
         for version in (1, 2, 3)
     )
-    assert fleet_targets.kept(Catalog(readers=(late,), switches=switches)) == {1, 3}
-    assert fleet_targets.kept(Catalog(switches=switches)) == {3}
+    assert settling.kept_for_readers(Catalog(readers=(late,), switches=switches)) == {1, 3}
+    assert settling.kept_for_readers(Catalog(switches=switches)) == {3}
