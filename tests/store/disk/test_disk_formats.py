@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from holdfast.comms.errors import CorruptData, HoldfastError, Mismatch, Unsupported
-from holdfast.harness.chaos.faults.disk import small_disk
+from holdfast.harness.chaos.faults.storage import small_disk
 from holdfast.store import NoSuchVersion, WeightStore
 from holdfast.store.errors import CopyFailed, NoRoomOnDisk
 from holdfast.store.interop import dcp, import_version, safetensors
