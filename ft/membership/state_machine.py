@@ -554,7 +554,6 @@ class Membership(Struct, frozen=True):
             )
         lost, waiting = self._lost_members(view), self._waiting()
         if lost and self._goes_on_degraded(view, lost):
-            turn += self.timeouts.heartbeat * self.evidence.more_losses_likely(view)
             return PlannedProposal(("degraded", lost), lambda: self._next_degraded(view), turn)
         if view.degraded_from and not lost and self.revoked != view.epoch:
             return None  # spares wait until a member asks for a rebuild

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from holdfast.ft.membership import state_machine
+from holdfast.ft.membership.dissemination import another_proposes_first
 from holdfast.ft.membership.events import (
     Announce,
     CasFailed,
@@ -429,6 +430,63 @@ def test_too_few_candidates_end_the_formation_with_the_reason() -> None:
     assert isinstance(effects[0], Propose)
     assert effects[0].view.phase == "failed"
     assert effects[0].view.reason == "1 of 3 members came within 60 s, 2 are needed"
+
+
+def test_later_members_of_a_large_job_wait_ever_longer_and_never_long_to_propose() -> None:
+    view = View(3, "running", tuple(member(i) for i in range(200)), structs.replace(JOB, size=200), "all are here")
+    turns = []
+    for rank in (1, 2, 3, 4, 5, 8, 32, 199):
+        now = 10.0
+        state, effects = core(rank, view).on(dead(0), now)
+        while not any(isinstance(effect, Propose) for effect in effects):
+            now = state.wake_at or 99.0
+            assert now < 10.0 + 12 * Timeouts().heartbeat
+            state, effects = state.on(Tick(), now)
+        turns.append(now)
+    assert turns == sorted(set(turns))
+
+
+def test_one_member_of_a_host_proposes_first_and_members_of_other_hosts_do_not_wait_for_it() -> None:
+    view = structs.replace(RUNNING, members=(member(0, "a"), member(1, "a"), member(2, "b")))
+    first = [another_proposes_first(view, me, lost=()) for me in view.members]
+    assert first == [False, True, False]
+    assert not another_proposes_first(view, view.members[1], lost=("p0",))
+    assert not another_proposes_first(None, view.members[1], lost=())
+
+
+def test_the_reason_for_a_view_names_eight_changes_and_counts_the_rest() -> None:
+    view = structs.replace(RUNNING, members=tuple(member(i) for i in range(12)))
+    reason = successors(view, {f"p{i}": "killed" for i in range(9)}, ()).reason
+    assert reason.count("is gone") == 8
+    assert reason.endswith("and 1 more changes")
+
+
+def test_a_spare_is_kept_once_beside_others() -> None:
+    state = core(0, spares=(member(3),))
+    state = state.on(SpareAnnounced(member(4)), 1.0)[0].on(SpareAnnounced(member(4)), 1.1)[0]
+    assert state.spares == (member(3), member(4))
+
+
+def test_a_statement_that_comes_twice_changes_nothing() -> None:
+    view = structs.replace(RUNNING, members=tuple(member(rank, f"h{rank}") for rank in range(3)))
+    once = core(0, view).on(Suspicion("p2", "p1", "silent", 4), 10.0)[0]
+    cleared = once.on(Cleared("p2", "p1", 5), 10.1)[0]
+    assert cleared.on(Suspicion("p2", "p1", "silent", 5), 10.2)[0].evidence is cleared.evidence
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"shards": 7}, "in use with shards=6, not 7; use another name"),
+        ({"timeouts": Timeouts(join=7.0)}, "not 7.0"),
+        ({"asked": "gloo"}, "not 'gloo'"),
+        ({"version": "0.0.1"}, "0.0.1"),
+    ],
+)
+def test_a_process_with_other_terms_is_refused_with_both(changes: dict[str, Any], words: str) -> None:
+    there = structs.replace(JOB, version="0.1.0")
+    assert words in (structs.replace(there, **changes).conflict(there) or "")
+    assert there.conflict(there) is None
 
 
 # Every interleaving ---------------------------------------------------------------------------------------------
