@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.comms.errors import HoldfastError
+from holdfast.ft import events
 from holdfast.ft.console.output import tail
 from holdfast.ft.event_lines import EventTail, read_events, refuse
 from holdfast.ft.processes.zygote_client import ForkedProcess
+from holdfast.ft.telemetry import flight
 from holdfast.harness.invariants import Event
 from holdfast.harness.measure.workers import HeldProcess
 from holdfast.harness.report.model import Fate, ProcessRecord
@@ -22,6 +24,31 @@ ENDED_WITH_DRIVER = "ended with its driver"
 
 class NoTargetProcess(HoldfastError):
     """A fault found no process that it applies to."""
+
+
+def recorded_ops(directory: Path) -> list[Event]:
+    """The ops that ended, from the flight recordings beside the event logs in a folder.
+
+    No log has them, since an op takes less time than a line. A recording has the last ones of its process; a process
+    that was killed while it made its file has none.
+    """
+    return [
+        events.stamped(
+            events.OpEnded(
+                op=op.signature.op,
+                seq=op.seq,
+                epoch=op.communicator.epoch,
+                seconds=op.left - op.entered,
+                error="" if op.status is flight.OpStatus.DONE else op.status.name.lower(),
+            ),
+            recording.identity,
+            recording.process.pid,
+            op.left,
+        )
+        for recording in flight.read_all(directory)
+        for op in recording.ops
+        if op.left is not None
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +155,10 @@ class ProcessSet(ABC):
     def jobs(self) -> list[list[Event]]:
         """All events, of each job for itself if the processes are those of several, one after the other."""
         return [read_events(self.events_directory, refuse)]
+
+    def ops(self) -> list[list[Event]]:
+        """The last ops of each process that ended, of each job as in `jobs`."""
+        return [recorded_ops(self.events_directory)]
 
     def everybody(self) -> list[Victim]:
         """All living processes, in every role."""

@@ -229,6 +229,8 @@ class RawRun:
     events: list[Event] = field(default_factory=list)
     jobs: list[list[Event]] = field(default_factory=list)
     """The events once more, of each job for itself."""
+    ops: list[list[Event]] = field(default_factory=list)
+    """The last ops of each process, of each job for itself."""
     training: TrainingRecord | None = None
     faults: list[RunFault] = field(default_factory=list)
     lives: list[RunProcess] = field(default_factory=list)
@@ -294,7 +296,7 @@ class ScenarioRun:
             raw.traffic = links.traffic() if links is not None else ()
             fates = _fates(raw.faults)
             raw.jobs = [merge([events, _within(events, fates)]) for events in processes.jobs()]
-            raw.events = merge(raw.jobs)
+            raw.events, raw.ops = merge(raw.jobs), processes.ops()
             if isinstance(processes, TrainingProcesses):
                 raw.training = processes.record()
             raw.output = processes.outputs()
@@ -394,7 +396,7 @@ class ScenarioRun:
                     continue
                 at_point = fault.planned.when.point is not None
                 self._context.reached = processes.of_pid(waiting.arrival.pid) if at_point else None
-                self._inject(fault)
+                self._inject(fault, waiting.arrival.step if at_point else -1)
                 if at_point:
                     break
         finally:
@@ -411,10 +413,11 @@ class ScenarioRun:
             if due_step or due_time:
                 self._inject(fault)
 
-    def _inject(self, fault: RunFault) -> None:
+    def _inject(self, fault: RunFault, step: int = -1) -> None:
+        """Inject a fault now, in `step`; -1: in the step after the newest one that was logged as committed."""
         self._context.number, before = fault.planned.number, len(self._context.injected)
         self._context.victims.clear()
-        fault.step = self._newest_step + 1
+        fault.step = self._newest_step + 1 if step < 0 else step
         try:
             fault.undo = fault.planned.what.inject(self._context)
         except HoldfastError as error:

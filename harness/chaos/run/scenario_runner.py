@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from holdfast.comms.errors import HoldfastError
+from holdfast.ft.event_lines import merge
 from holdfast.ft.events import StepBegun, StepCommitted
 from holdfast.harness.chaos.outcome import checks, measure, training
 from holdfast.harness.chaos.outcome.record import ChaosReport, ChaosRun, Speed
@@ -282,8 +283,8 @@ def _backend(scenario: Scenario) -> str:
 def _findings(raw: RawRun, bounds: Bounds) -> list[CheckResult]:
     """The results of the checkers over each job, those of one checker in one."""
     found: dict[str, CheckResult] = {}
-    for events in raw.jobs:
-        for each in examine(events, bounds, (*CHECKERS, *checks.CHECKERS)):
+    for events, ops in zip(raw.jobs, raw.ops, strict=True):
+        for each in examine(merge([events, ops]), bounds, (*CHECKERS, *checks.CHECKERS)):
             before = found.get(each.invariant)
             if before is not None:
                 looked, violations = before.looked + each.looked, before.violations + each.violations

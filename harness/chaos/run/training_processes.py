@@ -28,6 +28,7 @@ from holdfast.harness.chaos.run.process_set import (
     Results,
     RunProcess,
     Victim,
+    recorded_ops,
 )
 from holdfast.harness.invariants import Event
 from holdfast.harness.measure.workers import HeldProcess
@@ -276,6 +277,9 @@ class TrainingProcesses(ProcessSet):
                 mine.append(events.stamped(events.RoleLost(role="driver"), driver.started.name, pid, ended))
             found.append(sorted(mine, key=lambda event: event.time))
         return found
+
+    def ops(self) -> list[list[Event]]:
+        return [recorded_ops(self._run.sessions / str(number)) for number in range(len(self._drivers))]
 
     def record(self) -> TrainingRecord:
         """What the run wrote, once it is over."""

@@ -104,6 +104,7 @@ def test_a_kill_between_prepare_and_commit_loses_nothing(killed: Path) -> None:
     looked = {finding.invariant: finding.looked for finding in held.findings}
     assert looked["every sample once"] == 60
     assert looked["one membership an epoch"] > 0
+    assert looked["ops end by their deadline"] > 60 * 2 * 3, "each attempt of a rank, and the ops in it"
 
 
 def test_json_has_every_figure_and_no_pictures(killed: Path) -> None:
