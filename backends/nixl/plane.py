@@ -53,6 +53,10 @@ _WAIT = Wait(spins=10, yields=0, sleep_seconds=_SLEEP_SECONDS)
 _UNREACHABLE = "NIXL cannot reach the process that exposed this region any more"
 
 _agents: weakref.WeakSet[NixlAgent] = weakref.WeakSet()
+_used = False
+"""Whether this process has made an agent."""
+_forked = False
+"""Whether it is a fork of one that had: UCX's threads are missing here, and it waits for them without end."""
 
 
 @forks.run_in_children
@@ -62,6 +66,8 @@ def _keep_all() -> None:
     That includes agents that the parent has dropped and the collector has yet to find. NIXL's UCX ended the parent with
     a segmentation fault.
     """
+    global _forked
+    _forked = _used
     forks.never_destroy(list(_agents))
 
 
@@ -118,10 +124,15 @@ class _RemoteRegion(RegionOwner):
 class NixlAgent:
     """An agent with NIXL's UCX backend, and a thread of NIXL's that answers for it.
 
-    Raises `BackendUnavailable` if NIXL does not load.
+    Raises `BackendUnavailable` if NIXL does not load, or in a fork of a process that has used it.
     """
 
     def __init__(self, over: Transports) -> None:
+        global _used
+        if _forked:
+            hint = "fork before the first use of NIXL, or start a new interpreter"
+            raise BackendUnavailable("nixl", "this process was forked from one that has used NIXL", hint)
+        _used = True
         _agents.add(self)
         self.name, self._over, self.lock = secrets.token_hex(6), over, threading.RLock()
         self._registered: list[Any] = []

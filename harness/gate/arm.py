@@ -33,7 +33,7 @@ PRELOADED = ("torch.distributed", "torch.distributed.rendezvous", "numpy", "plug
 PRIORITY = -10
 """The nice value, where permitted, against interruptions. Processes run one at a time, for milliseconds."""
 
-UNIX_SOCKETS = Path(__file__).parents[2] / "comms" / "system" / "paths.py"
+UNIX_SOCKETS = Path(__file__).parents[2] / "comms" / "system" / "files.py"
 WORKER = Path(__file__).parents[1] / "measure" / "worker.py"
 """The gate's own modules, loaded by path, not those of a side."""
 

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -43,6 +44,7 @@ from holdfast.comms import (
     arithmetic,
 )
 from holdfast.comms.arithmetic import EIGHT_BIT_FLOATS
+from holdfast.comms.collectives import plan_usual
 from holdfast.comms.ops import OpPlan
 from holdfast.comms.plugins.spec import Unavailable
 from holdfast.comms.system.files import url_of
@@ -380,7 +382,7 @@ def ON_A_GPU(test: Callable[..., None]) -> Callable[..., None]:  # noqa: N802  (
 def unchecked(comm: Communicator) -> None:
     """Let ops take the usual way, which the checks of the tests rule out."""
     comm._executor._agreement = None
-    comm._fast = comm._executor.fast_path(comm._check)
+    comm._fast = comm._executor.fast_path(partial(plan_usual, comm._transport, comm._check, comm._executor.timeout))
 
 
 def connected(outer: Communicator, place: str, timeout: float = 20.0, size: int = 2) -> Communicator:

@@ -26,10 +26,12 @@ from holdfast.backends.inproc.transport import InprocPlane
 from holdfast.backends.nixl.plane import NixlAgent, NixlPlane
 from holdfast.backends.ucx.memory_plane import UcxPlane
 from holdfast.backends.ucx.worker import Transports
+from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import BackendUnavailable, CorruptData, OpTimeout, RegionGone, Unsupported
 from holdfast.comms.memory_plane import Handle, MemoryPlane, memory
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.plugins.spec import Available, Unavailable
+from holdfast.harness import LocalCluster
 from holdfast.harness.conformance.planes import *  # noqa: F403
 from support.children import Child, children
 from support.memory import needs_huge_pages, smaps_field
@@ -519,17 +521,6 @@ planes = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture
-def start(plane: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Child]]:
-    """Starts children that find the plane's modules loaded: two thirds of the processor time of a child went there."""
-    comms.memory(plane).close()
-    if plane == "nixl":
-        monkeypatch.setenv("UCX_TLS", "tcp,self")  # on one host the kernel copies
-        importlib.import_module("nixl._api")
-    with children() as starter:
-        yield starter
-
-
 def live(pipe: Connection, plane: str, number: int) -> None:
     """Expose a tensor full of `number`; read each region that arrives, and say its ends, or that it is gone."""
     with comms.memory(plane) as opened:
@@ -550,16 +541,39 @@ def seen(reader: Child, handle: bytes) -> object:
 
 
 @planes
-def test_a_process_outlives_those_that_it_reads_and_those_that_read_it(
-    start: Callable[..., Child], plane: str, rounds: int
+def test_a_process_outlives_those_that_it_reads_and_those_that_read_it(plane: str, rounds: int) -> None:
+    """The parent of all of them has not used NIXL, which works in no child of a process that has."""
+
+    def body(comm: Communicator) -> None:
+        os.environ["UCX_TLS"] = "tcp,self"  # on one host the kernel copies
+        if plane == "nixl":
+            importlib.import_module("nixl._api")
+        with children() as start:
+            lasting = start(live, plane, rounds)
+            held = lasting.hear()
+            for number in range(rounds):
+                passing = start(live, plane, number)
+                handle = passing.hear()
+                assert seen(lasting, handle) == (number, number)
+                assert seen(passing, held) == (rounds, rounds)
+                passing.tell(held)  # killed in the middle of a read, perhaps
+                passing.kill()
+                assert seen(lasting, handle) == "gone"
+
+    with LocalCluster(1, "shm", timeout=540.0) as cluster:
+        cluster.run(body)
+
+
+def test_nixl_says_why_it_does_not_work_in_a_fork_of_a_process_that_used_it(
+    start: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lasting = start(live, plane, rounds)
-    held = lasting.hear()
-    for number in range(rounds):
-        passing = start(live, plane, number)
-        handle = passing.hear()
-        assert seen(lasting, handle) == (number, number)
-        assert seen(passing, held) == (rounds, rounds)
-        passing.tell(held)  # killed in the middle of a read, perhaps
-        passing.kill()
-        assert seen(lasting, handle) == "gone"
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    with comms.memory("nixl") as used, used.expose(torch.ones(4)):
+        pass
+
+    def body(pipe: Connection) -> None:
+        with comms.memory("nixl") as plane, pytest.raises(BackendUnavailable) as refused:
+            plane.expose(torch.ones(4))
+        pipe.send(str(refused.value))
+
+    assert "forked" in start(body).hear()
