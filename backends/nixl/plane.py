@@ -53,10 +53,8 @@ _WAIT = Wait(spins=10, yields=0, sleep_seconds=_SLEEP_SECONDS)
 _UNREACHABLE = "NIXL cannot reach the process that exposed this region any more"
 
 _agents: weakref.WeakSet[NixlAgent] = weakref.WeakSet()
-_used = False
-"""Whether this process has made an agent."""
 _forked = False
-"""Whether it is a fork of one that had: UCX's threads are missing here, and it waits for them without end."""
+"""Whether this process was forked beside an agent of its parent: UCX waits for its thread, which is missing here."""
 
 
 @forks.run_in_children
@@ -67,8 +65,9 @@ def _keep_all() -> None:
     a segmentation fault.
     """
     global _forked
-    _forked = _used
-    forks.never_destroy(list(_agents))
+    kept = list(_agents)
+    _forked = _forked or bool(kept)
+    forks.never_destroy(kept)
 
 
 def _settings(over: Transports) -> dict[str, str]:
@@ -124,15 +123,13 @@ class _RemoteRegion(RegionOwner):
 class NixlAgent:
     """An agent with NIXL's UCX backend, and a thread of NIXL's that answers for it.
 
-    Raises `BackendUnavailable` if NIXL does not load, or in a fork of a process that has used it.
+    Raises `BackendUnavailable` if NIXL does not load, or in a process that was forked beside an agent.
     """
 
     def __init__(self, over: Transports) -> None:
-        global _used
         if _forked:
-            hint = "fork before the first use of NIXL, or start a new interpreter"
-            raise BackendUnavailable("nixl", "this process was forked from one that has used NIXL", hint)
-        _used = True
+            hint = "fork before NIXL is used, or close its planes first, or start a new interpreter"
+            raise BackendUnavailable("nixl", "this process was forked from one that was using NIXL", hint)
         _agents.add(self)
         self.name, self._over, self.lock = secrets.token_hex(6), over, threading.RLock()
         self._registered: list[Any] = []
@@ -169,7 +166,8 @@ class NixlAgent:
 
         def withdraw() -> None:
             with self.lock:
-                self._api.deregister_memory(registered)
+                if self._api is not None:
+                    self._api.deregister_memory(registered)
 
         return metadata, withdraw if registered is not None else lambda: None
 
@@ -285,12 +283,15 @@ class NixlAgent:
                 self._api.remove_remote_agent(peer.decode())
 
     def close(self) -> None:
+        """End the agent and its thread, which a later fork would lack."""
         with self.lock:
             for region in list(self._found.values()):
                 self._forget(region)
             self._stage = None
             while self._registered:
                 self._api.deregister_memory(self._registered.pop())
+            self._api = None
+            _agents.discard(self)
 
 
 class NixlPlane(NetworkPlane):
