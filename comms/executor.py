@@ -66,6 +66,8 @@ Prepare = Callable[[], Body]
 
 _CLOSE_SECONDS = 10.0
 _DIGEST, _LENGTH, _TEXT = 16, 4, 172
+_PARTING_SECONDS = 1.0
+"""How long a rank that found a `Mismatch` waits for the others to find it, too."""
 _LOOKS = Wait(yields=0, sleep_seconds=0.0005)
 """How often `close` checks whether the op that it aborted has ended."""
 
@@ -496,7 +498,11 @@ class Agreement:
         message = digest + len(encoded).to_bytes(_LENGTH, "little") + encoded[:_TEXT].ljust(_TEXT, b"\0")
         messages = gather_bytes(self._transport, message, deadline)
         if len({each[:_DIGEST] for each in messages}) > 1:
-            self._raise(self._descriptions(messages, encoded, deadline))
+            descriptions = self._descriptions(messages, encoded, deadline)
+            # The first rank to raise aborts. Over MPI, that ends the exchange of ranks that are still in it.
+            with contextlib.suppress(HoldfastError):
+                self._transport.barrier(min(deadline, time.monotonic() + _PARTING_SECONDS))
+            self._raise(descriptions)
 
     def _descriptions(self, messages: Sequence[bytes], mine: bytes, deadline: float) -> list[str]:
         """Every rank's description, in full. All ranks have seen the same messages, so all call this."""
