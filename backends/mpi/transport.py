@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
+from typing import cast
 
 import torch
 from mpi4py import MPI
@@ -100,6 +101,8 @@ _NATIVE: dict[tuple[torch.dtype, str], Native] = {
 
 _abandoned: list[tuple[MPI.Request, object]] = []
 """Requests that were abandoned, with the memory that MPI may still access."""
+_lost: list[object] = []
+"""Memory that MPI may access until the process ends: Ctrl-C came between the begin of a request and its return."""
 
 
 def abandon(request: MPI.Request, memory: object) -> None:
@@ -146,6 +149,7 @@ class MpiTransport(MessageTransport):
         here = sum(peer.host == context.peers[context.rank].host for peer in context.peers)
         self._spins = _SPINS if here <= len(os.sched_getaffinity(0)) else _CROWDED_SPINS
         self._everybody = range(context.size)
+        self._under_way: list[object] = []
         self._unmatched: list[_P2PMessage] = []
         """Receives whose message has not arrived, oldest first."""
         self._status = MPI.Status()
@@ -193,7 +197,26 @@ class MpiTransport(MessageTransport):
         self._op += 1
         if self._error is not None:
             raise self._error.again()
-        return start(*given)
+        return self._started(start, given, memory)
+
+    def _started(self, start: Callable[..., MPI.Request], given: tuple[object, ...], memory: object) -> MPI.Request:
+        """The request that `start(*given)` begins. What it accesses is noted before, in case Ctrl-C loses it."""
+        under_way: list[object] = [given, memory]
+        self._under_way = under_way
+        try:
+            under_way.append(start(*given))
+        except MPI.Exception:
+            under_way.clear()
+            raise
+        return cast(MPI.Request, under_way[-1])
+
+    def _abandon_under_way(self) -> None:
+        """Keep what the last request that was begun accesses: until it ends, or without end if Ctrl-C lost it."""
+        match self._under_way:
+            case [given, memory, MPI.Request() as request]:
+                abandon(request, (given, memory))
+            case [given, memory]:
+                _lost.append((given, memory))
 
     def _finish_late(
         self, op: str, memory: object, request: MPI.Request | None, error: RuntimeError | None, deadline: float
@@ -358,6 +381,7 @@ class MpiTransport(MessageTransport):
         self._prepared.clear()
         for request, stage in self._requests:
             abandon(request, stage)
+        self._abandon_under_way()
         if self._service is not None:
             self._service.close()
         self.__dict__.pop("_run", None)  # it refers to this transport
@@ -529,7 +553,7 @@ class MpiTransport(MessageTransport):
         if self._error is not None:
             raise self._error.again()
         try:
-            request = self._comm.Isend([buffer_of(tensor), MPI.BYTE], dst, tag)
+            request = self._started(self._comm.Isend, ([buffer_of(tensor), MPI.BYTE], dst, tag), tensor)
         except MPI.Exception as error:
             raise self._explain("send", self._op, error) from error
         return _P2PMessage(request, tensor, dst, tag)
@@ -564,7 +588,7 @@ class MpiTransport(MessageTransport):
                     f"{op}: rank {message.peer} sent {count} bytes, rank {self.rank} takes {message.tensor.nbytes}; "
                     "both must pass the same shape and dtype"
                 )
-            message.request = arrived.Irecv([buffer_of(message.tensor), MPI.BYTE])
+            message.request = self._started(arrived.Irecv, ([buffer_of(message.tensor), MPI.BYTE],), message.tensor)
 
     def _complete(self, posted: Sequence[Posted], deadline: float, op: str, seq: int) -> None:
         self._rounds += 1
