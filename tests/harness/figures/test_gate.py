@@ -205,7 +205,7 @@ def _copy(into: Path) -> Path:
 def test_the_gate_finds_the_workload_that_became_slower_and_no_other(tmp_path: Path) -> None:
     slow = tmp_path / "slow"
     slow.mkdir()
-    execution = _copy(slow) / "comms" / "execution" / "executor.py"
+    execution = _copy(slow) / "comms" / "executor.py"
     code = execution.read_text()
     head = "    def issue("
     assert head in code
