@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import mmap
 import os
 import re
@@ -60,11 +61,25 @@ class OwnedDescriptor(int):
             os.close(self)
 
 
+@functools.cache
+def _shared_inode() -> tuple[int, int]:
+    """The inode of eventfds and epolls, and of pidfds before Linux 6.9; from then on each process has one of its own.
+
+    So a rank asks nothing of /proc about the pidfds of its peers: with 63 of them that took all processors.
+    """
+    number = os.eventfd(0, os.EFD_CLOEXEC)
+    try:
+        status = os.fstat(number)
+    finally:
+        os.close(number)
+    return status.st_dev, status.st_ino
+
+
 def _file_of(number: int) -> tuple[object, ...]:
     """What tells the file of a descriptor from all others."""
     status = os.fstat(number)
     file = status.st_dev, status.st_ino
-    if stat.S_IFMT(status.st_mode):
+    if stat.S_IFMT(status.st_mode) or file != _shared_inode():
         return file
     details: list[str] = []  # an eventfd, an epoll or, before Linux 6.9, a pidfd: they share an inode
     with contextlib.suppress(OSError):

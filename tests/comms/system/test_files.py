@@ -371,3 +371,16 @@ def test_windows_of_more_than_2_gib_are_read_and_written(backend: str) -> None:
 
     with LocalCluster(2, backend, timeout=120.0) as cluster:
         cluster.run(body)
+
+
+@pytest.mark.skipif(tuple(map(int, os.uname().release.split(".")[:2])) < (6, 9), reason="Linux 6.9 gives pidfds inodes")
+def test_pidfds_are_told_apart_without_a_look_into_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank checks those of all its peers over and over."""
+    pidfd = OwnedDescriptor(os.pidfd_open(os.getpid()))
+    monkeypatch.delattr(Path, "read_text")
+    assert pidfd.ours
+    other = os.pidfd_open(os.getppid())
+    os.dup2(other, pidfd)
+    os.close(other)
+    assert not pidfd.ours
+    os.close(pidfd)
