@@ -383,8 +383,9 @@ def measure_costs(ranks: int, backend: str, progress: Callable[[str], None] = la
     """Measure with `ranks` processes over `backend`. Takes about three seconds."""
     progress(f"measuring the machine with {counted(ranks, 'rank')} over {backend}")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    limit = LIMIT * max(1, ranks // 16)  # ranks share the cores
     with (
-        LocalCluster(ranks, backend, timeout=LIMIT, threads=1, echo=False, environ={"HOLDFAST_CHECK": "0"}) as cluster,
+        LocalCluster(ranks, backend, timeout=limit, threads=1, echo=False, environ={"HOLDFAST_CHECK": "0"}) as cluster,
         tempfile.TemporaryDirectory() as folder,
     ):
         times = cluster.run(_measure_rank, store.port, folder)
