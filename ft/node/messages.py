@@ -45,6 +45,13 @@ class Share(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     items: dict[str, bytes]
 
 
+class Suspicions(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What one member has found out about others in one turn: a host that is lost has many members."""
+
+    suspicions: tuple[Suspicion, ...]
+    cleared: tuple[Cleared, ...]
+
+
 class DetectorMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """From a detector to the same detector of another process."""
 
@@ -56,8 +63,7 @@ Message = (
     | ViewDeltaReceived
     | SpareAnnounced
     | ProvenDeaths
-    | Suspicion
-    | Cleared
+    | Suspicions
     | Beat
     | Farewell
     | Share
@@ -72,8 +78,7 @@ _KINDS: Mapping[str, type[Any]] = {
     "deaths": ProvenDeaths,
     "leave": Farewell,
     "share": Share,
-    "suspect": Suspicion,
-    "clear": Cleared,
+    "suspect": Suspicions,
     "detect": DetectorMessage,
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}

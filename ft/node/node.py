@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 
+from msgspec.structs import replace
+
 from holdfast.comms.errors import HoldfastError, Mismatch, PeerFailed, Revoked, StaleEpoch
 from holdfast.comms.plugins.spec import DetectorInfo
 from holdfast.ft import events
@@ -122,6 +124,8 @@ class Node:
         self._spare_since = 0
         self._is_ready = self._told_spare = False
         """Whether this process can do steps, and whether its event as a spare is written."""
+        self._unreported: dict[tuple[str, ...], tuple[tuple[Member, ...], list[Suspicion | Cleared]]] = {}
+        """Findings to report at the end of this turn of the loop, by the ids of those that get them."""
         self._deferred: tuple[Death, ...] = ()
         """Deaths that another member of this host acts on first (`DEFER_SECONDS`)."""
         self._announced: tuple[int, frozenset[str]] = (0, frozenset())
@@ -275,8 +279,10 @@ class Node:
                 self._announce_to(view, to, messages.notice(ViewDeltaReceived(change)))
             case ReadRegister():
                 self._register_client.read()
-            case Report(finding, to):
-                self._tell(to, messages.notice(finding))
+            case Report(ProvenDeaths() as deaths, to):
+                self._tell(to, messages.notice(deaths))
+            case Report(Suspicion() | Cleared() as finding, to):
+                self._report_soon(finding, to)
             case AnnounceSelf(view, to):
                 self.was_spare = True
                 self._announced_self_to = {member.id: member for member in to}
@@ -354,6 +360,21 @@ class Node:
         for member in to:
             self._links.deliver(member, *notice)
 
+    def _report_soon(self, finding: Suspicion | Cleared, to: tuple[Member, ...]) -> None:
+        """Report a finding together with the others of this turn of the loop: a host that is lost has many members."""
+        if not self._unreported:
+            self._time.call_later(0.0, self._report)
+        self._unreported.setdefault(tuple(member.id for member in to), (to, []))[1].append(finding)
+
+    def _report(self) -> None:
+        unreported, self._unreported = self._unreported, {}
+        if self._closed:
+            return
+        for to, findings in unreported.values():
+            suspicions = tuple(each for each in findings if isinstance(each, Suspicion))
+            cleared = tuple(each for each in findings if isinstance(each, Cleared))
+            self._tell(to, messages.notice(messages.Suspicions(suspicions, cleared)))
+
     def _answered(self, answer: Answer) -> None:
         if isinstance(answer, CasFailed):
             self._emit(events.RegisterUnreachable(reason=answer.reason))
@@ -408,12 +429,13 @@ class Node:
                 self._handle_deaths((Death(peer, LEFT + reason, error),))
             case messages.Share(epoch, items):
                 self.sharing.received(peer, epoch, items)
-            case Suspicion(member, _, evidence, number):
-                self._hear_suspicion(peer, member, evidence)
-                self.feed(Suspicion(member, peer, evidence, number))
-            case Cleared(member, _, number):
-                self._hear_suspicion(peer, member, None)
-                self.feed(Cleared(member, peer, number))
+            case messages.Suspicions(suspicions, cleared):
+                for suspicion in suspicions:
+                    self._hear_suspicion(peer, suspicion.member, suspicion.evidence)
+                    self.feed(replace(suspicion, observer=peer))
+                for clearance in cleared:
+                    self._hear_suspicion(peer, clearance.member, None)
+                    self.feed(replace(clearance, observer=peer))
             case messages.DetectorMessage(body):
                 if self._detectors is not None:
                     self._detectors.received(peer, body)

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.connect import KnownMembers, connect_members
 from holdfast.comms.errors import HoldfastError
+from holdfast.comms.rendezvous.meeting_store import MeetingStore
 from holdfast.comms.system.files import url_of
 from holdfast.ft import events
 from holdfast.ft.console.console import FoldingTable, console
@@ -131,7 +132,19 @@ def middle(recoveries: Sequence[RecoveryMoments]) -> RecoveryMoments:
 def layout_of(fault: FaultKind, ranks: int) -> JobLayout:
     """The job of a case, simulated and real."""
     hosts = HOSTS if fault == "host" else 1
-    return JobLayout(ranks=ranks, hosts=hosts, racks=1, spares=0, steps=10**6, compute=EMPTY, join=60.0)
+    slower = max(1, ranks // 16)
+    """Ranks share the cores: with more of them, heartbeats of the living come later."""
+    return JobLayout(
+        ranks=ranks,
+        hosts=hosts,
+        racks=1,
+        spares=0,
+        steps=10**6,
+        compute=EMPTY,
+        heartbeat=0.1 * slower,
+        suspect=0.5 * slower,
+        join=LIMIT,
+    )
 
 
 def predict(fault: FaultKind, ranks: int, costs: MachineCosts, seed: int) -> RecoveryMoments:
@@ -252,11 +265,12 @@ def compare(
     for ranks in sizes:
         for fault in faults:
             backend = "gloo" if fault == "host" else "shm"
-            if (ranks, backend) not in costs:
-                costs[ranks, backend] = measure_costs(ranks, backend, progress)
+            left = ranks - ranks // HOSTS if fault == "host" else ranks
+            if (left, backend) not in costs:
+                costs[left, backend] = measure_costs(left, backend, progress)
             name = f"{fault}, {counted(ranks, 'rank')} over {backend}"
             progress(f"{done} of {total} faults: simulating {name}")
-            predicted = middle([predict(fault, ranks, costs[ranks, backend], seed) for seed in range(SEEDS)])
+            predicted = middle([predict(fault, ranks, costs[left, backend], seed) for seed in range(SEEDS)])
             recoveries = []
             for number in range(repeats):
                 progress(f"{done} of {total} faults: {name}")
@@ -284,12 +298,21 @@ def costs_table(costs: Iterable[MachineCosts]) -> FoldingTable:
     table = FoldingTable(
         title="measured first, for the simulation", caption="medians; message and op: all ranks at once"
     )
-    for name in ("ranks", "backend", "cores", "link, one way", "message, CPU", "register write", "register read"):
+    for name in (
+        "ranks",
+        "backend",
+        "cores",
+        "link, one way",
+        "message, CPU",
+        "one more",
+        "register write",
+        "register read",
+    ):
         table.add_column(name, justify="right")
     for name in ("connect", "op", "end reported"):
         table.add_column(name, justify="right")
     for cost in costs:
-        times = (cost.link, cost.message, cost.write, cost.read, cost.connect, cost.op, cost.gone)
+        times = (cost.link, cost.message, cost.further, cost.write, cost.read, cost.connect, cost.op, cost.gone)
         table.add_row(str(cost.ranks), cost.backend, str(cost.cores), *map(format_seconds, times))
     return table
 
@@ -323,6 +346,8 @@ def cases_table(cases: Iterable[Comparison]) -> FoldingTable:
 ROUNDS = 7
 COOL_SECONDS = 0.1
 """Before each turn all ranks sleep so long: members that a fault wakes have cold caches, too."""
+BURST = 8
+"""Messages to each other rank in a burst."""
 OPS = 3
 """Ops of a first step: the votes, the sum, the barrier before the commit."""
 KEY = b"k" * 32
@@ -332,9 +357,10 @@ class MachineCosts(msgspec.Struct, frozen=True):
     """What was measured with `ranks` processes over `backend`, in seconds (medians).
 
     `link` is one message between two members, and `spread` the standard deviation of its logarithm. `message` is the
-    processor time of a message when a member tells all others at once, and they answer. `read` and `write` are calls of
-    the register. `connect` is from the last rank that begins to connect to the last that is done, `op` an op of the new
-    communicator. `gone` is from SIGKILL until the watch of another member reports the end. The processes share `cores`.
+    processor time of a message when a member tells all others at once, and they answer; `further` that of each one
+    more that comes with it. `read` and `write` are calls of the register. `connect` is from the last rank that begins
+    to connect to the last that is done, `op` an op of the new communicator. `gone` is from SIGKILL until the watch of
+    another member reports the end. The processes share `cores`.
     """
 
     ranks: int
@@ -343,6 +369,7 @@ class MachineCosts(msgspec.Struct, frozen=True):
     link: float
     spread: float
     message: float
+    further: float
     read: float
     write: float
     connect: float
@@ -359,6 +386,7 @@ class MachineCosts(msgspec.Struct, frozen=True):
         return MachineModel(
             cores=self.cores,
             message=self.message,
+            further=self.further,
             op=self.op * share,
             connect=self.connect * share,
             gone=self.gone,
@@ -368,12 +396,16 @@ class MachineCosts(msgspec.Struct, frozen=True):
 
 
 class _RankTimes(msgspec.Struct):
-    """What one rank measured: the times of each round, its processor seconds for messages, and on rank 0 the delays."""
+    """What one rank measured.
+
+    That are the times of each round, the processor seconds of single messages and of bursts, and on rank 0 the delays.
+    """
 
     entered: list[float]
     connected: list[float]
     reduced: list[float]
-    processor: float = 0.0
+    single: float = 0.0
+    bursts: float = 0.0
     links: list[float] = []
     reads: list[float] = []
     writes: list[float] = []
@@ -397,13 +429,16 @@ def measure_costs(ranks: int, backend: str, progress: Callable[[str], None] = la
     begun = [max(rank.entered[number] for rank in times) for number in rounds]
     stand = [max(rank.connected[number] for rank in times) for number in rounds]
     over = [max(rank.reduced[number] for rank in times) for number in rounds]
+    messages = 2 * ROUNDS * (ranks - 1)
+    message = sum(rank.single for rank in times) / messages
     return MachineCosts(
         ranks=ranks,
         backend=backend,
         cores=len(os.sched_getaffinity(0)),
         link=median(times[0].links),
         spread=stdev(map(math.log, times[0].links)),
-        message=sum(rank.processor for rank in times) / (2 * ROUNDS * (ranks - 1)),
+        message=message,
+        further=min(message, sum(rank.bursts for rank in times) / messages - message) / (BURST - 1),
         read=median(times[0].reads),
         write=median(times[0].writes),
         connect=median(stand[number] - begun[number] for number in rounds),
@@ -433,22 +468,34 @@ def _measure_messages(comm: Communicator, store: dist.Store, times: _RankTimes) 
             )
             loop.run(server.start(), LIMIT)
             comm.all_gather_object(server.address)
-            began = time.process_time()
-            store.get("messages are over")  # sleeps in the kernel: no processor time
-            times.processor = time.process_time() - began
+            times.single = _processor_until(store, "single")
+            times.bursts = _processor_until(store, "bursts")
             loop.run(server.close(), LIMIT)
         else:
             links = loop.run(_dial(comm.all_gather_object("")[1:]), LIMIT)
-            began = time.process_time()
-            for _ in range(ROUNDS):
-                time.sleep(COOL_SECONDS)
-                loop.run(_call(links), LIMIT)
-            times.processor = time.process_time() - began
+            times.single = _processor_of_rounds(loop, links)
+            store.set("single", "")
+            times.bursts = _processor_of_rounds(loop, links * BURST)
             for _ in range(3 * ROUNDS):
                 times.links.append(loop.run(_call(links[:1]), LIMIT) / 2)
-            store.set("messages are over", "")
+            store.set("bursts", "")
     finally:
         loop.close()
+
+
+def _processor_until(store: dist.Store, key: str) -> float:
+    """The processor time of this process until rank 0 sets `key`: it sleeps in the kernel for that, without any."""
+    began = time.process_time()
+    store.get(key)
+    return time.process_time() - began
+
+
+def _processor_of_rounds(loop: LoopThread, links: list[RpcConnection]) -> float:
+    began = time.process_time()
+    for _ in range(ROUNDS):
+        time.sleep(COOL_SECONDS)
+        loop.run(_call(links), LIMIT)
+    return time.process_time() - began
 
 
 async def _dial(addresses: list[str]) -> list[RpcConnection]:
@@ -492,7 +539,7 @@ def _measure_connects(comm: Communicator, store: dist.Store, times: _RankTimes) 
             KnownMembers(
                 rank=comm.rank,
                 peers=comm.peers,
-                store=dist.PrefixStore(f"epoch {number}", store),
+                store=_store_of(comm, number, store),
                 epoch=number + 2,
                 previous=before,
             ),
@@ -511,6 +558,14 @@ def _measure_connects(comm: Communicator, store: dist.Store, times: _RankTimes) 
         before = new
     assert before is not None
     before.close()
+
+
+def _store_of(comm: Communicator, number: int, store: dist.Store) -> dist.Store:
+    """Where the ranks meet for the `number`-th time; it takes as little time as the store of a session."""
+    if comm.backend == "gloo":
+        return dist.PrefixStore(f"epoch {number}", store)
+    # a wait of TCPStore's own that times out looks up the name of its address, which may take seconds
+    return MeetingStore(store, f"epoch {number}", where="rank 0", timeout=LIMIT)
 
 
 def _kill_others(comm: Communicator) -> list[float]:

@@ -102,6 +102,7 @@ class MachineModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     cores: int = 0
     message: float = 0.0
+    further: float = 0.0
     register: float = 0.0
     op: float = 0.0
     connect: float = 0.0
@@ -110,7 +111,7 @@ class MachineModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     late: float = 0.25
 
     def __post_init__(self) -> None:
-        if min(self.cores, self.message, self.register, self.op, self.connect, self.gone, self.thread, self.late) < 0:
+        if min(msgspec.structs.astuple(self)) < 0:
             raise ValueError("the times and shares of a machine are not negative")
 
 

@@ -381,8 +381,12 @@ class World:
             return
         for _ in range(self.paths.copies()):
             delay = self.paths.latency(source, target) + slow
-            cost = self.schedule.machine.message
-            self.work(self.now + delay, receiver, cost, self._deliver, sender, receiver, *notice)
+            self.at(self.now + delay, receiver, self._receive, sender, receiver, notice)
+
+    def _receive(self, sender: SimulatedProcess, receiver: SimulatedProcess, notice: messages.Notice) -> None:
+        machine = self.schedule.machine
+        cost = machine.further if receiver.busy_until > self.now else machine.message
+        self.work(self.now, receiver, cost, self._deliver, sender, receiver, *notice)
 
     def _deliver(self, sender: SimulatedProcess, receiver: SimulatedProcess, method: str, body: bytes) -> None:
         receiver.received += 1

@@ -51,8 +51,11 @@ SENT: dict[str, st.SearchStrategy[messages.Message]] = {
     "deaths": st.builds(ProvenDeaths, deaths),
     "leave": st.builds(messages.Farewell, words, words),
     "share": st.builds(messages.Share, epochs, items),
-    "suspect": st.builds(Suspicion, words, words, words, epochs),
-    "clear": st.builds(Cleared, words, words, epochs),
+    "suspect": st.builds(
+        messages.Suspicions,
+        st.lists(st.builds(Suspicion, words, words, words, epochs), max_size=3).map(tuple),
+        st.lists(st.builds(Cleared, words, words, epochs), max_size=3).map(tuple),
+    ),
     "detect": st.builds(messages.DetectorMessage, st.binary(max_size=40)),
 }
 

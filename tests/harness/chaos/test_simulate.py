@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,7 @@ from holdfast.harness.simulate.core.faults import (
     SlowProcess,
 )
 from holdfast.harness.simulate.core.schedule import JobLayout, MachineModel, NetworkModel, Schedule, load, save
+from holdfast.harness.simulate.core.world import World
 from holdfast.harness.simulate.draw import MOST_WITH_STEPS, SCENARIOS, draw, scenario
 from holdfast.harness.simulate.known_bugs.reproduce import KNOWN_BUGS, reproduce, run_all
 from holdfast.harness.simulate.run import simulate as run
@@ -189,6 +191,23 @@ def test_the_load_of_a_rank_does_not_grow_with_the_number_of_ranks() -> None:
     assert large.bytes_max <= 1.5 * small.bytes_max
     assert large.installed is not None and small.installed is not None
     assert large.installed < small.installed + 0.1
+
+
+def test_the_loss_of_a_host_is_reported_in_few_messages() -> None:
+    """A lost host has many members, and each survivor suspects them all: it tells of those of one turn together."""
+    layout = JobLayout(ranks=32, hosts=4, racks=1, spares=0, steps=10**6)
+    world = World(Schedule(3, layout, faults=(KillHost(at=1.0, host=3),)), lambda event: None)
+    heard: Counter[tuple[str, str]] = Counter()
+
+    def count(event: str, who: str, what: str) -> None:
+        if what == "suspect":
+            heard[who, what] += 1
+
+    world.trace = count  # type: ignore[method-assign]
+    world.run(3.0)
+    survivors, lost = 24, 8
+    assert all(len(process.core.view.members) == survivors for process in world.processes if process.alive)
+    assert 0 < heard.total() < survivors * (survivors - 1) * lost / 2
 
 
 def test_a_run_without_faults_has_one_epoch() -> None:
@@ -421,6 +440,7 @@ COSTS = MachineCosts(
     link=5e-5,
     spread=0.5,
     message=2e-4,
+    further=2e-5,
     read=2e-5,
     write=3e-5,
     connect=1e-3,
