@@ -166,7 +166,7 @@ class OpCall:
     `start(*tensors, deadline)` returns a request, or None if the op is complete. `is_complete(request)` is called up to
     `polls` times. Then, or after a RuntimeError of either, `finish_late(request or None, error or None, *tensors,
     deadline)` completes the op or raises. With a `stage` the op runs on that: the first tensor is copied to it and
-    back, and must have its size (ValueError).
+    back, and must have its size (ValueError). `under_way`, where `start` keeps what the op accesses, is empty after it.
     """
 
     def __init__(
@@ -176,6 +176,7 @@ class OpCall:
         finish_late: Callable[..., None],
         polls: int = 1,
         stage: bytearray | None = None,
+        under_way: list[Any] = ...,
     ) -> None: ...
     def __call__(self, *arguments: Any) -> None: ...
 

@@ -18,12 +18,12 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from mpi4py import MPI
 
+from holdfast.backends.mpi.under_way import UnderWay
 from holdfast.comms.onesided.requests import HEAD, PIECE_BYTES, Channel, Pending, Requests, Source
 from holdfast.comms.system.waiting import yield_cpu
 
@@ -49,13 +49,13 @@ class _Arrival:
 
 
 class MpiChannel(Channel):
-    """See the module. `abandon` keeps a request that was given up, and the memory that MPI may still access."""
+    """See the module."""
 
-    def __init__(self, comm: MPI.Intracomm, abandon: Callable[[MPI.Request, object], None], requests: Requests) -> None:
+    def __init__(self, comm: MPI.Intracomm, requests: Requests) -> None:
         self.broken: set[int] = set()
-        self._comm, self._abandon, self._requests = comm, abandon, requests
+        self._comm, self._requests = comm, requests
         self._sending, self._taking = threading.RLock(), threading.Lock()
-        self._leaving: list[tuple[MPI.Request, object]] = []
+        self._leaving, self._receiving = UnderWay(), UnderWay()
         self._arriving: dict[int, deque[_Arrival]] = {}
         self._spare: list[bytearray] = []
         self._status = MPI.Status()
@@ -71,12 +71,12 @@ class MpiChannel(Channel):
         frame = b"".join((_LENGTH.pack(len(body)), head, body if whole else b""))
         with self._sending:  # bodies leave in the order of their heads
             try:
-                self._leaving.append((self._comm.Isend([frame, MPI.BYTE], to, TAG), frame))
+                self._leaving.begin(self._comm.Isend, ([frame, MPI.BYTE], to, TAG), frame)
                 if not whole:
-                    self._leaving.append((self._comm.Isend([body, MPI.BYTE], to, BODY_TAG), body))
+                    self._leaving.begin(self._comm.Isend, ([body, MPI.BYTE], to, BODY_TAG), body)
             except MPI.Exception:
                 self.broken.add(to)
-            self._leaving = [entry for entry in self._leaving if not _has_ended(entry[0])]
+            self._leaving.settle()
 
     # -- receiving
 
@@ -110,10 +110,10 @@ class MpiChannel(Channel):
             return False
         finally:
             self._taking.release()
-        if self._leaving:
+        if self._leaving.requests:
             with self._sending:
-                self._leaving = [entry for entry in self._leaving if not _has_ended(entry[0])]
-        return worked or bool(self._leaving) or any(self._arriving.values())
+                self._leaving.settle()
+        return worked or bool(self._leaving.requests) or any(self._arriving.values())
 
     def _next_message(self) -> bool:
         message: Any = self._comm.Improbe(MPI.ANY_SOURCE, TAG, self._status)
@@ -143,7 +143,7 @@ class MpiChannel(Channel):
                 return
             nbytes = self._status.Get_count(MPI.BYTE)
             arrival.body = self._requests.room(source, arrival.head, nbytes) or self._buffer(nbytes)
-            arrival.request = message.Irecv([arrival.body, MPI.BYTE])
+            arrival.request = self._receiving.begin(message.Irecv, ([arrival.body, MPI.BYTE],), arrival.body)
 
     def _has_arrived(self, source: int, arrivals: deque[_Arrival]) -> bool:
         """Whether the first message is complete; passes it on."""
@@ -156,6 +156,7 @@ class MpiChannel(Channel):
             arrivals.clear()
             return False
         arrivals.popleft()
+        self._receiving.settle()
         self._requests.received(source, first.head, first.body)
         if isinstance(first.body.obj, bytearray) and len(first.body.obj) == PIECE_BYTES:
             self._spare.append(first.body.obj)
@@ -186,18 +187,6 @@ class MpiChannel(Channel):
         self._ended = True
         self._thread.join()
         with self._sending:
-            for request, kept in self._leaving:
-                self._abandon(request, kept)
-            self._leaving.clear()
-        for arrivals in self._arriving.values():
-            for arrival in arrivals:
-                if arrival.request is not None:
-                    self._abandon(arrival.request, arrival.body)
+            self._leaving.abandon()
+        self._receiving.abandon()
         self._arriving.clear()
-
-
-def _has_ended(request: MPI.Request) -> bool:
-    try:
-        return bool(request.Test())
-    except MPI.Exception:
-        return True

@@ -6,14 +6,15 @@ sends at once, whether or not the receiver polls.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 from mpi4py import MPI
 
+from holdfast.backends.mpi.under_way import UnderWay
 from holdfast.comms.system.signal_safety import shared_lock
 
 TAG = 0x486F
@@ -34,18 +35,12 @@ class StatusMessage(msgspec.Struct, frozen=True, array_like=True):
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class _PendingSend:
-    request: MPI.Request
-    data: bytes
-
-
 class Mailbox:
     """The status messages of this process, sent and received. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = shared_lock()
-        self._unsent: list[_PendingSend] = []
+        self._unsent = UnderWay()
         self._boxes: dict[str, list[StatusMessage]] = {}
         self._early: deque[StatusMessage] = deque(maxlen=_EARLY)
 
@@ -64,12 +59,9 @@ class Mailbox:
         data = msgspec.msgpack.encode(word)
         with self._lock:
             for process in processes:
-                try:
-                    request = MPI.COMM_WORLD.Isend([data, MPI.BYTE], process, TAG)
-                except MPI.Exception:
-                    continue
-                self._unsent.append(_PendingSend(request, data))
-            self._unsent = [letter for letter in self._unsent if not ended(letter.request)]
+                with contextlib.suppress(MPI.Exception):
+                    self._unsent.begin(MPI.COMM_WORLD.Isend, ([data, MPI.BYTE], process, TAG), data)
+            self._unsent.settle()
 
     def read(self, token: str) -> list[StatusMessage]:
         """The messages of a communicator since the last call."""
@@ -106,14 +98,6 @@ class Mailbox:
             self._boxes[word.token].append(word)
         else:
             self._early.append(word)
-
-
-def ended(request: MPI.Request) -> bool:
-    """Whether a request has ended, with success or not."""
-    try:
-        return request.Test()
-    except MPI.Exception:
-        return True
 
 
 mailbox = Mailbox()

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import cast
 
 import torch
 from mpi4py import MPI
@@ -25,7 +24,8 @@ from mpi4py import MPI
 from holdfast.backends.common.process_memory import permit_peers
 from holdfast.backends.mpi.handshake import create_group, duplicate
 from holdfast.backends.mpi.onesided import MpiChannel
-from holdfast.backends.mpi.out_of_band import StatusMessage, ended, mailbox
+from holdfast.backends.mpi.out_of_band import StatusMessage, mailbox
+from holdfast.backends.mpi.under_way import UnderWay, abandoned
 from holdfast.comms import arithmetic
 from holdfast.comms._native import OpCall
 from holdfast.comms.algorithms.message_passing.algorithms import segmented_all_reduce
@@ -99,32 +99,6 @@ _NATIVE: dict[tuple[torch.dtype, str], Native] = {
 }
 
 
-_abandoned: list[tuple[MPI.Request, object]] = []
-"""Requests that were abandoned, with the memory that MPI may still access."""
-_lost: list[object] = []
-"""Memory that MPI may access until the process ends: Ctrl-C came between the begin of a request and its return."""
-
-
-def abandon(request: MPI.Request, memory: object) -> None:
-    """Keep the memory that MPI may still access, unless the request has ended."""
-    _abandoned.append((request, memory))
-    _settle()
-
-
-def _settle() -> None:
-    """Release abandoned requests that have ended since."""
-    _abandoned[:] = [left for left in _abandoned if not _released(left[0])]
-
-
-def _released(request: MPI.Request) -> bool:
-    """Whether a request has ended. A persistent one, which outlives its ops, is freed."""
-    if not ended(request):
-        return False
-    if request != MPI.REQUEST_NULL:
-        request.Free()
-    return True
-
-
 class _P2PMessage:
     """A send or receive under way, with its tensor. A receive has a request once its message is there."""
 
@@ -149,7 +123,7 @@ class MpiTransport(MessageTransport):
         here = sum(peer.host == context.peers[context.rank].host for peer in context.peers)
         self._spins = _SPINS if here <= len(os.sched_getaffinity(0)) else _CROWDED_SPINS
         self._everybody = range(context.size)
-        self._under_way: list[object] = []
+        self._collective, self._messages = UnderWay(), UnderWay()
         self._unmatched: list[_P2PMessage] = []
         """Receives whose message has not arrived, oldest first."""
         self._status = MPI.Status()
@@ -157,7 +131,7 @@ class MpiTransport(MessageTransport):
         self._built: set[int] = set()
         self._closed: dict[int, int] = {}
         self._aborted = ""
-        _settle()
+        abandoned.settle()
         self._liveness = Liveness(context.peers, context.rank, context.over)
         try:
             super().__init__(context, context.link("mpi"))
@@ -171,9 +145,7 @@ class MpiTransport(MessageTransport):
         self._service: RequestService | None = None
         self._run = self._op_call(
             self._begin,
-            lambda request, error, op, memory, start, given, limit: self._finish_late(
-                op, memory, request, error, limit
-            ),
+            lambda request, error, op, memory, start, given, limit: self._finish_late(op, request, error, limit),
         )
         """run(op, memory, start, given, deadline): complete a collective of MPI's own that `start(*given)` begins.
 
@@ -189,7 +161,10 @@ class MpiTransport(MessageTransport):
         self, start: Callable[..., MPI.Request], finish_late: Callable[..., None], stage: bytearray | None = None
     ) -> OpCall:
         """The calls of a collective that `start` begins; the tests of its request are compiled."""
-        return OpCall(start, MPI.Request.Test, finish_late, _TESTS_PER_SPIN * self._spins, stage)
+        polls = _TESTS_PER_SPIN * self._spins
+        if stage is not None:  # MPI accesses that alone
+            return OpCall(start, MPI.Request.Test, finish_late, polls, stage)
+        return OpCall(start, MPI.Request.Test, finish_late, polls, None, self._collective.requests)
 
     def _begin(
         self, op: str, memory: object, start: Callable[..., MPI.Request], given: tuple[object, ...], deadline: float
@@ -197,48 +172,16 @@ class MpiTransport(MessageTransport):
         self._op += 1
         if self._error is not None:
             raise self._error.again()
-        return self._started(start, given, memory)
+        if self._collective.requests:  # Ctrl-C came into the op before
+            self._collective.abandon()
+        return self._collective.begin(start, given, memory)
 
-    def _started(self, start: Callable[..., MPI.Request], given: tuple[object, ...], memory: object) -> MPI.Request:
-        """The request that `start(*given)` begins. What it accesses is noted before, in case Ctrl-C loses it."""
-        under_way: list[object] = [given, memory]
-        self._under_way = under_way
-        try:
-            under_way.append(start(*given))
-        except MPI.Exception:
-            under_way.clear()
-            raise
-        return cast(MPI.Request, under_way[-1])
-
-    def _abandon_under_way(self) -> None:
-        """Keep what the last request that was begun accesses: until it ends, or without end if Ctrl-C lost it."""
-        match self._under_way:
-            case [given, memory, MPI.Request() as request]:
-                abandon(request, (given, memory))
-            case [given, memory]:
-                _lost.append((given, memory))
-
-    def _finish_late(
-        self, op: str, memory: object, request: MPI.Request | None, error: RuntimeError | None, deadline: float
-    ) -> None:
+    def _finish_late(self, op: str, request: MPI.Request | None, error: RuntimeError | None, deadline: float) -> None:
         """Complete a collective that was begun, or raise why it failed. Without a `request` it was not begun."""
         self._rounds = 0
         if request is None:
             assert error is not None
             raise self._explain(op, self._op, error) if isinstance(error, MPI.Exception) else error
-        self._finish(request, op, self._op, deadline, self._everybody, memory, error=error)
-
-    def _finish(
-        self,
-        request: MPI.Request,
-        op: str,
-        seq: int,
-        deadline: float,
-        awaited: Sequence[int],
-        memory: object,
-        error: BaseException | None = None,
-    ) -> None:
-        """Complete a request, unless an `error` has occurred already."""
         test = request.Test
         try:
             if error is not None:
@@ -246,13 +189,9 @@ class MpiTransport(MessageTransport):
             for _ in range(self._spins):
                 if test():
                     return
-            self._wait(test, op, seq, deadline, awaited)
-        except BaseException as error:
-            if request != MPI.REQUEST_NULL:
-                _abandoned.append((request, memory))
-            if isinstance(error, MPI.Exception):
-                raise self._explain(op, seq, error) from error
-            raise
+            self._wait(test, op, self._op, deadline, self._everybody)
+        except MPI.Exception as error:
+            raise self._explain(op, self._op, error) from error
 
     def _wait(self, test: Callable[[], bool], op: str, seq: int, deadline: float, awaited: Sequence[int]) -> None:
         began = time.monotonic()
@@ -347,7 +286,7 @@ class MpiTransport(MessageTransport):
             _log.warning("rank %d reaches windows by messages, since it cannot map them: %s", self.rank, window)
         if self._service is None:
             comm = duplicate(self._comm, deadline, self._liveness, self._check_live)
-            self._service = RequestService(self.rank, self.size, self._watch, partial(MpiChannel, comm, abandon))
+            self._service = RequestService(self.rank, self.size, self._watch, partial(MpiChannel, comm))
         return self._service.window(self, tensor, deadline)
 
     def _check_live(self) -> Sequence[int]:
@@ -380,8 +319,9 @@ class MpiTransport(MessageTransport):
         """Release the transport. A revoked communicator is not freed: messages under way could reach its successor."""
         self._prepared.clear()
         for request, stage in self._requests:
-            abandon(request, stage)
-        self._abandon_under_way()
+            abandoned.keep(request, stage)
+        self._collective.abandon()
+        self._messages.abandon()
         if self._service is not None:
             self._service.close()
         self.__dict__.pop("_run", None)  # it refers to this transport
@@ -434,7 +374,7 @@ class MpiTransport(MessageTransport):
         def finish_late(
             request: MPI.Request | None, error: RuntimeError | None, tensor: Tensor, deadline: float
         ) -> None:
-            self._finish_late("all_reduce", tensor if stage is None else stage, request, error, deadline)
+            self._finish_late("all_reduce", request, error, deadline)
 
         if not 0 < nbytes <= STAGED_BYTES or len(self._prepared) == MOST_PREPARED:
             return self._op_call(begin, finish_late)
@@ -553,7 +493,7 @@ class MpiTransport(MessageTransport):
         if self._error is not None:
             raise self._error.again()
         try:
-            request = self._started(self._comm.Isend, ([buffer_of(tensor), MPI.BYTE], dst, tag), tensor)
+            request = self._messages.begin(self._comm.Isend, ([buffer_of(tensor), MPI.BYTE], dst, tag), tensor)
         except MPI.Exception as error:
             raise self._explain("send", self._op, error) from error
         return _P2PMessage(request, tensor, dst, tag)
@@ -583,12 +523,13 @@ class MpiTransport(MessageTransport):
             self._unmatched.remove(message)
             if (count := status.Get_count(MPI.BYTE)) != message.tensor.nbytes:
                 scratch = torch.empty(count, dtype=torch.uint8, device="cpu")
-                abandon(arrived.Irecv([buffer_of(scratch), MPI.BYTE]), scratch)
+                self._messages.begin(arrived.Irecv, ([buffer_of(scratch), MPI.BYTE],), scratch)
                 raise Mismatch(
                     f"{op}: rank {message.peer} sent {count} bytes, rank {self.rank} takes {message.tensor.nbytes}; "
                     "both must pass the same shape and dtype"
                 )
-            message.request = self._started(arrived.Irecv, ([buffer_of(message.tensor), MPI.BYTE],), message.tensor)
+            given = ([buffer_of(message.tensor), MPI.BYTE],)
+            message.request = self._messages.begin(arrived.Irecv, given, message.tensor)
 
     def _complete(self, posted: Sequence[Posted], deadline: float, op: str, seq: int) -> None:
         self._rounds += 1
@@ -599,10 +540,12 @@ class MpiTransport(MessageTransport):
             except BaseException as error:
                 for left in posted[number:]:
                     assert isinstance(left, _P2PMessage)
-                    self._drop(left)
+                    if left in self._unmatched:
+                        self._unmatched.remove(left)
                 if isinstance(error, MPI.Exception):
                     raise self._explain(op, seq, error) from error
                 raise
+        self._messages.settle()
 
     def _complete_one(self, message: _P2PMessage, deadline: float, op: str, seq: int) -> None:
         test = partial(self._is_complete, message, op)
@@ -616,13 +559,6 @@ class MpiTransport(MessageTransport):
             self._match(op)
         request = message.request
         return request is not None and request.Test()
-
-    def _drop(self, message: _P2PMessage) -> None:
-        """Give a message up, with the memory that MPI may still access."""
-        if message in self._unmatched:
-            self._unmatched.remove(message)
-        elif message.request:
-            _abandoned.append((message.request, message.tensor))
 
 
 def _native_op(dtype: torch.dtype, op: ReduceOp) -> Native | None:

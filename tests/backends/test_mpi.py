@@ -51,6 +51,22 @@ def two() -> Iterator[LocalCluster]:
         yield cluster
 
 
+def _note_a_request_at_ctrl_c(comm: Communicator) -> int:
+    import _thread
+
+    from holdfast.backends.mpi.under_way import UnderWay
+
+    under_way = UnderWay()
+    with pytest.raises(KeyboardInterrupt):
+        under_way.begin(_thread.interrupt_main, (), b"memory")  # the handler runs at the next bytecode
+    return len(under_way.requests)
+
+
+def test_ctrl_c_loses_no_request_that_has_begun(two: LocalCluster) -> None:
+    """MPI would go on to write to memory that is free."""
+    assert two.run(_note_a_request_at_ctrl_c) == [1, 1]
+
+
 @pytest.fixture(scope="module")
 def three() -> Iterator[LocalCluster]:
     """The same, with three ranks."""

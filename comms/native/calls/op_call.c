@@ -6,30 +6,31 @@
  * deadline)` completes the op or raises. The loop is compiled: after a switch of threads bytecodes are in no
  * cache, and fifty of them take 8 us.
  *
- * With a `stage`, a buffer, the op runs on that: the first tensor is copied to it and back. */
+ * With a `stage`, a buffer, the op runs on that: the first tensor is copied to it and back. With `under_way`, a
+ * list in which `start` keeps what the op accesses, that list is empty once the op is complete. */
 
 #define PY_SSIZE_T_CLEAN
 #include "module.h"
 
 typedef struct {
     PyObject_HEAD const tensors *known;
-    PyObject *start, *is_complete, *finish_late;
+    PyObject *start, *is_complete, *finish_late, *under_way;
     int polls;
     Py_buffer stage; /* stage.obj is NULL if there is none */
 } OpCall;
 
 static int op_call_init(PyObject *object, PyObject *args, PyObject *named) {
     OpCall *self = (OpCall *)object;
-    static char *names[] = {"start", "is_complete", "finish_late", "polls", "stage", NULL};
-    PyObject *start, *is_complete, *finish_late, *stage = Py_None;
+    static char *names[] = {"start", "is_complete", "finish_late", "polls", "stage", "under_way", NULL};
+    PyObject *start, *is_complete, *finish_late, *stage = Py_None, *under_way = NULL;
     self->polls = 1;
-    if (!PyArg_ParseTupleAndKeywords(args, named, "OOO|iO", names, &start, &is_complete, &finish_late,
-                                     &self->polls, &stage) ||
+    if (!PyArg_ParseTupleAndKeywords(args, named, "OOO|iOO!", names, &start, &is_complete, &finish_late,
+                                     &self->polls, &stage, &PyList_Type, &under_way) ||
         (stage != Py_None && PyObject_GetBuffer(stage, &self->stage, PyBUF_WRITABLE) < 0))
         return -1;
     self->known = &((state *)PyType_GetModuleState(Py_TYPE(object)))->known;
     self->start = Py_NewRef(start), self->is_complete = Py_NewRef(is_complete);
-    self->finish_late = Py_NewRef(finish_late);
+    self->finish_late = Py_NewRef(finish_late), self->under_way = Py_XNewRef(under_way);
     return 0;
 }
 
@@ -89,6 +90,8 @@ static PyObject *op_call(PyObject *object, PyObject *args, PyObject *named) {
     PyObject *done = complete > 0 ? Py_NewRef(Py_None) : finish(self, request, args);
     if (done && data)
         memcpy(data, self->stage.buf, (size_t)self->stage.len);
+    if (done && self->under_way && PyList_SetSlice(self->under_way, 0, PY_SSIZE_T_MAX, NULL) < 0)
+        Py_CLEAR(done);
     Py_XDECREF(request);
     Py_XDECREF(done);
     return done ? Py_NewRef(Py_None) : NULL;
@@ -100,6 +103,7 @@ static void op_call_dealloc(PyObject *object) {
     Py_XDECREF(self->start);
     Py_XDECREF(self->is_complete);
     Py_XDECREF(self->finish_late);
+    Py_XDECREF(self->under_way);
     free_object(object);
 }
 

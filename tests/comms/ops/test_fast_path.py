@@ -594,6 +594,31 @@ def test_a_call_passes_on_what_is_no_failure_of_its_library() -> None:
     assert OpCall(lambda *arguments: None, pytest.fail, pytest.fail)(0.0) is None, "complete at once"
 
 
+def test_what_an_op_accesses_is_kept_until_it_is_complete() -> None:
+    under_way: list[object] = []
+    kept: list[int] = []
+
+    def start(tensor: torch.Tensor, deadline: float) -> str:
+        under_way.append(tensor)
+        return "request"
+
+    def is_complete(request: str) -> bool:
+        kept.append(len(under_way))
+        return True
+
+    OpCall(start, is_complete, pytest.fail, under_way=under_way)(torch.ones(1), 0.0)
+    assert kept == [1] and not under_way
+
+    def interrupted(request: str) -> bool:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        OpCall(start, interrupted, pytest.fail, under_way=under_way)(torch.ones(1), 0.0)
+    assert len(under_way) == 1, "the library may still write there"
+    OpCall(start, lambda request: False, lambda *late: None, under_way=under_way)(torch.ones(1), 0.0)
+    assert not under_way
+
+
 def test_a_staged_call_takes_tensors_of_its_size_only() -> None:
     library = Library(stage=bytearray(12))
     for wrong in (torch.ones(2), torch.ones(4), torch.ones(3, dtype=torch.float64), torch.ones(0)):
