@@ -6,8 +6,8 @@
  * deadline)` completes the op or raises. The loop is compiled: after a switch of threads bytecodes are in no
  * cache, and fifty of them take 8 us.
  *
- * With a `stage`, a buffer, the op runs on that: the first tensor is copied to it and back. With `under_way`, a
- * list in which `start` keeps what the op accesses, that list is empty once the op is complete. */
+ * With a `stage`, a buffer, the op runs on that: the first tensor is copied to it and back. With `under_way`,
+ * a list in which `start` keeps what the op accesses, that list is empty once the op is complete. */
 
 #define PY_SSIZE_T_CLEAN
 #include "module.h"
