@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import sys
@@ -17,6 +18,7 @@ import torch
 
 from holdfast.ft.processes.remote_calls import unpack_error
 from holdfast.harness.cluster.job import Job
+from holdfast.harness.cluster.rank_worker import STACK_SIGNAL
 from support.waiting import PATIENCE, becomes_true
 
 
@@ -37,8 +39,10 @@ class Child:
         self.pipe.send(message)
 
     def hear(self, timeout: float = 2 * PATIENCE) -> Any:
-        """The next message from the child; fails the test if none comes."""
-        assert self.pipe.poll(timeout), f"child {self.pid} said nothing for {timeout} s"
+        """The next message from the child; fails the test if none comes, with what the child does instead on stderr."""
+        if not self.pipe.poll(timeout):
+            os.kill(self.pid, STACK_SIGNAL)
+            assert self.pipe.poll(1.0), f"child {self.pid} said nothing for {timeout} s"
         return self.pipe.recv()
 
     def kill(self) -> None:
@@ -74,6 +78,7 @@ class Child:
 def _live(body: Callable[..., None], pipe: Connection, args: tuple[Any, ...]) -> None:
     status = 1
     try:
+        faulthandler.register(STACK_SIGNAL)
         torch.set_num_threads(1)
         body(pipe, *args)
         status = 0
