@@ -177,7 +177,7 @@ environment_app = CommandGroup(help="Environments that runs play in.", no_args_i
 
 @environment_app.command()
 def serve(
-    name: Annotated[str, typer.Argument(help="Such as guess?high=9, gymnasium:ID or python:FILE.py:NAME.")],
+    name: Annotated[str, typer.Argument(help="Such as guess?high=9 or python:FILE.py:NAME.")],
     host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 takes a free one.")] = 0,
     sessions: Annotated[int, typer.Option(min=1, help="Episodes that are played at the same time.")] = 64,

@@ -216,8 +216,7 @@ class EnvironmentConfig(_Section, frozen=True, kw_only=True):
     name: Annotated[
         str,
         Meta(
-            description="`guess`, `mcp`, `textarena:GAME`, `gymnasium:ID`, `python:FILE.py:NAME` ...; empty: episodes "
-            "have one turn and a reward."
+            description="`guess`, `arithmetic`, `python:FILE.py:NAME` ...; empty: episodes have one turn and a reward."
         ),
     ] = ""
     arguments: Annotated[

@@ -1,72 +1,62 @@
-"""Environments by name: `guess?high=9`, `textarena:Wordle-v0`, `python:FILE.py:NAME`, `ws://host:port`."""
+"""Environments by name: `guess?high=9`, `python:FILE.py:NAME`, `ws://host:port`."""
 
 from __future__ import annotations
 
-import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from urllib.parse import parse_qsl
 
 import msgspec
 
 from holdfast.rl.config.named_code import NoSuchCode, load_code
+from holdfast.rl.environments.builtin import ArithmeticEnvironment, GuessNumberEnvironment
 from holdfast.rl.environments.environment import Environment, checked
 from holdfast.rl.environments.local import LocalPool
 from holdfast.rl.environments.session import SessionSource
 from holdfast.rl.errors import UnknownEnvironment
 
-SHIPPED: Mapping[str, str] = {
-    "arithmetic": "holdfast.rl.environments.builtin:ArithmeticEnvironment",
-    "guess": "holdfast.rl.environments.builtin:GuessNumberEnvironment",
-    "gymnasium": "holdfast.rl.environments.gymnasium:GymnasiumEnvironment",
-    "mcp": "holdfast.rl.environments.mcp:stock_tools",
-    "textarena": "holdfast.rl.environments.textarena:TextArenaEnvironment",
+_factories: dict[str, Callable[..., Environment]] = {
+    "arithmetic": ArithmeticEnvironment,
+    "guess": GuessNumberEnvironment,
 }
-"""Where the shipped environments are; imported at first use."""
-
-INSTALL: Mapping[str, str] = {"gymnasium": "holdfast[gymnasium]", "textarena": "holdfast[textarena]"}
-"""What to install for those that need other packages."""
 
 PYTHON = "python"
 """The name before that of a user's own class."""
 
-_registered: dict[str, Callable[..., Environment]] = {}
-
 
 def register(name: str, factory: Callable[..., Environment]) -> None:
-    """Let `name` mean a factory. Its arguments are options, `name?option=value`; in `name:what` the first is `what`."""
+    """Let `name` mean a factory. Its arguments are options: `name?option=value`."""
     if not name or set(name) & set(":?,/"):
         raise UnknownEnvironment(name, "a name has no colon, question mark, comma or slash")
-    _registered[name] = factory
+    _factories[name] = factory
 
 
 def names() -> list[str]:
     """All names that can be given, without what may follow them."""
-    return sorted({*SHIPPED, *_registered, PYTHON})
+    return sorted({*_factories, PYTHON})
 
 
 def environment_factory(name: str) -> Callable[[], Environment]:
     """A function that makes environments of this name. Raises UnknownEnvironment before any is made."""
     whole, _, query = name.partition("?")
-    kind, colon, what = whole.partition(":")
-    if kind == PYTHON:
-        factory, colon = _own(what, name), ""
-    else:
-        factory = _registered.get(kind) or _shipped(kind, name)
-    given = dict(parse_qsl(query, keep_blank_values=True))
+    kind, _, code = whole.partition(":")
+    factory = _own(code, name) if kind == PYTHON else _factories.get(whole)
+    if factory is None:
+        raise UnknownEnvironment(name, f"there are {', '.join(names())}, and servers: ws://host:port")
     signature = inspect.signature(factory, eval_str=True)
-    first = next(iter(signature.parameters.values()), None)
     try:
-        leading = [_convert(what, first.annotation if first else str)] if colon else []
-        arguments = {key: _convert(value, signature.parameters[key].annotation) for key, value in given.items()}
-        signature.bind(*leading, **arguments)
+        arguments = {
+            key: _convert(value, signature.parameters[key].annotation)
+            for key, value in parse_qsl(query, keep_blank_values=True)
+        }
+        signature.bind(**arguments)
     except KeyError as error:
         options = ", ".join(signature.parameters)
         raise UnknownEnvironment(name, f"there is no option {error}; there are: {options or 'none'}") from error
     except (TypeError, msgspec.ValidationError) as error:
         raise UnknownEnvironment(name, f"{error}; it takes {signature}") from error
-    return partial(factory, *leading, **arguments)
+    return partial(factory, **arguments)
 
 
 def check_environment(name: str) -> None:
@@ -90,27 +80,14 @@ def open_sessions(name: str, *, timeout: float = 30.0, wait: float = 60.0, limit
     return LocalPool(environment_factory(name), name, timeout=timeout, wait=wait, limit=limit)
 
 
-def _own(what: str, name: str) -> Callable[..., Environment]:
+def _own(code: str, name: str) -> Callable[..., Environment]:
     """What makes the environment of `FILE.py:NAME`, or of `MODULE:NAME`."""
     try:
-        factory: Callable[..., Environment] = load_code(what)
+        factory: Callable[..., Environment] = load_code(code)
     except NoSuchCode as error:
         raise UnknownEnvironment(name, str(error)) from error
     if not callable(factory):
         raise UnknownEnvironment(name, "it is not called: name the class, or a function that makes one")
-    return factory
-
-
-def _shipped(kind: str, name: str) -> Callable[..., Environment]:
-    if kind not in SHIPPED:
-        raise UnknownEnvironment(name, f"there are {', '.join(names())}, and servers: ws://host:port")
-    module, _, attribute = SHIPPED[kind].partition(":")
-    try:
-        factory: Callable[..., Environment] = getattr(importlib.import_module(module), attribute)
-    except ModuleNotFoundError as error:
-        if kind not in INSTALL:
-            raise
-        raise UnknownEnvironment(name, f"{error.name} is not installed: pip install '{INSTALL[kind]}'") from error
     return factory
 
 

@@ -1,4 +1,7 @@
-"""`textarena:NAME`: any game of TextArena; the policy plays its players in turn."""
+"""Any game of TextArena; the policy plays its players in turn: `pip install 'holdfast[rl,textarena]'`.
+
+holdfast rl environment serve "python:examples/rl/textarena_game.py:TextArenaEnvironment?name=Wordle-v0"
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ class TextArenaEnvironment(Environment):
         try:
             self._game = textarena.make(env_id=name)
         except (ValueError, ImportError) as error:
-            raise UnknownEnvironment(f"textarena:{name}", str(error)) from error
+            raise UnknownEnvironment(name, str(error)) from error
         self._players, self._random = players, random.Random(0).getstate()
 
     def reset(self, seed: int) -> Observation:

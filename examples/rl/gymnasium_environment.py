@@ -1,4 +1,7 @@
-"""`gymnasium:NAME`: any environment of Gymnasium, with spaces as text and as fields."""
+"""Any environment of Gymnasium, with spaces as text and as fields: `pip install 'holdfast[rl,gymnasium]'`.
+
+holdfast rl environment serve "python:examples/rl/gymnasium_environment.py:GymnasiumEnvironment?name=CartPole-v1"
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ class GymnasiumEnvironment(Environment):
         try:
             self._env: gymnasium.Env[Any, Any] = gymnasium.make(name)
         except gymnasium.error.Error as error:
-            raise UnknownEnvironment(f"gymnasium:{name}", str(error)) from error
+            raise UnknownEnvironment(name, str(error)) from error
         self._last: Any = None
 
     def reset(self, seed: int) -> Observation:
