@@ -21,11 +21,12 @@ from holdfast.rl.grpo.batch import BatchColumns, collate, step_totals
 from holdfast.rl.grpo.loop import asynchronous, generate_episode, play_episodes, synchronous
 from holdfast.rl.grpo.loss import loss
 from holdfast.rl.rewards.judge import Judge
-from holdfast.rl.rewards.reward import ExactMatch, FunctionReward, JudgedAnswer, Reward
+from holdfast.rl.rewards.reward import Criterion, ExactMatch, JudgedAnswer, Rubric
 from holdfast.rl.run.evaluation import EvaluationScore, HeldOutEvaluation, HeldOutResult, play_games, play_prompts
 from support.source_tree import ROOT
 
 TOKENIZER = CharacterTokenizer()
+EXACT = Rubric([Criterion("exact", 1.0, ExactMatch())])
 PROBLEMS = [Problem(f"{digit}=", f"{digit}") for digit in range(4)]
 SAMPLING = Sampling(group=8, max_new_tokens=1)
 OBJECTIVE = objective("grpo")
@@ -109,7 +110,7 @@ async def train(
     steps: range,
     bound: int = 0,
     state: BufferState | None = None,
-    reward: Reward | None = None,
+    reward: Rubric = EXACT,
     evaluation: HeldOutEvaluation | None = None,
     redraws: int = 0,
 ) -> ReplayBuffer:
@@ -126,7 +127,7 @@ async def train(
         if evaluation is not None:
             await evaluation.begin(version)
 
-    async with Judge(reward or ExactMatch(), TOKENIZER) as judge:
+    async with Judge(reward, TOKENIZER) as judge:
 
         async def episode() -> None:
             prompt = prompts.prompt((await buffer.admit()).number)
@@ -212,7 +213,7 @@ async def test_a_reward_that_fails_costs_its_episodes_and_not_the_run(bound: int
         return float(answer.text == answer.prompt.answer)
 
     cluster = ToyCluster()
-    buffer = await train(cluster, range(4), bound, reward=FunctionReward("picky", picky))
+    buffer = await train(cluster, range(4), bound, reward=Rubric([Criterion("picky", 1.0, picky)]))
     trained = [group.number for batch in cluster.batches for group in batch.groups]
     assert 2 not in trained
     assert len(trained) == len(set(trained)) == 16
@@ -227,7 +228,7 @@ async def test_groups_with_equal_rewards_are_drawn_again_with_other_seeds() -> N
             requests.append(request)
             return await super().generate(request)
 
-    await train(Recorded(), range(1), reward=FunctionReward("flat", lambda answer: 0.5), redraws=2)
+    await train(Recorded(), range(1), reward=Rubric([Criterion("flat", 1.0, lambda answer: 0.5)]), redraws=2)
     assert len(requests) == len({request.seeds for request in requests}) == 4 * 3
 
 
@@ -252,7 +253,7 @@ class KeptVersions:
 @pytest.mark.parametrize("bound", [0, 1, 3])
 async def test_the_policy_learns_and_the_best_version_that_is_evaluated_beside_training_is_kept(bound: int) -> None:
     scores: list[EvaluationScore] = []
-    kept, cluster, judge = KeptVersions(), ToyCluster(), Judge(ExactMatch(), TOKENIZER)
+    kept, cluster, judge = KeptVersions(), ToyCluster(), Judge(EXACT, TOKENIZER)
     prompts = [PromptSource(PROBLEMS, TOKENIZER, 0).prompt(number) for number in range(4)]
     play = functools.partial(play_prompts, cluster.generate, judge, prompts, SAMPLING)
     evaluation = HeldOutEvaluation(play, 5, kept, lambda score, best: scores.append(score))

@@ -8,31 +8,19 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
 from holdfast.rl.config.named_code import NoSuchCode
-from holdfast.rl.config.run_config import RunConfig
+from holdfast.rl.config.run_config import CriterionConfig, RunConfig
 from holdfast.rl.config.toml import parse_config, placed, resolved
 from holdfast.rl.data.episode import Completion, Group, Prompt
 from holdfast.rl.data.prompts import CharacterTokenizer
 from holdfast.rl.data.replay_buffer import FailedGroup
 from holdfast.rl.errors import RewardFailed
 from holdfast.rl.rewards.judge import Judge, RewardProcesses, reward_of
-from holdfast.rl.rewards.reward import (
-    Criterion,
-    ExactMatch,
-    FormatMatch,
-    FunctionReward,
-    JudgedAnswer,
-    LengthPenalty,
-    Reward,
-    Rubric,
-    Score,
-    is_bounded,
-    score_each,
-)
+from holdfast.rl.rewards.reward import Criterion, ExactMatch, FormatMatch, JudgedAnswer, LengthPenalty, Rubric, Score
 from support.waiting import PATIENCE
 
 PROMPT = Prompt(number=7, tokens=(1,), text="7+8+5=", answer="20")
@@ -43,12 +31,15 @@ def answer(text: str, length: int = 0) -> JudgedAnswer:
     return JudgedAnswer(prompt=PROMPT, text=text, length=length or len(text))
 
 
-def values(reward: Reward, *answers: JudgedAnswer) -> list[float]:
-    return [each.value for each in asyncio.run(_scores(reward, answers))]
+Function = Callable[[JudgedAnswer], float]
 
 
-async def _scores(reward: Reward, answers: Sequence[JudgedAnswer]) -> Sequence[Score]:
-    return await reward.score(answers)
+def values(reward: Function, *answers: JudgedAnswer) -> list[float]:
+    return [reward(each) for each in answers]
+
+
+def only(name: str, function: Function) -> Rubric:
+    return Rubric([Criterion(name, 1.0, function)])
 
 
 def completion(text: str, stopped: bool = False) -> Completion:
@@ -86,22 +77,22 @@ def test_a_rubric_adds_weighted_criteria_and_names_the_parts() -> None:
         [
             Criterion("exact", 1.0, ExactMatch()),
             Criterion("format", 0.5, FormatMatch(r"\d+")),
-            Criterion("shouting", -2.0, FunctionReward("shouting", lambda each: float("!" in each.text))),
+            Criterion("shouting", -2.0, lambda each: float("!" in each.text)),
         ]
     )
-    scores = asyncio.run(_scores(rubric, [answer("20"), answer("3"), answer("20!")]))
-    assert [each.value for each in scores] == [1.5, 0.5, -2.0]
-    assert scores[1].parts == {"exact": 0.0, "format": 1.0, "shouting": 0.0}
+    scores = [rubric.score(answer(text)) for text in ("20", "3", "20!")]
+    assert [each.value for each in scores if isinstance(each, Score)] == [1.5, 0.5, -2.0]
+    assert scores[1] == Score(0.5, {"exact": 0.0, "format": 1.0, "shouting": 0.0})
     with pytest.raises(ValueError, match="names of their own"):
         Rubric([Criterion("a", 1.0, ExactMatch()), Criterion("a", 1.0, ExactMatch())])
 
 
 def test_a_criterion_that_raises_is_named() -> None:
-    rubric = Rubric([Criterion("exact", 1.0, ExactMatch()), Criterion("broken", 1.0, FunctionReward("f", _divide))])
-    (score, failed) = asyncio.run(score_each(rubric, [answer("20"), answer("0")], 60.0))
+    rubric = Rubric([Criterion("exact", 1.0, ExactMatch()), Criterion("broken", 1.0, _divide)])
+    score, failed = rubric.score(answer("20")), rubric.score(answer("0"))
     assert isinstance(score, Score)
     assert isinstance(failed, RewardFailed)
-    assert "'rubric' failed for an answer to prompt 7: criterion 'broken'" in str(failed)
+    assert "reward 'broken' failed for an answer to prompt 7: ZeroDivisionError" in str(failed)
 
 
 def _divide(each: JudgedAnswer) -> float:
@@ -110,34 +101,12 @@ def _divide(each: JudgedAnswer) -> float:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e308, -1e39])
 def test_a_score_that_no_loss_can_be_computed_with_fails_its_answer_alone(bad: float) -> None:
-    reward = FunctionReward("odd", lambda each: bad if each.text == "1" else 0.5)
-    first, second = asyncio.run(score_each(reward, [answer("1"), answer("2")], 60.0))
-    assert isinstance(first, RewardFailed)
-    assert (first.reward, first.number) == ("odd", 7)
-    assert str(bad) in str(first)
-    assert second == Score(0.5)
-
-
-def test_a_part_that_is_not_finite_is_named() -> None:
-    class Odd:
-        name = "odd"
-
-        async def score(self, answers: Sequence[JudgedAnswer]) -> Sequence[Score]:
-            return [Score(1.0, {"style": math.nan}) for _ in answers]
-
-    (failed,) = asyncio.run(score_each(Odd(), [answer("1")], 60.0))
-    assert "style is nan" in str(failed)
-
-
-def test_a_reward_that_miscounts_fails() -> None:
-    class Miscounts:
-        name = "miscounts"
-
-        async def score(self, answers: Sequence[JudgedAnswer]) -> Sequence[Score]:
-            return []
-
-    for failed in asyncio.run(score_each(Miscounts(), [answer("1"), answer("2")], 60.0)):
-        assert "0 scores for 1 answers" in str(failed)
+    rubric = only("odd", lambda each: bad if each.text == "1" else 0.5)
+    failed = rubric.score(answer("1"))
+    assert isinstance(failed, RewardFailed)
+    assert (failed.reward, failed.number) == ("odd", 7)
+    assert str(bad) in str(failed)
+    assert rubric.score(answer("2")) == Score(0.5, {"odd": 0.5})
 
 
 async def judged(judge: Judge, *completions: Completion) -> Group | FailedGroup:
@@ -147,7 +116,7 @@ async def judged(judge: Judge, *completions: Completion) -> Group | FailedGroup:
 
 def test_a_group_is_made_of_what_could_be_judged() -> None:
     seen: list[RewardFailed] = []
-    judge = Judge(FunctionReward("inverse", _divide), TOKENIZER, seen.append)
+    judge = Judge(only("inverse", _divide), TOKENIZER, seen.append)
     group = asyncio.run(judged(judge, completion("5\n", stopped=True), completion("0"), completion("4")))
     assert isinstance(group, Group)
     assert [each.reward for each in group.episodes] == [4.0, 5.0], "the stop token is not in the text"
@@ -157,7 +126,7 @@ def test_a_group_is_made_of_what_could_be_judged() -> None:
 
 
 def test_a_group_of_one_has_nothing_to_compare_with() -> None:
-    judge = Judge(FunctionReward("inverse", _divide), TOKENIZER)
+    judge = Judge(only("inverse", _divide), TOKENIZER)
     failed = asyncio.run(judged(judge, completion("5"), completion("0")))
     assert isinstance(failed, FailedGroup)
     assert "ZeroDivisionError" in failed.reasons[0]
@@ -171,15 +140,12 @@ def answers(*texts: str) -> list[JudgedAnswer]:
     return [JudgedAnswer(prompt=PROMPT, text=text, length=1) for text in texts]
 
 
-def used(reward: Callable[[JudgedAnswer], float] | Reward, work: Callable[[RewardProcesses], Awaitable[T]]) -> T:
+def used(reward: Function | Rubric, work: Callable[[RewardProcesses], Awaitable[T]]) -> T:
     """What `work` returns with the processes of a reward."""
-    given = FunctionReward("mine", reward) if callable(reward) else reward
-
-    async def make() -> Reward:
-        return given
+    rubric = reward if isinstance(reward, Rubric) else only("mine", reward)
 
     async def body() -> T:
-        processes = RewardProcesses(make)
+        processes = RewardProcesses(lambda: rubric)
         try:
             await processes.start()
             return await work(processes)
@@ -246,24 +212,17 @@ def ends(answer: JudgedAnswer) -> float:
     return 1.0
 
 
-@pytest.mark.parametrize("wrap", [FunctionReward, lambda name, it: two_criteria(FunctionReward(name, it))])
-def test_a_reward_that_raises_or_ends_anything_fails_its_answer_alone(
-    wrap: Callable[[str, Callable[[JudgedAnswer], float]], Reward],
-) -> None:
+def test_a_reward_that_raises_or_ends_anything_fails_its_answer_alone() -> None:
     texts = ("exit", "a", "interrupt", "b", "cancel", "c", "die", "d")
 
     async def work(processes: RewardProcesses) -> list[float | str]:
         return outcomes(await processes.score_each(answers(*texts), 60.0))
 
-    found = dict(zip(texts, used(wrap("mine", ends), work), strict=True))
+    found = dict(zip(texts, used(ends, work), strict=True))
     assert [found[name] for name in "abcd"] == [1.0] * 4
     for name, word in (("exit", "SystemExit"), ("interrupt", "KeyboardInterrupt"), ("cancel", "CancelledError")):
         assert word in str(found[name])
     assert "its process ended" in str(found["die"])
-
-
-def two_criteria(reward: Reward) -> Rubric:
-    return Rubric([Criterion("mine", 1.0, reward), Criterion("length", 1.0, LengthPenalty(10, 5))])
 
 
 def test_answers_of_one_moment_share_a_process_and_others_get_more() -> None:
@@ -294,26 +253,24 @@ def test_a_judgement_that_is_given_up_leaves_no_process() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reward", "bounded"),
+    ("criteria", "here"),
     [
-        (ExactMatch(), True),
-        (LengthPenalty(10, 5), True),
-        (Rubric([Criterion("exact", 1.0, ExactMatch())]), True),
-        (ExactMatch("<(.*)>"), False),
-        (FormatMatch("a"), False),
-        (FunctionReward("mine", len), False),  # type: ignore[arg-type]
-        (two_criteria(FormatMatch("a")), False),
+        ({"kind": "exact"}, True),
+        ({"kind": "length"}, True),
+        ({"kind": "exact", "pattern": "<(.*)>"}, False),
+        ({"kind": "format", "pattern": "a"}, False),
+        ({"kind": "python", "function": "m:f"}, False),
     ],
 )
-def test_only_what_ends_by_itself_judges_in_the_event_loop(reward: Reward, bounded: bool) -> None:
-    assert is_bounded(reward) is bounded
-    judge = Judge(reward, None)  # type: ignore[arg-type]
-    assert isinstance(judge._reward, RewardProcesses) is not bounded
+def test_only_what_ends_by_itself_judges_in_the_event_loop(criteria: dict[str, Any], here: bool) -> None:
+    for others in ((), (CriterionConfig(),)):
+        config = RunConfig(reward=(CriterionConfig(**criteria), *others))
+        assert isinstance(reward_of(config), Rubric) is here
 
 
 @pytest.mark.parametrize("error", [ValueError, SystemExit])
 async def test_a_process_that_cannot_be_started_fails_the_answers(tmp_path: Path, error: type[BaseException]) -> None:
-    async def broken() -> Reward:
+    def broken() -> Rubric:
         raise error("no verifier here")
 
     processes = RewardProcesses(broken, log=tmp_path / "rewards.log")
@@ -322,22 +279,6 @@ async def test_a_process_that_cannot_be_started_fails_the_answers(tmp_path: Path
     (failed,) = await processes.score_each(answers("a"), 60.0)
     assert "no verifier here" in str(failed)
     await processes.close()
-
-
-def test_a_reward_may_be_awaited(tmp_path: Path) -> None:
-    class Awaits:
-        name = "awaits"
-
-        async def score(self, answers: Sequence[JudgedAnswer]) -> Sequence[Score]:
-            await asyncio.sleep(1000.0 if answers[0].text == "x" else 0.0)
-            return [Score(1.0) for _ in answers]
-
-    async def work(processes: RewardProcesses) -> list[float | str]:
-        found = outcomes(await processes.score_each(answers("x", "a"), LIMIT))
-        assert processes.ended == 0, "it could be cancelled"
-        return found
-
-    assert used(Awaits(), work) == ["no score after 0.3 s", 1.0]
 
 
 REWARDS = """
