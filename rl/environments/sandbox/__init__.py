@@ -14,10 +14,9 @@ from holdfast.rl.environments.sandbox.run_tests import (
     OutputTest,
     SolutionResult,
     Verdict,
-    parse_asserts,
     run_tests,
 )
-from holdfast.rl.environments.sandbox.sandbox import Sandbox, run_python
+from holdfast.rl.environments.sandbox.sandbox import Sandbox
 
 __all__ = [
     "CallTest",
@@ -31,7 +30,5 @@ __all__ = [
     "SandboxUnavailable",
     "SolutionResult",
     "Verdict",
-    "parse_asserts",
-    "run_python",
     "run_tests",
 ]

@@ -9,10 +9,9 @@ Stops: objects that equal everything, and values that are built to keep the comp
 
 from __future__ import annotations
 
-import ast
 import json
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -158,18 +157,15 @@ class SolutionResult(msgspec.Struct, frozen=True):
 
 
 def run_tests(
-    solution: str, tests: Sequence[CodeTest], limits: Limits | None = None, *, sandbox: Sandbox | None = None
+    solution: str, tests: Sequence[CodeTest], limits: Limits | None = None, *, sandbox: Sandbox
 ) -> SolutionResult:
-    """Run each test with the limits given, one after the other. Without a sandbox, in a new one.
+    """Run each test with the limits given, one after the other.
 
     A run that is lost with the sandbox's own process is run again. Raises `SandboxLost` if all tries are lost: the
     grader failed, not the solution.
     """
     if not tests:
         raise SandboxError("run_tests got no test: the reward of such a task would be undefined; give at least one")
-    if sandbox is None:
-        with Sandbox() as new:
-            return run_tests(solution, tests, limits, sandbox=new)
     verdicts = list[Verdict]()
     timeouts = 0
     for test in tests:
@@ -204,37 +200,3 @@ def _lines(text: str) -> list[str]:
 
 def _last_line(result: SandboxResult) -> str:
     return result.stderr.rstrip().rpartition("\n")[2][:200]
-
-
-def parse_asserts(source: str) -> tuple[CallTest, ...]:
-    """Turn lines such as `assert f(1, [2]) == 3` into tests, as data sets of tasks have them.
-
-    Raises SandboxError, with the line, for any other: an assertion that runs beside the code proves nothing.
-    """
-    return tuple(_from_assert(node, source) for node in _statements(source))
-
-
-def _statements(source: str) -> Iterable[ast.stmt]:
-    try:
-        return ast.parse(source).body
-    except SyntaxError as error:
-        raise SandboxError(f"line {error.lineno} of the tests is no Python: {error.msg}; correct it") from error
-
-
-def _from_assert(node: ast.stmt, source: str) -> CallTest:
-    expression, expected = node.test if isinstance(node, ast.Assert) else node, "True"
-    if isinstance(expression, ast.UnaryOp) and isinstance(expression.op, ast.Not):
-        expression, expected = expression.operand, "False"
-    elif isinstance(expression, ast.Compare) and [type(op) for op in expression.ops] in ([ast.Eq], [ast.Is]):
-        left, right = expression.left, expression.comparators[0]
-        expression, literal = (left, right) if isinstance(left, ast.Call) else (right, left)
-        expected = ast.unparse(literal)
-    plain = isinstance(node, ast.Assert) and isinstance(expression, ast.Call) and not expression.keywords
-    if plain and isinstance(expression, ast.Call) and isinstance(expression.func, ast.Name):
-        with suppress(ValueError):
-            arguments = tuple(ast.literal_eval(argument) for argument in expression.args)
-            return CallTest(expression.func.id, arguments, ast.literal_eval(expected))
-    raise SandboxError(
-        f"line {node.lineno} of the tests cannot be judged from outside: {ast.get_source_segment(source, node)!r}; "
-        "write `assert function(literals) == literal`"
-    )

@@ -221,13 +221,3 @@ def _sealed_file(text: str) -> int:
     os.lseek(fd, 0, os.SEEK_SET)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALED)
     return fd
-
-
-def run_python(
-    code: str, stdin: str = "", limits: Limits | None = None, *, sandbox: Sandbox | None = None
-) -> SandboxResult:
-    """Execute code in a sandbox; without one, in a new one that costs its start."""
-    if sandbox is not None:
-        return sandbox.run(code, stdin, limits)
-    with Sandbox() as new:
-        return new.run(code, stdin, limits)

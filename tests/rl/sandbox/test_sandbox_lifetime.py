@@ -21,7 +21,6 @@ from holdfast.rl.environments.sandbox import (
     SandboxError,
     SandboxLost,
     SandboxResult,
-    run_python,
     run_tests,
 )
 from holdfast.rl.environments.sandbox.inside import seccomp
@@ -188,10 +187,6 @@ def test_a_warm_run_costs_less_than_a_new_interpreter(sandbox: Sandbox) -> None:
     imports = "import asyncio, decimal, json, random, re, statistics, unittest"
     spawn = [sys.executable, "-I", "-S", "-c", imports]
     assert fastest(lambda: sandbox.run(imports)) < fastest(lambda: subprocess.run(spawn, check=True))
-
-
-def test_run_python_needs_no_sandbox(sandbox: Sandbox) -> None:
-    assert run_python("print(input())", "text").stdout == "text\n"
 
 
 UNPRIVILEGED = """
