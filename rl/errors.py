@@ -22,6 +22,11 @@ def dotted(key: Key) -> str:
     return text
 
 
+def key_of(name: str) -> Key:
+    """The path that `reward[0].weight` or `reward.0.weight` means."""
+    return tuple(int(part) if part.isdigit() else part for part in name.replace("[", ".").replace("]", "").split("."))
+
+
 class ConfigProblem(msgspec.Struct, frozen=True):
     """One thing that is wrong: `place` is a file with a line, or an override."""
 

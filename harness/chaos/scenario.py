@@ -25,7 +25,7 @@ from holdfast.ft.membership.view import Timeouts
 from holdfast.harness.chaos.fault_type import FaultType, fault_types
 from holdfast.harness.chaos.workload import ReinforcementLearning, Workload
 from holdfast.rl.config.toml import lines_of, nearest_line
-from holdfast.rl.errors import BadConfig, Key, dotted
+from holdfast.rl.errors import BadConfig, Key, dotted, key_of
 
 Positive = Annotated[float, Meta(gt=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
@@ -251,7 +251,7 @@ def _check_training(scenario: Scenario, workload: ReinforcementLearning, text: s
         config = workload.config_in(Path(source).parent)
     except BadConfig as error:
         first = error.problems[0]
-        path = ("workload", "run", *_parts(first.key))
+        path = ("workload", "run", *key_of(first.key))
         raise BadScenario(source, line_of(text, path), f"workload.run.{first.key}: {first.reason}") from None
     if scenario.job != JobSpec():
         reason = "[job] is for other workloads: a run of reinforcement learning has its processes in workload.run"
@@ -329,12 +329,6 @@ def _fault(raw: dict[str, Any], number: int, text: str, source: str) -> Scenario
     except msgspec.ValidationError as error:
         raise _explained(error, text, source, raw, ("fault", number), known[kind]) from None
     return ScenarioFault(type=kind, at=when, what=what, lasts=duration)
-
-
-def _parts(key: str) -> Iterator[str | int]:
-    """The path that a key such as reward[0].weight means."""
-    for part in key.replace("[", ".").replace("]", "").split("."):
-        yield int(part) if part.isdigit() else part
 
 
 _NAMED = re.compile(r"(\w+) ?= ?")

@@ -16,7 +16,7 @@ import msgspec
 from holdfast.rl.config.contradictions import contradictions
 from holdfast.rl.config.named_code import placed_code
 from holdfast.rl.config.run_config import PRESETS, Objective, RunConfig
-from holdfast.rl.errors import BadConfig, ConfigChanged, ConfigProblem, Key, dotted
+from holdfast.rl.errors import BadConfig, ConfigChanged, ConfigProblem, Key, dotted, key_of
 
 _ELEMENT = re.compile(r"\s*\[\[([^\[\]]+)\]\]")
 _TABLE = re.compile(r"\s*\[([^\[\]]+)\]\s*(?:#.*)?$")
@@ -63,7 +63,8 @@ def parse_config(text: str, source: str, overrides: Sequence[str] = (), folder: 
     reader = _TableReader()
     config: RunConfig = reader.struct(RunConfig, raw, ())
     bad = [key for key, _ in reader.problems]
-    for keys, reason in contradictions(config, folder):
+    for fields, reason in contradictions(config, folder):
+        keys = [key_of(field) for field in fields.split()]
         if not any(key[: len(each)] == each for key in keys for each in bad):
             written = next((key for key in keys if key in overridden or key in lines), keys[0])
             problems.append(ConfigProblem(place(written), dotted(keys[0]), reason))

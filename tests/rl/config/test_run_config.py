@@ -177,7 +177,7 @@ kind = "fancy"
         (HOSTS, "run.toml:2: store.plane: the plane of one host reads no other host's memory"),
         (HOSTS + "silence = 0", "run.toml:3: engine.silence: 0 is not allowed"),
         ('[environment]\naddresses = ["ws://a:1"]', "run.toml:2: environment.addresses: there is no environment"),
-        ('[[reward]]\nkind = "python"', "run.toml:2: reward[0].function: a criterion of kind 'python' needs it"),
+        ('[[reward]]\nkind = "python"', "run.toml:2: reward[0].function: a criterion of kind 'python' needs one"),
         ('[[reward]]\nfunction = "a.py:b"', "run.toml:2: reward[0].function: a criterion of kind 'exact' has none"),
         (PYTHON + '"absent.py:brief"', "run.toml:3: reward[0].function: there is no file"),
         (PYTHON + '"brief"', "run.toml:3: reward[0].function: 'brief' is not FILE.py:NAME"),
