@@ -22,33 +22,25 @@ FOLD_SECONDS = 0.05
 """A call that begins within this time of a span's begin is added to that span: a server may take thousands a second."""
 
 
-class WorkSpan(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that began `ago` seconds before the report, and took `seconds`, `cpu` of them on a processor.
+class WorkSpan(msgspec.Struct):
+    """Something that began at `began` on the process's clock, and took `seconds`, `cpu` of them on a processor.
 
     `number` is the step or the version; of `WorkLog.calling`, the number of calls.
     """
 
     what: str
     number: int
-    ago: float
+    began: float
     seconds: float
     cpu: float
 
 
 class WorkReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The spans since the report before, and the processor seconds of the process."""
+    """The spans since the report before, the processor seconds of the process, and what its clock shows now."""
 
     spans: tuple[WorkSpan, ...]
     cpu: float
-
-
-@dataclass(slots=True)
-class _Span:
-    what: str
-    number: int
-    began: float
-    seconds: float
-    cpu: float
+    now: float = msgspec.field(default_factory=time.monotonic)
 
 
 @dataclass(slots=True)
@@ -70,9 +62,9 @@ class WorkLog:
     def __init__(self, processor: Callable[[], float] = time.process_time) -> None:
         self.processor = processor
         self._lock = threading.Lock()
-        self._spans: deque[_Span] = deque(maxlen=MOST)
+        self._spans: deque[WorkSpan] = deque(maxlen=MOST)
         self._calls: dict[str, _Calls] = {}
-        self._unread: dict[str, _Span] = {}
+        self._unread: dict[str, WorkSpan] = {}
         self._lasting: dict[str, tuple[int, float, float]] = {}
 
     @contextmanager
@@ -87,7 +79,7 @@ class WorkLog:
     def add(self, what: str, number: int, began: float, cpu: float) -> None:
         """Record what began at `began` on `time.monotonic()`, and ends now."""
         with self._lock:
-            self._spans.append(_Span(what, number, began, time.monotonic() - began, cpu))
+            self._spans.append(WorkSpan(what, number, began, time.monotonic() - began, cpu))
 
     def lasting(self, what: str, number: int | None, cpu: float) -> None:
         """Record a span of `what` that lasts until this is called with another number; None ends it.
@@ -97,7 +89,7 @@ class WorkLog:
         now, before = time.monotonic(), self._lasting.get(what)
         if before is not None and before[0] != number:
             with self._lock:
-                self._spans.append(_Span(what, before[0], before[1], now - before[1], cpu - before[2]))
+                self._spans.append(WorkSpan(what, before[0], before[1], now - before[1], cpu - before[2]))
             del self._lasting[what]
         if number is not None and what not in self._lasting:
             self._lasting[what] = number, now, cpu
@@ -132,13 +124,7 @@ class WorkLog:
             self._unread.clear()
             spans = tuple(self._spans)
             self._spans.clear()
-        return WorkReport(
-            spans=tuple(
-                WorkSpan(what=each.what, number=each.number, ago=now - each.began, seconds=each.seconds, cpu=each.cpu)
-                for each in spans
-            ),
-            cpu=self.processor(),
-        )
+        return WorkReport(spans=spans, cpu=self.processor(), now=now)
 
     def _end(self, what: str, calls: _Calls, now: float) -> None:
         """Record that calls ran until now. A later span of the same time is shorter by the pauses within."""
@@ -148,7 +134,7 @@ class WorkLog:
             span.cpu += calls.cpu
             span.number += calls.count
         else:
-            span = self._unread[what] = _Span(what, calls.count, calls.began, now - calls.began, calls.cpu)
+            span = self._unread[what] = WorkSpan(what, calls.count, calls.began, now - calls.began, calls.cpu)
             self._spans.append(span)
         calls.cpu, calls.count = 0.0, 0
 

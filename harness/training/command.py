@@ -24,10 +24,10 @@ from holdfast.rl.config.named_code import load_code
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.config.toml import load_config, placed
 from holdfast.rl.generators.models import ModelSource
+from holdfast.rl.run.evaluation import HeldOutAnswer, VersionEvaluation, evaluate_source
 from holdfast.rl.run.policy import policy_source, tokenizer_of
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.saved_versions import SavedVersions, export_file, export_folder
-from holdfast.rl.run.version_evaluation import HeldOutAnswer, VersionEvaluation, evaluate_source
 from holdfast.rl.trainers.training import weights_digest
 
 SHOWN_GROUPS = 500

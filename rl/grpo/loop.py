@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Any
 
 from holdfast.rl.config.run_config import Sampling
 from holdfast.rl.data.episode import Completion, Group, Prompt, SamplingRequest
@@ -13,7 +14,7 @@ from holdfast.rl.data.replay_buffer import Batch, FailedGroup, ReplayBuffer, Ste
 from holdfast.rl.environments.play import EnvironmentGames
 
 Work = Callable[[], Awaitable[None]]
-Spawn = Callable[[Work], "asyncio.Task[None]"]
+Spawn = Callable[[Callable[[], Awaitable[Any]]], "asyncio.Task[Any]"]
 """Does work in a task that ends with the block it was begun in."""
 Train = Callable[[Batch], Awaitable[StepReport]]
 """Trains a batch after those that were given before; returns once the new weights are committed."""
@@ -32,7 +33,7 @@ async def synchronous(episode: Work, buffer: ReplayBuffer, train: Train, serve: 
     """
     for step in steps:
         while wanted := buffer.admissible:
-            await together(episode, wanted)
+            await together(*[episode] * wanted)
         batch = await buffer.take(step)
         report = await train(batch)
         buffer.commit()
@@ -65,7 +66,7 @@ async def asynchronous(
             await before
         await serve(report.version)
 
-    async with running(episodes, concurrency) as spawn:
+    async with running(*[episodes] * concurrency) as spawn:
         last: asyncio.Task[None] | None = None
         for step in steps:
             batch = await buffer.take(step)
@@ -124,13 +125,13 @@ def teaches(group: Group | FailedGroup) -> bool:
 
 
 @asynccontextmanager
-async def running(work: Work, tasks: int) -> AsyncIterator[Spawn]:
-    """Run `tasks` copies of `work`, and what the block spawns, until it ends; the first error of any ends all."""
+async def running(*works: Work) -> AsyncIterator[Spawn]:
+    """Do `works`, and what the block spawns, beside the block until it ends; the first error of any ends all."""
     first: list[BaseException] = []
 
-    async def noted(work: Work) -> None:
+    async def noted(work: Callable[[], Awaitable[Any]]) -> Any:
         try:
-            await work()
+            return await work()
         except BaseException as error:
             if not first:
                 first.append(error)
@@ -138,9 +139,9 @@ async def running(work: Work, tasks: int) -> AsyncIterator[Spawn]:
 
     try:
         async with asyncio.TaskGroup() as group:
-            begun = [group.create_task(noted(work)) for _ in range(tasks)]
+            begun = [group.create_task(noted(work)) for work in works]
 
-            def spawn(work: Work) -> asyncio.Task[None]:
+            def spawn(work: Callable[[], Awaitable[Any]]) -> asyncio.Task[Any]:
                 begun.append(group.create_task(noted(work)))
                 return begun[-1]
 
@@ -158,17 +159,9 @@ async def running(work: Work, tasks: int) -> AsyncIterator[Spawn]:
     raise failure
 
 
-async def together(work: Work, tasks: int) -> None:
-    """Run `tasks` copies of `work` to their ends; the first error of any ends all, and is raised."""
-    left = tasks
-    done = asyncio.Event()
-
-    async def counted() -> None:
-        nonlocal left
-        await work()
-        left -= 1
-        if left == 0:
-            done.set()
-
-    async with running(counted, tasks):
-        await done.wait()
+async def together(*works: Callable[[], Awaitable[Any]]) -> list[Any]:
+    """The results of all `works`, once they are done; the first error of any ends all, and is raised."""
+    async with running() as spawn:
+        tasks = [spawn(each) for each in works]
+        await asyncio.wait(tasks)
+        return [each.result() for each in tasks]

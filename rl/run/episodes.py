@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
 
 from holdfast.ft.console.units import counted
 from holdfast.rl.config.run_config import RunConfig
@@ -15,31 +14,16 @@ from holdfast.rl.data.replay_buffer import FailedGroup, ReplayBuffer
 from holdfast.rl.environments.play import EnvironmentGames, EpisodeFailure, LineCodec
 from holdfast.rl.errors import RewardFailed, RunFailed
 from holdfast.rl.generators.models import ModelMisfit, ModelSource
-from holdfast.rl.grpo.loop import Generate, generate_episode, play_episodes
+from holdfast.rl.grpo.loop import Generate, generate_episode, play_episodes, together
 from holdfast.rl.rewards.judge import Judge, reward_of
 from holdfast.rl.run.environment_servers import EnvironmentServers, check_name
-from holdfast.rl.run.evaluation import HeldOutResult, play_games, play_prompts
+from holdfast.rl.run.evaluation import HeldOutResult, held_out_prompts, play_games, play_prompts
 from holdfast.rl.run.policy import Task, in_policy_process, task_of, tokenizer_of, warm_up, warmed_up
 from holdfast.rl.run.run_events import EpisodeFailed
 from holdfast.rl.run.services import RunServices
 from holdfast.rl.run.telemetry import RunTelemetry
 
-T = TypeVar("T")
-
 CHECK = "the check of the model"
-
-
-async def all_done(first: Awaitable[T], *others: Awaitable[object]) -> T:
-    """The result of `first` once all are done. If one raises, the others are cancelled, and its error raised."""
-    wanted = asyncio.ensure_future(first)
-    tasks: list[asyncio.Future[Any]] = [wanted, *(asyncio.ensure_future(each) for each in others)]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-    return wanted.result()
 
 
 class FailuresInARow:
@@ -86,13 +70,12 @@ class RunEpisodes:
             check = partial(check_name, self._config.environment)
             await in_policy_process("the check of the environment", check, folder)
             self._limit = self._config.environment.max_tokens or await self._longest()
-            tokenizer = await asyncio.to_thread(tokenizer_of, self._config)
-            self._codec = LineCodec(tokenizer, beside_prompts=self._config.has_prompts)
+            self._tokenizer = await asyncio.to_thread(tokenizer_of, self._config)
         return warmed_up(policy, self._config.model, folder)
 
     async def start(self, services: RunServices) -> None:
         """Take the supervised steps, unless a driver before did, and start the servers. Raises `UnknownEnvironment`."""
-        await all_done(self._warm_up(), self._start_servers(services))
+        await together(self._warm_up, partial(self._start_servers, services))
 
     async def close(self) -> None:
         """Leave the servers, and end the processes of the reward. Idempotent."""
@@ -119,10 +102,9 @@ class RunEpisodes:
         """Answer held-out prompts greedily, or play held-out episodes if there are none, under exactly this version."""
         sampling, wanted = self._config.sampling, self._config.evaluation.prompts
         if not self._config.has_prompts:
-            return await play_games(generate, self._games, wanted, sampling, version)
-        source = self._task.held_out
-        assert source is not None and self._judge is not None
-        prompts = [source.prompt(number) for number in range(min(wanted or len(source), len(source)))]
+            return await play_games(generate, self._games, wanted, sampling, version, self._tokenizer.decode)
+        assert self._judge is not None, "`prepare` makes it"
+        prompts = held_out_prompts(self._config, self._task, wanted)
         return await play_prompts(generate, self._judge, prompts, sampling, version)
 
     async def _prepare_prompts(self) -> None:
@@ -151,8 +133,9 @@ class RunEpisodes:
         if self._config.environment.name:
             self._servers = EnvironmentServers(self._config, services)
             source = await self._servers.start()
+            codec = LineCodec(self._tokenizer, beside_prompts=self._config.has_prompts)
             self._games = EnvironmentGames(
-                source, self._codec, self._config, self._limit, self._game_failed, self._failed_games.count
+                source, codec, self._config, self._limit, self._game_failed, self._failed_games.count
             )
             await self._games.check()
 

@@ -1,23 +1,29 @@
-"""Evaluation beside training: greedy completions of held-out prompts, and the best version kept."""
+"""Held-out evaluation: beside training, with the best version kept, and of saved weights as the run itself does it."""
 
 from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 
 import msgspec
 
-from holdfast.comms.errors import CorruptData
-from holdfast.rl.config.run_config import Sampling
-from holdfast.rl.data.episode import Completion, Episode, Prompt
-from holdfast.rl.environments.play import EnvironmentGames
+from holdfast.comms.errors import CorruptData, HoldfastError
+from holdfast.rl.actors.engine import LocalEngine
+from holdfast.rl.config.run_config import EngineConfig, RunConfig, Sampling
+from holdfast.rl.data.episode import Episode, Prompt
+from holdfast.rl.environments.play import EnvironmentGames, EpisodeFailure, LineCodec, places
 from holdfast.rl.errors import OtherVersion, RewardFailed
 from holdfast.rl.generators.models import ModelSource
+from holdfast.rl.generators.transformers_generator import TransformersGenerator
 from holdfast.rl.grpo.loop import Generate
-from holdfast.rl.rewards.judge import Judge
-from holdfast.rl.rewards.reward import Score
+from holdfast.rl.rewards.judge import Judge, reward_of
+from holdfast.rl.run.environment_servers import EnvironmentServers
+from holdfast.rl.run.policy import Task, task_of, tokenizer_of
+from holdfast.rl.run.services import RunServices
 from holdfast.store import Lease, WeightStore
 from holdfast.store.interop.safetensors import export_version
 
@@ -47,57 +53,95 @@ class EvaluationScore(msgspec.Struct, frozen=True, kw_only=True):
         return more > 0 if abs(more) > COMPARABLE else self.reward > best.reward
 
 
-class HeldOutResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The rewards of held-out episodes, how many failed, and the versions of all their tokens."""
-
-    rewards: tuple[float, ...]
-    failed: int
-    versions: tuple[int, ...]
+class NothingHeldOut(HoldfastError):
+    """A configuration has no held-out prompts that answers can be judged by."""
 
 
-async def judged(
-    generate: Generate, judge: Judge, prompts: Sequence[Prompt], sampling: Sampling, version: int | None
-) -> tuple[Sequence[Completion], list[Score | RewardFailed]]:
-    """The likeliest completion of each prompt under a version (None: the one that serves), and its score."""
-    completions = await generate(sampling.greedy((each.tokens for each in prompts), version))
-    return completions, await judge.scores(prompts, completions)
+class HeldOutAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt, the reference, and what the model answered; `failure` says why there is no reward.
+
+    In an environment the prompt is what it showed first, and the answer is all that followed.
+    """
+
+    prompt: str = ""
+    reference: str = ""
+    answer: str = ""
+    reward: float = 0.0
+    parts: Mapping[str, float] = msgspec.field(default_factory=dict)
+    failure: str = ""
+
+
+class HeldOutResult(msgspec.Struct, frozen=True):
+    """Held-out prompts or episodes that were played, and the versions of all tokens that the policy drew."""
+
+    answers: tuple[HeldOutAnswer, ...]
+    versions: tuple[int, ...] = ()
+
+    @property
+    def judged(self) -> list[HeldOutAnswer]:
+        """Those that have a reward."""
+        return [each for each in self.answers if not each.failure]
+
+
+def held_out_prompts(config: RunConfig, task: Task, count: int = 0) -> tuple[Prompt, ...]:
+    """The first `count` held-out prompts (0: all of them), as a run evaluates them. Raises `NothingHeldOut`."""
+    if not config.has_prompts:
+        raise NothingHeldOut(f"the run plays in {config.environment.name!r}, and has no prompts")
+    if task.held_out is None:
+        raise NothingHeldOut("the configuration has no held-out prompts: name a file of them in data.held_out")
+    if not config.reward:
+        raise NothingHeldOut("the configuration has no [[reward]] to judge answers to held-out prompts by: add one")
+    most = len(task.held_out)
+    return tuple(task.held_out.prompt(number) for number in range(min(count or most, most)))
 
 
 async def play_prompts(
-    generate: Generate, judge: Judge, prompts: Sequence[Prompt], sampling: Sampling, version: int
+    generate: Generate, judge: Judge, prompts: Sequence[Prompt], sampling: Sampling, version: int | None
 ) -> HeldOutResult:
-    """Completions of held-out prompts under a version, judged by the reward."""
-    completions, scores = await judged(generate, judge, prompts, sampling, version)
-    rewards = tuple(each.value for each in scores if isinstance(each, Score))
-    return HeldOutResult(
-        rewards=rewards,
-        failed=len(scores) - len(rewards),
-        versions=tuple(each for completion in completions for each in completion.versions),
-    )
+    """The likeliest completions of held-out prompts under a version (None: what serves), judged by the reward."""
+    completions = await generate(sampling.greedy((each.tokens for each in prompts), version))
+    answers = []
+    for prompt, completion, score in zip(prompts, completions, await judge.scores(prompts, completions), strict=True):
+        answer = HeldOutAnswer(prompt=prompt.text, reference=prompt.answer, answer=judge.text(completion))
+        if isinstance(score, RewardFailed):
+            answers.append(msgspec.structs.replace(answer, failure=score.reason))
+        else:
+            answers.append(msgspec.structs.replace(answer, reward=score.value, parts=score.parts))
+    return HeldOutResult(tuple(answers), tuple(each for drawn in completions for each in drawn.versions))
 
 
 async def play_games(
-    generate: Generate, games: EnvironmentGames, count: int, sampling: Sampling, version: int
+    generate: Generate,
+    games: EnvironmentGames,
+    count: int,
+    sampling: Sampling,
+    version: int | None,
+    decode: Callable[[tuple[int, ...]], str],
+    failures: Sequence[str] = (),
 ) -> HeldOutResult:
-    """Held-out episodes of an environment under a version."""
-    found = await held_out_episodes(generate, games, count, sampling, version)
-    drawn = [v for each in found for v, mine in zip(each.versions, each.mask, strict=True) if mine]
-    return HeldOutResult(rewards=tuple(each.reward for each in found), failed=count - len(found), versions=tuple(drawn))
+    """`count` greedy held-out episodes of an environment, as many at a time as a group has.
 
-
-async def held_out_episodes(
-    generate: Generate, games: EnvironmentGames, count: int, sampling: Sampling, exact: int | None
-) -> list[Episode]:
-    """`count` greedy episodes without those that failed, as many at a time as a group has."""
+    `failures` has by the end why some of them failed, as far as anyone has said.
+    """
 
     async def part(first: int) -> Sequence[Episode]:
         async with games.held_out(first, min(sampling.group, count - first)) as game:
             while waiting := game.waiting:
-                await game.act(await generate(sampling.greedy(waiting.values(), exact)))
+                await game.act(await generate(sampling.greedy(waiting.values(), version)))
             return game.episodes()
 
-    parts = await asyncio.gather(*map(part, range(0, count, sampling.group)))
-    return [each for found in parts for each in found]
+    found = [each for some in await asyncio.gather(*map(part, range(0, count, sampling.group))) for each in some]
+    answers = [HeldOutAnswer(prompt=each.prompt.text, answer=decode(each.tokens), reward=each.reward) for each in found]
+    unsaid = ["the policy drew no token"] * (count - len(found) - len(failures))
+    answers += [HeldOutAnswer(failure=why) for why in (*failures, *unsaid)]
+    drawn = [v for each in found for v, mine in zip(each.versions, each.mask, strict=True) if mine]
+    return HeldOutResult(tuple(answers), tuple(drawn))
+
+
+def mean_reward(played: HeldOutResult) -> float | None:
+    """The mean of the rewards; None if nothing was judged."""
+    rewards = [each.reward for each in played.judged]
+    return sum(rewards) / len(rewards) if rewards else None
 
 
 class HeldOutEvaluation:
@@ -143,9 +187,9 @@ class HeldOutEvaluation:
         played = await self._play(version)
         if others := set(played.versions) - {version}:
             raise OtherVersion(version, sorted(others))
-        judged = len(played.rewards)
-        reward = sum(played.rewards) / judged if judged else None
-        score = EvaluationScore(version=version, reward=reward, judged=judged, failed=played.failed)
+        reward, judged = mean_reward(played), len(played.judged)
+        failed = len(played.answers) - judged
+        score = EvaluationScore(version=version, reward=reward, judged=judged, failed=failed)
         if reward is not None and score.is_better(self.best):
             self.best = score
             await self._checkpoints.keep_best(version, reward)
@@ -230,3 +274,73 @@ class BestVersion:
         self._best = best
         if before is not None:
             shutil.rmtree(before, ignore_errors=True)
+
+
+class VersionEvaluation(msgspec.Struct, frozen=True, kw_only=True):
+    """The mean reward of the judged held-out prompts, and of each part of it; None if none was judged."""
+
+    reward: float | None
+    parts: Mapping[str, float]
+    failed: int
+    tokens: int
+    seconds: float
+    answers: tuple[HeldOutAnswer, ...]
+
+
+async def evaluate_source(config: RunConfig, source: ModelSource, count: int = 0) -> VersionEvaluation:
+    """Evaluate the weights of `source` on `count` held-out prompts or episodes (0: as many as the run does).
+
+    Raises `NothingHeldOut`, `BadDataset`, `UnknownEnvironment`, and the errors of a generator.
+    """
+    count = count or config.evaluation.prompts
+    if not config.has_prompts and not count:
+        raise NothingHeldOut("the configuration does not say how many episodes to play: give a number")
+    if config.has_prompts:
+        task = task_of(config)
+        prompts = held_out_prompts(config, task, count)
+    began = time.perf_counter()
+    generator = TransformersGenerator(source, None, config)
+    try:
+        if config.has_prompts:
+            async with Judge(reward_of(config), task.tokenizer) as judge:
+                played = await play_prompts(generator.generate, judge, prompts, config.sampling, None)
+        else:
+            played = await _played_here(config, source, count, generator.generate)
+    finally:
+        generator.close()
+    judged = played.judged
+    parts = sorted({name for each in judged for name in each.parts})
+    return VersionEvaluation(
+        reward=mean_reward(played),
+        parts={name: fmean(each.parts.get(name, 0.0) for each in judged) for name in parts},
+        failed=len(played.answers) - len(judged),
+        tokens=len(played.versions),
+        seconds=time.perf_counter() - began,
+        answers=played.answers,
+    )
+
+
+async def _played_here(config: RunConfig, source: ModelSource, count: int, generate: Generate) -> HeldOutResult:
+    """Play at the addresses of the configuration, or else at a server that is started for it."""
+    failures: list[str] = []
+
+    def failed(failure: EpisodeFailure) -> None:
+        if not failure.again:
+            failures.append(failure.reason)
+
+    environment = config.environment
+    sessions = max(places(environment), config.sampling.group)
+    here = msgspec.structs.replace(environment, servers=0 if environment.addresses else 1, sessions=sessions)
+    config = msgspec.structs.replace(config, environment=here, engine=EngineConfig())  # on this host
+    tokenizer = tokenizer_of(config)
+    limit = environment.max_tokens or source.longest_sequence()
+    async with LocalEngine() as engine:
+        services = RunServices(config, engine)
+        servers = EnvironmentServers(config, services)
+        try:
+            codec = LineCodec(tokenizer, beside_prompts=False)
+            games = EnvironmentGames(await servers.start(), codec, config, limit, failed)
+            return await play_games(generate, games, count, config.sampling, None, tokenizer.decode, failures)
+        finally:
+            await servers.close()
+            await services.close()

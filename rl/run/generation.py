@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 from secrets import token_hex
@@ -268,29 +268,20 @@ class CopiesWatch:
         self._gone, self._away = set[tuple[str, int]](), set[str]()
         self._lost = set[str]()
         self._changed = asyncio.Event()
+        telemetry.observe(self._hear)
 
     def host_away(self, host: str) -> None:
         """Count no copy on a host, which is named as `this_host` is there."""
         self._away.add(host)
         self._changed.set()
 
-    @contextlib.asynccontextmanager
-    async def watching(self) -> AsyncIterator[None]:
-        """Watch until the end of the block, and emit `CopiesRestored` after each loss, or several at once."""
-        self._telemetry.observe(self._hear)
-        task = asyncio.create_task(self._watch())
-        try:
-            yield
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
     def _hear(self, event: Event) -> None:
         if isinstance(event, ProcessLost) and event.role == ROLE:
             self._gone.add((self._identity(event.host), event.pid))
             self._changed.set()
 
-    async def _watch(self) -> None:
+    async def watch(self) -> None:
+        """Watch for ever, and emit `CopiesRestored` after each loss, or several at once."""
         while True:
             await self._changed.wait()
             self._changed.clear()

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from holdfast.comms.errors import HoldfastError
+from holdfast.rl.grpo.loop import running
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import (
     Activity,
@@ -72,33 +72,22 @@ class RunTelemetry:
                 observer(event)
 
     @contextlib.asynccontextmanager
-    async def collecting(
-        self,
-        roles: Mapping[str, Ask],
-        then: Callable[[], Awaitable[None]],
-        failed: Callable[[HoldfastError], None],
-    ) -> AsyncIterator[None]:
+    async def collecting(self, roles: Mapping[str, Ask], then: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
         """Emit what all processes did, at the beginning and the end of the block and every `EVERY` seconds in between.
 
-        `then` is awaited after each collection, `failed` is called with what ends the collections: a full disk.
+        `then` is awaited after each collection. What ends the collections, such as a full disk, ends the block.
         """
 
         async def repeat() -> None:
             while True:
                 await asyncio.sleep(EVERY)
-                try:
-                    await self._collect(roles, then)
-                except HoldfastError as error:
-                    failed(error)
-                    return
+                await self._collect(roles, then)
 
         await self._collect(roles, then)
-        task = asyncio.create_task(repeat())
         try:
-            yield
+            async with running(repeat):
+                yield
         finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
             await self._collect(roles, then)
 
     async def _collect(self, roles: Mapping[str, Ask], then: Callable[[], Awaitable[None]]) -> None:
@@ -118,7 +107,7 @@ class RunTelemetry:
         now = self.now()
         for span in report.spans:
             yield Activity(
-                time=now - span.ago,
+                time=now - report.now + span.began,
                 process=process,
                 role=role,
                 what=span.what,

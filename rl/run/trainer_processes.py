@@ -72,9 +72,9 @@ class SessionMember:
 class TrainerGroup:
     """Sends each batch to all trainers, spares included, and returns the first report.
 
-    Trainers may be added and removed at any time: one that is added during a step gets the batch too. `ActorDied`
-    removes a trainer; other errors of a trainer are errors of the step. If all trainers are gone, others
-    must be added within `patience` seconds. `saved_after` tells for the step that a batch begins with whether a
+    Trainers may be added at any time: one that is added during a step gets the batch too. `ActorDied` removes a
+    trainer; other errors of a trainer are errors of the step. If all trainers are gone, others must be added within
+    `patience` seconds. `saved_after` tells for the step that a batch begins with whether a
     checkpoint is written once it is trained: the state of the replay buffer goes with such batches.
     """
 
@@ -93,11 +93,6 @@ class TrainerGroup:
         """Add a trainer; it gets the current batch."""
         self._trainers.append(trainer)
         self._changed.set()
-
-    def remove(self, trainer: SessionMember) -> None:
-        """Forget a trainer; no effect if it is not there."""
-        if trainer in self._trainers:
-            self._trainers.remove(trainer)
 
     async def position(self) -> TrainerPosition:
         """Wait until a trainer takes part; returns the step to begin with. Raises as `step`."""
@@ -150,7 +145,8 @@ class TrainerGroup:
                             answers.append(call.result())
                         except ActorDied as error:
                             errors.append(describe(error))
-                            self.remove(trainer)
+                            if trainer in self._trainers:  # of two steps at once, the first has
+                                self._trainers.remove(trainer)
                     for answer in answers:
                         if answer:
                             return answer
@@ -170,7 +166,7 @@ ROLE = "trainer"
 
 
 class TrainerProcesses:
-    """The trainers of a run. `group` trains; `failed` is called with an error that ends the run."""
+    """The trainers of a run. `group` trains."""
 
     def __init__(
         self,
@@ -179,12 +175,11 @@ class TrainerProcesses:
         source: ModelSource,
         checkpoints: Path,
         store: str,
-        failed: Callable[[HoldfastError], None],
     ) -> None:
         self.group = TrainerGroup(saved_after=config.saved_after)
-        self._config, self._services, self._failed = config, services, failed
+        self._config, self._services = config, services
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._arguments = (config, source, store, session_options(config), str(checkpoints))
-        self._members: dict[str, SessionMember] = {}
         self._service: Service | None = None
         self._lost = 0
 
@@ -202,6 +197,10 @@ class TrainerProcesses:
         )
         return await self.group.position()
 
+    async def failure(self) -> None:
+        """Raise the error that ends the run, once too many trainers were lost."""
+        await self._failed
+
     async def rows(self) -> tuple[TrainerRow, ...]:
         """The state of each trainer that answers."""
         if self._service is None:
@@ -215,20 +214,17 @@ class TrainerProcesses:
     async def _begin(self, replica: ServiceReplica) -> None:
         """Have a new trainer join the session, and get the current batch."""
         await replica.call("begin")
-        member = self._members[replica.name] = SessionMember(replica)
-        self.group.add(member)
+        self.group.add(SessionMember(replica))
 
     def _hear(self, event: ReplicaEvent) -> None:
-        if event.kind not in ("lost", "start_failed"):
+        if event.kind not in ("lost", "start_failed") or self._failed.done():
             return
-        if (member := self._members.pop(event.replica, None)) is not None:
-            self.group.remove(member)
         self._lost += not event.passing
         if self._lost > self._config.engine.restarts:
             lost = counted(self._lost, "trainer")
-            self._failed(RunFailed(f"{lost} were lost, the last of them {event.replica}: {event.detail}"))
+            self._failed.set_exception(RunFailed(f"{lost} were lost, the last of them {event.replica}: {event.detail}"))
         elif self._service is not None:
             try:
                 self._service.check()
             except HoldfastError as error:
-                self._failed(error)
+                self._failed.set_exception(error)

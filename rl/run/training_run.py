@@ -14,14 +14,12 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from holdfast.comms.errors import HoldfastError, again
 from holdfast.comms.transport.liveness import this_host
 from holdfast.ft import faultpoints
 from holdfast.ft.launch.job_contract import LocalContract
@@ -33,8 +31,8 @@ from holdfast.rl.config.toml import check_unchanged, load_config, placed, resolv
 from holdfast.rl.data.replay_buffer import Batch, BufferState, ReplayBuffer, StepReport
 from holdfast.rl.errors import RunFailed, StepsDone
 from holdfast.rl.generators.models import ModelSource
-from holdfast.rl.grpo.loop import asynchronous, synchronous
-from holdfast.rl.run.episodes import RunEpisodes, all_done
+from holdfast.rl.grpo.loop import asynchronous, running, synchronous, together
+from holdfast.rl.run.episodes import RunEpisodes
 from holdfast.rl.run.evaluation import BestVersion, EvaluationScore, HeldOutEvaluation
 from holdfast.rl.run.generation import CopiesWatch, Generators
 from holdfast.rl.run.policy import check_policy, in_policy_process, policy_source
@@ -90,7 +88,6 @@ class TrainingRun:
         if (done := max(directory.saved_steps(), default=0)) > config.steps:
             raise StepsDone(done, config.steps)
         self.telemetry = RunTelemetry(directory, tuple(observers), max((each.time for each in before), default=0.0))
-        self._failure: asyncio.Future[None] | None = None
         self._done = 0
 
     async def run(self) -> RunResult:
@@ -115,7 +112,6 @@ class TrainingRun:
     async def _run(self, episodes: RunEpisodes, source: ModelSource, began: ProcessStarted) -> RunResult:
         config, directory = self._config, self._directory
         self.telemetry.emit(began)  # a run that is refused has no event, so the next one is not called resumed
-        self._failure = asyncio.get_running_loop().create_future()
         directory.write_config(resolved(self._written))
         with tempfile.TemporaryDirectory(prefix="job-", dir=directory.path) as job:
             contract = LocalContract(
@@ -127,7 +123,7 @@ class TrainingRun:
             ).made(directory.new_session_logs())
             url, environ = contract.register_url, {**contract.environ(), **between_hosts(config)}
             services = RunServices(config, self._engine, environ, self.telemetry)
-            trainers = TrainerProcesses(config, services, source, directory.checkpoints, url, self._fail)
+            trainers = TrainerProcesses(config, services, source, directory.checkpoints, url)
             generators = Generators(config, services, source, url, self.telemetry)
             async with contextlib.AsyncExitStack() as undo:
                 opened = partial(WeightStore, url, hold=False, plane=config.store.plane)
@@ -138,8 +134,8 @@ class TrainingRun:
                 undo.push_async_callback(episodes.close)
                 copies = CopiesWatch(store, config.store.copies, self.telemetry, self._engine.host_identity)
                 self._engine.on_host_away(copies.host_away)
-                await undo.enter_async_context(copies.watching())
-                return await self._until_failure(self._train(services, episodes, trainers, generators, best))
+                await undo.enter_async_context(running(copies.watch, trainers.failure))
+                return await self._train(services, episodes, trainers, generators, best)
 
     async def _train(
         self,
@@ -152,7 +148,7 @@ class TrainingRun:
         config = self._config
         await episodes.start(services)
         await generators.start_holders()
-        position = await all_done(trainers.start(), generators.start())
+        position, _ = await together(trainers.start, generators.start)
         buffer = ReplayBuffer.from_state(_saved_buffer(position) or BufferState(rule=staleness_rule(config)))
         if self._before:
             self.telemetry.emit(RunResumed(time=self.telemetry.now(), step=position.step))
@@ -202,7 +198,7 @@ class TrainingRun:
         """Collect what all processes do during the block, and keep the file of `holdfast top` and the metrics."""
         say = partial(self._say, services, trainers)
         with metrics_if_asked(services.status):
-            async with self.telemetry.collecting(services.asks(), say, self._fail):
+            async with self.telemetry.collecting(services.asks(), say):
                 yield
         await say(ended=True)
 
@@ -247,30 +243,6 @@ class TrainingRun:
 
     def _evaluated(self, score: EvaluationScore, best: bool) -> None:
         self.telemetry.emit(Evaluated(time=self.telemetry.now(), best=best, **msgspec.structs.asdict(score)))
-
-    # -- ends
-
-    def _fail(self, error: HoldfastError) -> None:
-        if self._failure is not None and not self._failure.done():
-            self._failure.set_exception(error)
-
-    async def _until_failure(self, work: Awaitable[RunResult]) -> RunResult:
-        """Await `work`, but raise the error that `_fail` was called with as soon as it was."""
-        assert self._failure is not None
-        working = asyncio.ensure_future(work)
-        try:
-            either: tuple[asyncio.Future[Any], ...] = (working, self._failure)
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if self._failure.done() and not working.done():
-                error = self._failure.exception()
-                raise again(error) if isinstance(error, HoldfastError) else RunFailed(str(error))
-            return await working
-        finally:
-            if not working.done():
-                working.cancel()
-                await asyncio.gather(working, return_exceptions=True)  # what it meets at its end is not the reason
-            if not self._failure.done():
-                self._failure.cancel()
 
     def _best_before(self, step: int) -> EvaluationScore | None:
         """The best evaluation of the drivers before, up to a step."""

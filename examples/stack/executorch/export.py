@@ -22,9 +22,9 @@ from holdfast.rl.config.run_config import GeneratorConfig, RunConfig, Sampling
 from holdfast.rl.data.episode import Prompt
 from holdfast.rl.generators.models import ModelSource, longest_sequence, save_model
 from holdfast.rl.generators.transformers_generator import TransformersGenerator
+from holdfast.rl.run.evaluation import held_out_prompts
 from holdfast.rl.run.policy import task_of
 from holdfast.rl.run.saved_versions import new_file
-from holdfast.rl.run.version_evaluation import held_out_prompts
 
 COMPARED_PROMPTS = 200
 """How many held-out prompts a program is compared with the model on, at most."""

@@ -19,8 +19,8 @@ from holdfast.rl.config.named_code import extra_python
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.config.toml import parse_config
 from holdfast.rl.generators.models import ModelSource, save_model
+from holdfast.rl.run.evaluation import held_out_prompts
 from holdfast.rl.run.policy import policy_source, task_of, train
-from holdfast.rl.run.version_evaluation import held_out_prompts
 
 CONFIG = """
 seed = 1

@@ -22,7 +22,14 @@ from holdfast.rl.grpo.loop import asynchronous, generate_episode, play_episodes,
 from holdfast.rl.grpo.loss import loss
 from holdfast.rl.rewards.judge import Judge
 from holdfast.rl.rewards.reward import Criterion, ExactMatch, JudgedAnswer, Rubric
-from holdfast.rl.run.evaluation import EvaluationScore, HeldOutEvaluation, HeldOutResult, play_games, play_prompts
+from holdfast.rl.run.evaluation import (
+    EvaluationScore,
+    HeldOutAnswer,
+    HeldOutEvaluation,
+    HeldOutResult,
+    play_games,
+    play_prompts,
+)
 from support.source_tree import ROOT
 
 TOKENIZER = CharacterTokenizer()
@@ -290,7 +297,8 @@ def evaluated(*results: HeldOutResult) -> tuple[list[EvaluationScore], list[int]
 
 
 def result_of(*rewards: float, failed: int = 0, versions: tuple[int, ...] = ()) -> HeldOutResult:
-    return HeldOutResult(rewards=rewards, failed=failed, versions=versions)
+    answers = [HeldOutAnswer(reward=each) for each in rewards]
+    return HeldOutResult((*answers, *[HeldOutAnswer(failure="it died")] * failed), versions)
 
 
 def test_an_evaluation_of_which_most_failed_is_not_the_best_and_says_how_many() -> None:
@@ -523,7 +531,7 @@ def test_a_group_that_teaches_nothing_is_played_again(redraws: int, times: int) 
 
 def test_held_out_episodes_are_played_greedily_as_many_at_a_time_as_a_group_has() -> None:
     policy = SeedPolicy()
-    result = asyncio.run(play_games(policy.generate, Hints(), 10, TURNS, 3))
-    assert len(result.rewards) == 10 and result.failed == 0
+    result = asyncio.run(play_games(policy.generate, Hints(), 10, TURNS, 3, str))
+    assert len(result.answers) == len(result.judged) == 10
     assert set(result.versions) == {3} and {request.temperature for request in policy.requests} == {0.0}
     assert max(len(request.prompts) for request in policy.requests) == TURNS.group

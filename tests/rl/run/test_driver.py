@@ -136,7 +136,7 @@ def batch_of(tokens: int) -> tuple[tuple[Group, ...], int]:
 
     async def body() -> tuple[tuple[Group, ...], int]:
         with counting() as calls:
-            await together(episode, GROUPS)
+            await together(*[episode] * GROUPS)
             batch = await buffer.take(0)
             EncodedBatch.of(batch, saved=False)
         return batch.groups, calls[0]

@@ -20,10 +20,10 @@ from holdfast.rl.actors.engine import LocalEngine
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.data.prompts import arithmetic_training
 from holdfast.rl.errors import UnknownEnvironment
+from holdfast.rl.run.evaluation import evaluate_source
 from holdfast.rl.run.run_directory import RunDirectory, read_status
 from holdfast.rl.run.run_events import EpisodeFailed, Evaluated, ProcessStarted, StepTrained
 from holdfast.rl.run.saved_versions import SavedVersions
-from holdfast.rl.run.version_evaluation import evaluate_source
 from support.rl import training_runs
 from support.rl.environment_servers import server_process
 from support.rl.started_monarch import start_monarch_once

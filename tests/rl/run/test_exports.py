@@ -25,12 +25,11 @@ from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.config.toml import parse_config, resolved
 from holdfast.rl.data.prompts import arithmetic_held_out
 from holdfast.rl.generators.models import ModelSource, save_model
-from holdfast.rl.run import version_evaluation
-from holdfast.rl.run.evaluation import BestRecord
+from holdfast.rl.run import evaluation
+from holdfast.rl.run.evaluation import BestRecord, NothingHeldOut, evaluate_source, held_out_prompts
 from holdfast.rl.run.policy import policy_source, task_of
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.saved_versions import NoSavedVersion, SavedVersions
-from holdfast.rl.run.version_evaluation import NothingHeldOut, evaluate_source, held_out_prompts
 from holdfast.rl.trainers.policy import build_policy, merged
 from holdfast.rl.trainers.training import weights_digest
 from support.rl.training_runs import WIDE
@@ -225,7 +224,7 @@ def test_an_evaluation_scores_every_prompt_once_whatever_the_size_of_a_batch() -
 
 def test_without_held_out_prompts_there_is_nothing_to_evaluate(monkeypatch: pytest.MonkeyPatch) -> None:
     task = dataclasses.replace(task_of(CONFIG), held_out=None)
-    monkeypatch.setattr(version_evaluation, "task_of", lambda config: task)
+    monkeypatch.setattr(evaluation, "task_of", lambda config: task)
     with pytest.raises(NothingHeldOut, match=r"data\.held_out"):
         asyncio.run(evaluate_source(CONFIG, policy_source(CONFIG)))
 

@@ -21,6 +21,7 @@ from holdfast.harness.training import PRELOAD
 from holdfast.rl.actors.engine import LocalEngine
 from holdfast.rl.data.episode import Completion, SamplingRequest
 from holdfast.rl.generators.errors import UpdateFailed
+from holdfast.rl.grpo.loop import running
 from holdfast.rl.run import generation
 from holdfast.rl.run.generation import BatchedRequests, CopiesWatch, Generators
 from holdfast.rl.run.run_directory import RunDirectory
@@ -167,7 +168,7 @@ def test_a_holder_of_another_host_with_the_same_pid_is_not_taken_for_the_lost_on
         watch = CopiesWatch(store, 1, telemetry, {"tcp://lost:1": host}.__getitem__)
 
         async def body() -> None:
-            async with asyncio.timeout(30.0), watch.watching():
+            async with asyncio.timeout(30.0), running(watch.watch):
                 victim.kill()
                 lost = ProcessLost(time=0.0, name="holder-1", role="holder", host="tcp://lost:1", pid=pid, how="killed")
                 telemetry.emit(lost)

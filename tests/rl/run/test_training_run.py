@@ -16,10 +16,10 @@ from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.config.toml import resolved
 from holdfast.rl.errors import RunFailed
 from holdfast.rl.generators.models import ModelMisfit
+from holdfast.rl.run.evaluation import evaluate_source
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import Event, ProcessStarted, RunResumed, StepTrained
 from holdfast.rl.run.saved_versions import SavedVersions
-from holdfast.rl.run.version_evaluation import evaluate_source
 from holdfast.rl.trainers.training import weights_digest
 from support.programs.forked_programs import run_holdfast
 from support.rl import training_runs
