@@ -11,7 +11,6 @@ import math
 import random
 import re
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,7 +23,7 @@ from holdfast.ft.faultpoints import POINTS, WORKLOAD_POINTS
 from holdfast.ft.membership.view import Timeouts
 from holdfast.harness.chaos.fault_type import FaultType, fault_types
 from holdfast.harness.chaos.workload import ReinforcementLearning, Workload
-from holdfast.rl.config.toml import lines_of, nearest_line
+from holdfast.rl.config.toml import explained, lines_of, nearest_line, numbers
 from holdfast.rl.errors import BadConfig, Key, dotted, key_of
 
 Positive = Annotated[float, Meta(gt=0)]
@@ -216,13 +215,13 @@ def parse(text: str, name: str, source: str) -> Scenario:
     except tomllib.TOMLDecodeError as error:
         found = re.search(r"at line (\d+)", str(error))
         raise BadScenario(source, int(found[1]) if found else None, f"not TOML: {error}") from None
-    for path, value in _floats(raw):
+    for path, value in numbers(raw):
         if not math.isfinite(value) and path[:2] != ("workload", "arguments"):
             raise BadScenario(source, line_of(text, path), f"{dotted(path)}: {value} is not a number to work with")
     try:
         document = msgspec.convert(raw, _Document)
     except msgspec.ValidationError as error:
-        raise _explained(error, text, source, raw) from None
+        raise _explained(error, text, source, _Document, raw) from None
     faults = tuple(_fault(each, number, text, source) for number, each in enumerate(document.fault))
     scenario = Scenario(
         name=name,
@@ -282,15 +281,6 @@ def text_of(path: Path) -> str:
         raise BadScenario(str(path), line, f"not UTF-8: byte 0x{data[error.start]:02x}") from None
 
 
-def _floats(value: Any, path: Key = ()) -> Iterator[tuple[Key, float]]:
-    """Every float in a document, with its path."""
-    if isinstance(value, float):
-        yield path, value
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for name, each in items:
-        yield from _floats(each, (*path, name))
-
-
 def check_fits(scenario: Scenario, fault: ScenarioFault) -> None:
     """Raise ValueError, saying why, for a fault that cannot be injected in this scenario."""
     if fault.lasts is not None and fault.lasts <= 0:
@@ -322,68 +312,31 @@ def _fault(raw: dict[str, Any], number: int, text: str, source: str) -> Scenario
     try:
         when = msgspec.convert(at, At)
     except msgspec.ValidationError as error:
-        raise _explained(error, text, source, at, ("fault", number, "at")) from None
+        raise _explained(error, text, source, At, at, ("fault", number, "at")) from None
     try:
         what: FaultType = msgspec.convert(raw, known[kind])
+    except msgspec.ValidationError as error:
+        raise _explained(error, text, source, known[kind], raw, ("fault", number)) from None
+    try:
         duration = msgspec.convert(lasts, float | None)
     except msgspec.ValidationError as error:
-        raise _explained(error, text, source, raw, ("fault", number), known[kind]) from None
+        raise _explained(error, text, source, float | None, lasts, ("fault", number, "lasts")) from None
     return ScenarioFault(type=kind, at=when, what=what, lasts=duration)
 
 
 _NAMED = re.compile(r"(\w+) ?= ?")
 """The start of a reason that is about one key of a table."""
 
-_UNKNOWN = re.compile(r"Object contains unknown field `([^`]+)`")
-_TABLES: dict[Key, Any] = {(): _Document, ("job",): JobSpec, ("expect",): Expect}
-
 
 def _explained(
-    error: msgspec.ValidationError,
-    text: str,
-    source: str,
-    raw: Any,
-    prefix: Key = (),
-    kind: type[msgspec.Struct] | None = None,
+    error: msgspec.ValidationError, text: str, source: str, kind: Any, raw: Any, prefix: Key = ()
 ) -> BadScenario:
-    """The error with the line and, for an unknown key, the allowed ones."""
-    reason, _, where = str(error).partition(" - at `")
-    path = (*prefix, *_path_of(where.rstrip("`")))
-    if unknown := _UNKNOWN.match(reason):
-        allowed = _allowed(path, raw, kind)
-        reason = f"unknown key {unknown[1]!r}" + (f"; allowed are {', '.join(allowed)}" if allowed else "")
-        path = (*path, unknown[1])
+    """The error with its line and what is allowed there."""
+    key, reason = explained(error, kind, raw, ("type", "at", "lasts") if len(prefix) == 2 else ())
+    path = (*prefix, *key)
     named = _NAMED.match(reason)
     line = line_of(text, (*path, named[1]) if named else path)
     return BadScenario(source, line, f"{dotted(path)}: {reason}" if path else reason)
-
-
-def _allowed(path: Key, raw: Any, kind: type[msgspec.Struct] | None) -> list[str]:
-    if path and path[-1] == "at":
-        return _keys(At)
-    if path == ("job", "timeouts"):
-        return _keys(Patience)
-    if kind is not None:
-        return ["type", "at", "lasts", *_keys(kind)]
-    if path == ("workload",):
-        tables = {each.__struct_config__.tag: each for each in Workload.__args__}
-        return ["kind", *_keys(tables[raw["workload"]["kind"]])]
-    return _keys(_TABLES[path]) if path in _TABLES else []
-
-
-def _keys(kind: type[msgspec.Struct]) -> list[str]:
-    return list(kind.__struct_encode_fields__)
-
-
-_PART = re.compile(r"\.([^.\[\]]+)|\[(\d+|\.\.\.)\]")
-
-
-def _path_of(text: str) -> Key:
-    """The path in a message of msgspec: `$.fault[0].type` is ("fault", 0, "type")."""
-    parts: list[str | int] = []
-    for name, index in _PART.findall(text.removeprefix("$")):
-        parts.append(name if name else int(index) if index != "..." else 0)
-    return tuple(parts)
 
 
 def line_of(document: str, path: Key) -> int | None:

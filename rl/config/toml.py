@@ -9,13 +9,14 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 import msgspec
+from msgspec import inspect
 
 from holdfast.rl.config.contradictions import contradictions
 from holdfast.rl.config.named_code import placed_code
-from holdfast.rl.config.run_config import PRESETS, Objective, RunConfig
+from holdfast.rl.config.run_config import PRESETS, RunConfig
 from holdfast.rl.errors import BadConfig, ConfigChanged, ConfigProblem, Key, dotted, key_of
 
 _ELEMENT = re.compile(r"\s*\[\[([^\[\]]+)\]\]")
@@ -60,15 +61,14 @@ def parse_config(text: str, source: str, overrides: Sequence[str] = (), folder: 
         line = nearest_line(lines, key)
         return source if line is None else f"{source}:{line}"
 
-    reader = _TableReader()
-    config: RunConfig = reader.struct(RunConfig, raw, ())
-    bad = [key for key, _ in reader.problems]
+    wrong: list[tuple[Key, str]] = []
+    config = _converted(raw, wrong)
     for fields, reason in contradictions(config, folder):
         keys = [key_of(field) for field in fields.split()]
-        if not any(key[: len(each)] == each for key in keys for each in bad):
+        if not any(key[: len(each)] == each for key in keys for each, _ in wrong):
             written = next((key for key in keys if key in overridden or key in lines), keys[0])
             problems.append(ConfigProblem(place(written), dotted(keys[0]), reason))
-    problems += [ConfigProblem(place(key), dotted(key), reason) for key, reason in reader.problems]
+    problems += [ConfigProblem(place(key), dotted(key), reason) for key, reason in wrong]
     if problems:
         raise BadConfig(sorted(problems, key=_position))
     return config
@@ -96,64 +96,92 @@ def _put(raw: dict[str, Any], key: tuple[str, ...], value: object) -> bool:
     return True
 
 
-class _TableReader:
-    """Converts tables to structs; a value that cannot be converted is a problem, and its default stands in."""
-
-    def __init__(self) -> None:
-        self.problems: list[tuple[Key, str]] = []
-
-    def struct(self, kind: type[Any], raw: Mapping[str, Any], key: Key) -> Any:
-        if kind is Objective and isinstance(raw.get("algorithm", ""), str):
-            raw = {**PRESETS.get(raw.get("algorithm", ""), {}), **raw}
-        fields = {each.name: each for each in msgspec.structs.fields(kind)}
-        for name in raw.keys() - fields.keys():
-            near = difflib.get_close_matches(name, fields, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(fields)}"
-            self.problems.append(((*key, name), f"no such field; {hint}"))
-        values = {}
-        for name, each in fields.items():
-            if name in raw:
-                value = self._field(each.type, raw[name], (*key, name))
-                if value is not _INVALID:
-                    values[name] = value
-        return kind(**values)
-
-    def _field(self, kind: Any, value: Any, key: Key) -> Any:
-        if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-            if isinstance(value, dict):
-                return self.struct(kind, value, key)
-            return self._refuse(key, f"must be a table, not {value!r}")
-        element = next((each for each in get_args(kind) if isinstance(each, type)), None)
-        if element is not None and issubclass(element, msgspec.Struct):
-            if isinstance(value, list) and all(isinstance(each, dict) for each in value):
-                return tuple(self.struct(element, each, (*key, number)) for number, each in enumerate(value))
-            return self._refuse(key, f"must be tables: write [[{dotted(key)}]]")
+def _converted(raw: dict[str, Any], problems: list[tuple[Key, str]]) -> RunConfig:
+    """Convert a document; a value that cannot be converted is a problem, and its default stands in."""
+    loss = raw.get("objective")
+    if isinstance(loss, dict) and isinstance(name := loss.get("algorithm"), str):
+        raw["objective"] = {**PRESETS.get(name, {}), **loss}
+    for key, value in list(numbers(raw)):
+        if isinstance(value, int) and abs(value) >= 2**63:
+            problems.append((key, f"{value!r} is not allowed: expected a number of 64 bits"))
+            _remove(raw, key)
+        elif not math.isfinite(value):
+            problems.append((key, f"{value!r} is not allowed: expected a finite number"))
+            _remove(raw, key)
+    while True:
         try:
-            converted = msgspec.convert(value, kind)
+            return msgspec.convert(raw, RunConfig)
         except msgspec.ValidationError as error:
-            return self._refuse(key, f"{value!r} is not allowed: {_expected(kind) or _lower(str(error))}")
-        if isinstance(converted, float) and not math.isfinite(converted):
-            return self._refuse(key, f"{value!r} is not allowed: expected a finite number")
-        if isinstance(converted, int) and abs(converted) >= 2**63:
-            return self._refuse(key, f"{value!r} is not allowed: expected a number of 64 bits")
-        return converted
-
-    def _refuse(self, key: Key, reason: str) -> Any:
-        self.problems.append((key, reason))
-        return _INVALID
+            problems.append(explained(error, RunConfig, raw))
+            _remove(raw, problems[-1][0])
 
 
-_INVALID: Any = object()
+def _remove(raw: Any, key: Key) -> None:
+    """Remove a value from a document, or the array that it is an element of."""
+    if isinstance(key[-1], int):
+        key = key[:-1]
+    for part in key[:-1]:
+        raw = raw[part]
+    raw.pop(key[-1], None)
 
 
-def _expected(kind: Any) -> str:
-    """The choices of a field that has choices."""
-    choice = next((each for each in get_args(kind) if get_origin(each) is Literal), None)
-    return f"expected {', '.join(map(repr, get_args(choice)))}" if choice else ""
+def numbers(value: Any, key: Key = ()) -> Iterator[tuple[Key, float]]:
+    """Every number in a document, with its path."""
+    if isinstance(value, int | float):
+        yield key, value
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, each in items:
+        yield from numbers(each, (*key, name))
 
 
-def _lower(text: str) -> str:
-    return text[:1].lower() + text[1:]
+_UNKNOWN = re.compile(r"Object contains unknown field `([^`]+)`")
+_PART = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
+
+
+def explained(error: msgspec.ValidationError, kind: Any, raw: Any, also: tuple[str, ...] = ()) -> tuple[Key, str]:
+    """The path of an error of `msgspec.convert(raw, kind)`, and its reason with what is allowed there.
+
+    `also` are keys of the table itself which were read before.
+    """
+    reason, _, where = str(error).partition(" - at `$")
+    key: Key = tuple(int(index) if index else name for name, index in _PART.findall(where.rstrip("`")))
+    found = inspect.type_info(kind)
+    for part in key:
+        found = _resolved(found, raw)
+        if isinstance(found, inspect.StructType):
+            found = next((each.type for each in found.fields if each.encode_name == part), found)
+        else:
+            found = getattr(found, "item_type", found)
+        raw = raw[part]
+    found = _resolved(found, raw)
+    if unknown := _UNKNOWN.match(reason):
+        tags = (each for each in (getattr(found, "tag_field", None),) if each)
+        fields = [*tags, *also, *(each.encode_name for each in getattr(found, "fields", ()))]
+        near = difflib.get_close_matches(unknown[1], fields, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(fields)}"
+        return (*key, unknown[1]), f"no such field; {hint}"
+    if not reason.startswith(("Expected", "Invalid")):  # a rule of the table itself
+        return key, reason
+    if isinstance(found, inspect.StructType):
+        return key, f"must be a table, not {raw!r}"
+    if isinstance(getattr(found, "item_type", None), inspect.StructType):
+        return key, f"must be tables: write [[{dotted(key)}]]"
+    expected = reason[:1].lower() + reason[1:]
+    if isinstance(found, inspect.LiteralType):
+        expected = f"expected {', '.join(map(repr, found.values))}"
+    elif isinstance(found, inspect.UnionType) and reason.startswith("Invalid"):
+        expected = f"expected {', '.join(repr(getattr(each, 'tag', '')) for each in found.types)}"
+    return key, f"{raw!r} is not allowed: {expected}"
+
+
+def _resolved(kind: inspect.Type, raw: Any) -> inspect.Type:
+    """A type without its descriptions; of several tables, the one that `raw` names."""
+    while isinstance(kind, inspect.Metadata):
+        kind = kind.type
+    tables = kind.types if isinstance(kind, inspect.UnionType) and isinstance(raw, dict) else ()
+    return next(
+        (each for each in tables if isinstance(each, inspect.StructType) and raw.get(each.tag_field) == each.tag), kind
+    )
 
 
 def lines_of(document: str) -> dict[Key, int]:

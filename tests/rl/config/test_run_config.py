@@ -92,7 +92,7 @@ kind = "fancy"
 """
     assert refused(text, "engine.kind=ray", "nothing") == [
         "--set nothing: write it as section.field=value",
-        "--set engine.kind=ray: engine.kind: 'ray' is not allowed: expected 'monarch', 'local'",
+        "--set engine.kind=ray: engine.kind: 'ray' is not allowed: expected 'local', 'monarch'",
         "run.toml:1: steps: 'many' is not allowed: expected `int`, got `str`",
         "run.toml:2: sed: no such field; did you mean 'seed'?",
         "run.toml:5: algorithm.groups: 0 is not allowed: expected `int` >= 1",
