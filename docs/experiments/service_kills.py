@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import os
 import signal
 import statistics
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ import msgspec
 from holdfast.ft.console.units import counted
 from holdfast.ft.processes.zygote_client import shut_down
 from holdfast.rl.actors.engine import Engine, LocalEngine, endpoint
-from holdfast.rl.actors.service import ReplicaEvent, Service, affinity, served
+from holdfast.rl.actors.service import ReplicaEvent, Service, served
 
 REPLICAS, CLIENTS = 3, 6
 _CALL_SECONDS = 0.005
@@ -39,9 +39,13 @@ class BallastActor:
         self.ballast = torch.zeros(_BALLAST, device="cpu") + 1.0
 
     @endpoint(idempotent=True)
-    async def work(self, number: int, seconds: float, slow: int | None = None) -> int:
-        """Give `number` back after a while; at once if another process than this one is to be `slow`."""
-        await asyncio.sleep(seconds if slow in (None, os.getpid()) else 0.0)
+    async def work(self, number: int, seconds: float, mark: str = "") -> int:
+        """Give `number` back after a while, the first time; the file `mark` has the process that was asked then."""
+        if mark and Path(mark).exists():
+            return number
+        if mark:
+            Path(mark).write_text(str(os.getpid()))
+        await asyncio.sleep(seconds)
         return number
 
 
@@ -60,7 +64,7 @@ class KillFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Of the driver, before each kill."""
 
 
-async def measure(engine: Engine, name: str, kills: int) -> KillFigures:
+async def measure(engine: Engine, name: str, kills: int, folder: Path) -> KillFigures:
     """Kill one of three replicas again and again. Raises if a call is lost, or answered wrongly."""
     events: list[ReplicaEvent] = []
     began = time.monotonic()
@@ -82,11 +86,12 @@ async def measure(engine: Engine, name: str, kills: int) -> KillFigures:
         for kill in range(kills):
             await _until(service, kill)
             descriptors.append(sum(1 for _ in Path("/proc/self/fd").iterdir()))
-            (victim,) = [each for each in service.status().replicas if each.slot == kill % REPLICAS]
-            probe = asyncio.create_task(_probe(service, victim.slot, victim.pid))
+            mark = folder / str(kill)
+            probe = asyncio.create_task(_probe(service, mark))
             await asyncio.sleep(_SETTLE_SECONDS)
+            victim = int(mark.read_text())
             killed.append(time.monotonic())
-            os.kill(victim.pid, signal.SIGKILL)
+            os.kill(victim, signal.SIGKILL)
             rerouted.append(await probe - killed[-1])
         await _until(service, kills)
         over = True
@@ -103,10 +108,9 @@ async def measure(engine: Engine, name: str, kills: int) -> KillFigures:
     )
 
 
-async def _probe(service: Service, slot: int, pid: int) -> float:
+async def _probe(service: Service, mark: Path) -> float:
     """Have a call in flight on the replica that is killed next; when another one's answer is here."""
-    key = next(key for key in itertools.count() if max(range(REPLICAS), key=lambda each: affinity(key, each)) == slot)
-    assert await service.work.options(key=key, timeout=_PATIENCE).route(-1, _PATIENCE, pid) == -1
+    assert await service.work.options(timeout=_PATIENCE).route(-1, _PATIENCE, str(mark)) == -1
     return time.monotonic()
 
 
@@ -139,8 +143,9 @@ def _monarch() -> Engine:
 
 async def run(name: str, kills: int) -> KillFigures:
     """Measure one engine."""
-    async with LocalEngine() if name == "local" else _monarch() as engine:
-        return await measure(engine, name, kills)
+    with tempfile.TemporaryDirectory() as folder:
+        async with LocalEngine() if name == "local" else _monarch() as engine:
+            return await measure(engine, name, kills, Path(folder))
 
 
 if __name__ == "__main__":

@@ -117,7 +117,7 @@ def render_run(directory: Path, status: RunStatus) -> RenderableType:
                 str(replica.pid or "-"),
                 _gone(status) if replica.pid in status.gone else Text(replica.health, _HEALTH[replica.health]),
                 str(replica.load),
-                "-" if replica.version is None else str(replica.version),
+                str(service.version) if replica.ready and service.version is not None else "-",
                 str(replica.restarts or ""),
             )
     lines = [

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from holdfast.comms.errors import HoldfastError
 from holdfast.ft.console.units import counted
 
@@ -138,14 +136,3 @@ class ServiceClosed(HoldfastError):
     def __init__(self, service: str) -> None:
         self.service = service
         super().__init__(f"service {service} is closed: start another")
-
-
-class QuorumMissed(HoldfastError):
-    """Too few replicas did a fanned-out call. `errors` has what the others say, by replica."""
-
-    def __init__(self, method: str, quorum: int, done: int, errors: Sequence[tuple[str, str]]) -> None:
-        self.method, self.quorum, self.done, self.errors = method, quorum, done, tuple(errors)
-        super().__init__(
-            f"{method} was done by {counted(done, 'replica')}, and {quorum} are needed: "
-            + "; ".join(f"{replica}: {error}" for replica, error in self.errors)
-        )

@@ -73,9 +73,6 @@ class MonarchBody(monarch_actor.Actor):  # type: ignore[misc]
 class HostObserver(monarch_actor.Actor):  # type: ignore[misc]
     """Watches and kills the other processes of its host for a `MonarchEngine` elsewhere."""
 
-    def __init__(self) -> None:
-        self._watched: dict[int, int] = {}
-
     @monarch_actor.concurrent_endpoint  # type: ignore[untyped-decorator]
     async def beat(self) -> str:
         """Answer at once, with what `this_host` is here."""
@@ -91,24 +88,15 @@ class HostObserver(monarch_actor.Actor):  # type: ignore[misc]
         ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         watching = DeathWatch(pid, pidfd, ended.set_result)
         watching.follow_threads()
-        self._watched[pid] = pidfd
         try:
             return await ended or f"process {pid} ended"
         finally:
             watching.close()
-            del self._watched[pid]
             pidfd.close()
 
     @monarch_actor.concurrent_endpoint  # type: ignore[untyped-decorator]
-    async def kill(self, pid: int) -> None:
-        """Send SIGKILL to a process that is watched; a number that another process has by now means none."""
-        if (pidfd := self._watched.get(pid)) is not None:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-
-    @monarch_actor.concurrent_endpoint  # type: ignore[untyped-decorator]
-    async def fence(self, pid: int, started: int) -> None:
-        """Send SIGKILL to a process by its number and start time, whether or not it is watched."""
+    async def kill(self, pid: int, started: int) -> None:
+        """Send SIGKILL to a process by its number and start time; a number that another one has by now means none."""
         with contextlib.suppress(ProcessLookupError):
             pidfd = os.pidfd_open(pid)
             try:
@@ -194,7 +182,7 @@ class RemoteProcess(ActorProcess):
             return self._died("it was given up before it was ready")
         try:
             async with asyncio.timeout(_KILL_SECONDS):
-                await self._observer.kill.call_one(self.pid)
+                await self._observer.kill.call_one(self.pid, self.started)
                 await self._released.wait()
         except Exception as error:
             self._died(f"its host {self.host} did not end it: {type(error).__name__}: {error}")
@@ -426,7 +414,7 @@ class RemoteHost:
         with contextlib.suppress(Exception):
             async with asyncio.timeout(_KILL_SECONDS):
                 for pid, started in tuple(self._unfenced):
-                    await self._attached.observer.fence.call_one(pid, started)
+                    await self._attached.observer.kill.call_one(pid, started)
                     self._unfenced.discard((pid, started))
                 self._away = ""
 

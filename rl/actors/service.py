@@ -11,7 +11,6 @@ from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
-    Hashable,
     Mapping,
     Sequence,
 )
@@ -19,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
 import msgspec
-import xxhash
 
 from holdfast.comms.errors import HoldfastError, again, describe
 from holdfast.comms.transport.liveness import is_stopped, read_proc_stat
@@ -31,7 +29,6 @@ from holdfast.rl.actors.errors import (
     EndpointTimeout,
     NoReplica,
     Overloaded,
-    QuorumMissed,
     ReplicaLost,
     ServiceClosed,
     ServiceFailed,
@@ -105,7 +102,11 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     health: Health
     load: int
     restarts: int
-    version: int | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether it serves."""
+        return self.health == "ready"
 
 
 ReplicaEventKind = Literal["ready", "lost", "start_failed", "took_over"]
@@ -272,31 +273,19 @@ class ServiceReplica:
             return False
 
 
-def choose(
-    replicas: Sequence[ServiceReplica], key: Hashable = None, avoid: frozenset[str] = frozenset()
-) -> ServiceReplica | None:
-    """The replica for a call, with one more call in flight; None if the call has to wait.
+def choose(replicas: Sequence[ServiceReplica], avoid: frozenset[str] = frozenset()) -> ServiceReplica | None:
+    """The least loaded replica, with one more call in flight; None if the call has to wait.
 
-    It is the least loaded one, or with a `key` always the same one while that is ready. Those to `avoid` are chosen
-    only if there is no other.
+    Those to `avoid` are chosen only if there is no other.
     """
     ready = [each for each in replicas if each.health == "ready"]
     ready = [each for each in ready if each.name not in avoid] or ready
     free = [each for each in ready if each.routable]
-    if key is not None:
-        home = max(ready, key=lambda each: affinity(key, each.slot), default=None)
-        chosen = home if home in free else None
-    else:
-        chosen = min(free, key=lambda each: (each.load, each.used), default=None)
+    chosen = min(free, key=lambda each: (each.load, each.used), default=None)
     if chosen is not None:
         chosen.used = 1 + max(each.used for each in replicas)
         chosen.outstanding += 1
     return chosen
-
-
-def affinity(key: Hashable, slot: int) -> int:
-    """Rendezvous hashing: without a slot, only its own keys move."""
-    return xxhash.xxh3_64_intdigest(repr((key, slot)).encode())
 
 
 def _passes(error: Exception) -> bool:
@@ -321,7 +310,8 @@ class ReplicaSet:
         self.replicas: list[ServiceReplica] = []
         """That of each slot. It is filled again whenever its replica is lost."""
         self._engine, self._actor, self._args, self._kwargs = engine, actor, args, kwargs
-        self._waiting: dict[asyncio.Future[ServiceReplica], tuple[Hashable, frozenset[str]]] = {}
+        self._waiting: dict[asyncio.Future[ServiceReplica], frozenset[str]] = {}
+        """The calls that wait for a replica, and which ones they avoid."""
         self._over: HoldfastError | None = None
         self._unready = set(range(options.num_replicas))
         """The slots that were never ready."""
@@ -346,17 +336,17 @@ class ReplicaSet:
         await self._started.wait()
         self.check()
 
-    async def acquire(self, key: Hashable, avoid: frozenset[str] = frozenset()) -> ServiceReplica:
+    async def acquire(self, avoid: frozenset[str] = frozenset()) -> ServiceReplica:
         """Wait for a replica, as `choose` has it; the caller must `release` it. Raises `Overloaded`."""
         self.check()
-        chosen = choose(self.replicas, key, avoid)
+        chosen = choose(self.replicas, avoid)
         if chosen is not None:
             return chosen
         if len(self._waiting) >= self.options.queue:
             self.overloaded += 1
             raise Overloaded(self.name, len(self._waiting))
         waiting: asyncio.Future[ServiceReplica] = asyncio.get_running_loop().create_future()
-        self._waiting[waiting] = key, avoid
+        self._waiting[waiting] = avoid
         try:
             return await waiting
         except asyncio.CancelledError:
@@ -373,10 +363,10 @@ class ReplicaSet:
 
     def settle(self) -> None:
         """Give replicas to waiting calls, as far as there are free ones."""
-        for waiting, (key, avoid) in tuple(self._waiting.items()):
+        for waiting, avoid in tuple(self._waiting.items()):
             if not any(each.routable for each in self.replicas):
                 return
-            if not waiting.done() and (chosen := choose(self.replicas, key, avoid)) is not None:
+            if not waiting.done() and (chosen := choose(self.replicas, avoid)) is not None:
                 waiting.set_result(chosen)
                 del self._waiting[waiting]
 
@@ -512,26 +502,14 @@ class ServiceEndpoint:
     timeout: float
     deadline: float | None
     _replicas: ReplicaSet
-    key: Hashable = None
     patience: float | None = None
 
-    def options(
-        self,
-        *,
-        key: Hashable = None,
-        timeout: float | None = None,
-        patience: float | None = None,
-    ) -> ServiceEndpoint:
-        """With a `key` choose always the same replica, else the least loaded one; bound the time.
+    def options(self, *, timeout: float | None = None, patience: float | None = None) -> ServiceEndpoint:
+        """Bound the time.
 
         A fanout waits so much `patience` for a replica, in seconds: one that is late has an error, and stays.
         """
-        return replace(
-            self,
-            key=self.key if key is None else key,
-            timeout=timeout or self.timeout,
-            patience=patience or self.patience,
-        )
+        return replace(self, timeout=timeout or self.timeout, patience=patience or self.patience)
 
     async def route(self, *args: Any, **kwargs: Any) -> Any:
         """Call one replica.
@@ -547,7 +525,7 @@ class ServiceEndpoint:
         try:
             async with bound:
                 while True:
-                    replica = await self._replicas.acquire(self.key, tried)
+                    replica = await self._replicas.acquire(tried)
                     try:
                         if replica.health == "lost":  # since it was chosen: it never had the call
                             continue
@@ -577,16 +555,11 @@ class ServiceEndpoint:
             states = ", ".join(f"{each.name}: {each.health}" for each in self._replicas.replicas)
             raise NoReplica(self._replicas.name, self.timeout, states) from None
 
-    async def fanout(self, *args: Any, quorum: int | None = None, **kwargs: Any) -> tuple[ReplicaResult, ...]:
-        """Call all replicas; a result or an error for each. Raises `QuorumMissed` if fewer than `quorum` did it."""
+    async def fanout(self, *args: Any, **kwargs: Any) -> tuple[ReplicaResult, ...]:
+        """Call all replicas; a result or an error for each."""
         self._replicas.check()
         self._replicas.calls += 1
-        found = tuple(await asyncio.gather(*[self._result(each, args, kwargs) for each in self._replicas.replicas]))
-        done = sum(each.error is None for each in found)
-        if quorum is not None and done < quorum:
-            errors = [(each.replica, str(each.error)) for each in found if each.error is not None]
-            raise QuorumMissed(self.endpoint.name, quorum, done, errors)
-        return found
+        return tuple(await asyncio.gather(*[self._result(each, args, kwargs) for each in self._replicas.replicas]))
 
     async def _result(self, replica: ServiceReplica, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ReplicaResult:
         name, method = replica.name, self.endpoint.name
@@ -654,10 +627,10 @@ class Service:
         return ServiceEndpoint(found, options.timeout, deadline, self._replicas)
 
     @contextlib.asynccontextmanager
-    async def session(self, key: Hashable = None) -> AsyncIterator[ReplicaSession]:
-        """Work with one replica, the least loaded or that of `key`."""
+    async def session(self) -> AsyncIterator[ReplicaSession]:
+        """Work with one replica, the least loaded one."""
         async with asyncio.timeout(self._replicas.options.timeout):
-            replica = await self._replicas.acquire(key)
+            replica = await self._replicas.acquire()
         replica.sessions += 1
         self._replicas.release(replica)
         try:

@@ -209,7 +209,7 @@ class Generators:
         found = {
             (self._services.engine.host_identity(each.host), each.pid): each.name
             for each in self._service.status().replicas
-            if each.health == "ready"
+            if each.ready
         }
         known = ((each.id, found.get((each.peer.host, each.pid))) for each in readers)
         return {reader: replica for reader, replica in known if replica is not None}

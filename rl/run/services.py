@@ -84,11 +84,10 @@ class RunServices:
         **options: Any,
     ) -> Service:
         """Start the service of a role; `observer` gets each event once it is emitted. Raises `ServiceFailed`."""
-        recorder = None if self._telemetry is None else ProcessRecorder(role, self._telemetry)
+        in_slot: dict[int, str] = {}
 
         def hear(event: ReplicaEvent) -> None:
-            if recorder is not None:
-                recorder.hear(event)
+            self._record(role, in_slot, event)
             observer(event)
 
         chosen = self._common | options
@@ -106,14 +105,23 @@ class RunServices:
         return tuple(self._status(services[role]) for role in SHOWN if role in services)
 
     def _status(self, service: Service) -> ServiceStatus:
-        status, version = service.status(), self.version
-        if status.name != "generator" or version is None:
-            return status
-        replicas = [
-            msgspec.structs.replace(each, version=version) if each.health == "ready" else each
-            for each in status.replicas
-        ]
-        return msgspec.structs.replace(status, version=version, replicas=tuple(replicas))
+        status = service.status()
+        return msgspec.structs.replace(status, version=self.version) if status.name == "generator" else status
+
+    def _record(self, role: str, in_slot: dict[int, str], event: ReplicaEvent) -> None:
+        """Emit what happened to a process; `in_slot` has the last one that served in each slot."""
+        if self._telemetry is None:
+            return
+        at, emit, name = self._telemetry.at(event.time), self._telemetry.emit, event.replica
+        if event.kind == "ready":
+            replaces, in_slot[event.slot] = in_slot.get(event.slot, ""), name
+            emit(ProcessStarted(time=at, name=name, role=role, host=event.host, pid=event.pid, replaces=replaces))
+            emit(ProcessReady(time=at, name=name, role=role, seconds=event.seconds))
+        elif event.kind == "lost":
+            how = event.detail.splitlines()[0] if event.detail else "ended"
+            emit(ProcessLost(time=at, name=name, role=role, host=event.host, pid=event.pid, how=how))
+        elif event.kind == "took_over":
+            emit(CallTakenOver(time=at, process=name, lost=event.detail, seconds=event.seconds))
 
     async def close(self) -> None:
         """End all processes, the services that were started last first. Idempotent."""
@@ -121,44 +129,20 @@ class RunServices:
             await service.close()
 
 
-class ProcessRecorder:
-    """Emits what happens to the processes of a service."""
-
-    def __init__(self, role: str, telemetry: RunTelemetry) -> None:
-        self._role, self._telemetry = role, telemetry
-        self._alive = set[str]()
-        self._in_slot: dict[int, str] = {}
-
-    def hear(self, event: ReplicaEvent) -> None:
-        """Handle an event."""
-        at, emit = self._telemetry.at(event.time), self._telemetry.emit
-        name, role, host, pid = event.replica, self._role, event.host, event.pid
-        if event.kind == "ready":
-            replaces, self._in_slot[event.slot] = self._in_slot.get(event.slot, ""), name
-            self._alive.add(name)
-            emit(ProcessStarted(time=at, name=name, role=role, host=host, pid=pid, replaces=replaces))
-            emit(ProcessReady(time=at, name=name, role=role, seconds=event.seconds))
-        elif event.kind == "lost" and name in self._alive:
-            self._alive.remove(name)
-            how = event.detail.splitlines()[0] if event.detail else "ended"
-            emit(ProcessLost(time=at, name=name, role=role, host=host, pid=pid, how=how))
-        elif event.kind == "took_over":
-            emit(CallTakenOver(time=at, process=name, lost=event.detail, seconds=event.seconds))
-
-
-_SERVICE_GAUGES = {"queued": "Calls that wait for a replica.", "version": "The committed version; -1 before the first."}
-_SERVICE_COUNTERS = {
+_OF_SERVICE = {
+    "queued": "Calls that wait for a replica.",
+    "version": "The committed version; -1 before the first.",
     "calls": "Calls of the service.",
     "retried": "Calls that were given to another replica.",
     "overloaded": "Calls that were refused, as the queue was full.",
     "lost": "Replicas that died, stopped or hung while they served.",
 }
-_REPLICA_GAUGES = {
+_OF_REPLICA = {
     "ready": "1 if the replica serves, else 0.",
     "load": "Calls in flight and open sessions of the replica.",
-    "version": "The version that the replica serves; -1 without one.",
     "restarts": "How often the replica's slot was filled again.",
 }
+_COUNTERS = ("calls", "retried", "overloaded", "lost")
 
 
 class ServiceMetrics:
@@ -185,19 +169,18 @@ class ServiceMetrics:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         services = tuple(self._look())
-        for kind, names in ((GaugeMetricFamily, _SERVICE_GAUGES), (CounterMetricFamily, _SERVICE_COUNTERS)):
-            for name, text in names.items():
-                family = kind(f"holdfast_service_{name}", text, labels=["service"])
-                for service in services:
-                    family.add_metric([service.name], _number(getattr(service, name)))
+        replicas = [([service.name, str(each.slot)], each) for service in services for each in service.replicas]
+        for labels, texts, rows in (
+            (["service"], _OF_SERVICE, [([each.name], each) for each in services]),
+            (["service", "replica"], _OF_REPLICA, replicas),
+        ):
+            for name, text in texts.items():
+                kind = CounterMetricFamily if name in _COUNTERS else GaugeMetricFamily
+                family = kind(f"holdfast_{labels[-1]}_{name}", text, labels=labels)
+                for values, row in rows:
+                    value = getattr(row, name)
+                    family.add_metric(values, -1 if value is None else int(value))
                 yield family
-        for name, text in _REPLICA_GAUGES.items():
-            family = GaugeMetricFamily(f"holdfast_replica_{name}", text, labels=["service", "replica"])
-            for service in services:
-                for each in service.replicas:
-                    value = each.health == "ready" if name == "ready" else getattr(each, name)
-                    family.add_metric([service.name, str(each.slot)], _number(value))
-            yield family
 
     def close(self) -> None:
         """Stop serving. Idempotent."""
@@ -210,7 +193,3 @@ def metrics_if_asked(look: Callable[[], Iterable[ServiceStatus]]) -> Iterator[No
     asked = os.environ.get(PORT, "")
     with contextlib.closing(ServiceMetrics(asked, look)) if asked else contextlib.nullcontext():
         yield
-
-
-def _number(value: int | None) -> int:
-    return -1 if value is None else int(value)

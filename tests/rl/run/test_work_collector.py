@@ -154,7 +154,7 @@ def test_a_directory_that_takes_no_more_is_told_while_the_run_waits_for_somethin
 def status_of(*pids: int, **fields: Any) -> RunStatus:
     """The status of a run with trainers of these processes, and a replica in the first of them."""
     replica = ReplicaStatus(
-        name="generator-4", slot=0, host="", pid=pids[0] if pids else 0, health="ready", load=2, version=6, restarts=3
+        name="generator-4", slot=0, host="", pid=pids[0] if pids else 0, health="ready", load=2, restarts=3
     )
     service = ServiceStatus(
         name="generator", version=6, replicas=(replica,), queued=5, calls=90, retried=4, overloaded=0, lost=3
