@@ -102,6 +102,8 @@ def _converted(raw: dict[str, Any], problems: list[tuple[Key, str]]) -> RunConfi
     if isinstance(loss, dict) and isinstance(name := loss.get("algorithm"), str):
         raw["objective"] = {**PRESETS.get(name, {}), **loss}
     for key, value in list(numbers(raw)):
+        if key[:2] == ("environment", "arguments"):  # what an environment takes is its own
+            continue
         if isinstance(value, int) and abs(value) >= 2**63:
             problems.append((key, f"{value!r} is not allowed: expected a number of 64 bits"))
             _remove(raw, key)

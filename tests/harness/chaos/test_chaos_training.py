@@ -229,7 +229,7 @@ def test_a_recovery_that_takes_too_long_is_seen() -> None:
         (("steps = 16", "step = 16"), 7, "workload.run.step: no such field; did you mean 'steps'?"),
         (("groups = 8", "groups = 0"), 13, "workload.run.algorithm.groups: 0 is not allowed"),
         (('"synchronous"', '"asynchronous"'), 44, 'only the loop of workload.run.algorithm.mode = "synchronous"'),
-        (('kind = "rl"', 'kind = "rl"\nsteps = 3'), 6, "no such field; there are: kind, run"),
+        (('kind = "rl"', 'kind = "rl"\nsteps = 3'), 6, "workload.steps: no such field; did you mean"),
         (('"local"\n', '"local"\n[job]\nranks = 2\n'), 26, "its processes in workload.run"),
         (("train.in_reduction", "train.somewhere"), 27, "no point 'train.somewhere'"),
         (('who = "holder"', 'who = "reader"'), 36, "there are driver, trainer, spare, generator, holder"),
