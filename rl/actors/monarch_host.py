@@ -21,9 +21,10 @@ from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from typing import cast
 from urllib.parse import urlsplit
 
-from holdfast.ft.control.event_loop import LoopThread
+from holdfast.ft.control.event_loop import BoundedListener, Departure, LoopThread
 from holdfast.ft.launch.held_directory import HeldDirectory
 from holdfast.ft.launch.job_contract import ReservedPort
 from holdfast.ft.launch.launcher import StartFailed
@@ -145,13 +146,11 @@ def main(address: str, serving: Callable[[str], object] = lambda line: print(lin
         at = f"tcp://{place.netloc.rpartition(':')[0]}:{free.number}"
         hosting = import_module("monarch.actor").start_worker_loop_forever(ca="trust_all_connections", address=at)
         try:
-            greet = partial(_greet, f"{GREETING}{at}\n".encode())
-            listener = loop.run(asyncio.start_server(greet, place.hostname, place.port), 30.0)
+            loop.run(_tell(place.hostname, place.port, at), 30.0)
         except OSError as error:
             raise HostNotServed(address, str(error)) from error
         serving(f"serving {address}")
         hosting.get()
-        listener.close()
 
 
 def _fork(output: Path, request: ProcessProxy) -> ChildProcess:
@@ -164,10 +163,37 @@ def _tell_failure(token: str, child: Child | StartFailed) -> None:
         print(f"cannot fork: {child}", file=sys.stderr, flush=True)
 
 
-def _greet(text: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Tell a client a text, and close the connection."""
-    writer.write(text)
-    writer.close()
+async def _tell(host: str | None, port: int | None, address: str) -> None:
+    """Listen, and tell each client the address of Monarch's host."""
+
+    listener = BoundedListener(lambda: _Greeter(f"{GREETING}{address}\n", listener), most=256, seconds=10.0)
+    await listener.start(host or "", port or 0)
+    _listeners.append(listener)
+
+
+class _Greeter(asyncio.Protocol):
+    """Tells one client a text, and closes the connection."""
+
+    def __init__(self, text: str, listener: BoundedListener) -> None:
+        self._text, self._listener = text, listener
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.write(self._text.encode())
+        self._transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._listener.admit(self)
+
+    def turn_away(self, why: Departure) -> None:
+        """Close the connection."""
+        if self._transport is not None:
+            self._transport.abort()
+
+
+_listeners: list[BoundedListener] = []
+"""Kept as long as the process runs."""
 
 
 async def whereabouts(address: str) -> str:
