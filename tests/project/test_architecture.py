@@ -72,7 +72,6 @@ PRODUCT = tuple(package for package in PACKAGES if package != "harness")
 TEXTS_THAT_DECIDE = {
     "backends/nccl/transport.py": "torch raises a RuntimeError with NCCL's text for a failure in a group of calls",
     "comms/plugins/registry.py": "`evidence` of a detector is a Literal",
-    "rl/environments/sandbox/run_tests.py": "`reason` of a verdict is a Literal",
 }
 """Files that may ask what a text says, and why."""
 

@@ -64,17 +64,6 @@ def unavailable(step: str, number: int) -> SandboxUnavailable:
     )
 
 
-class SandboxLost(SandboxError):
-    """The sandbox's own process was killed, again and again, while code was judged: nothing is known of that code."""
-
-    def __init__(self, tries: int) -> None:
-        self.tries = tries
-        super().__init__(
-            f"the sandbox's own process was killed in each of {tries} tries to run a test: the code has no score; look "
-            "for what kills it, such as the kernel's OOM killer"
-        )
-
-
 MEBIBYTE = 1 << 20
 
 Reason = Literal["ok", "error", "timeout", "memory", "output", "refused", "killed", "lost"]
@@ -119,7 +108,7 @@ class SandboxResult(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
     cpu_seconds: float = 0.0
     value: bytes = b""
-    """What the code wrote on descriptor 3: see `run_tests`."""
+    """What the code wrote on descriptor 3: see `program_of`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import enum
 import json
+import sys
 from collections import Counter, OrderedDict, defaultdict, namedtuple
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.rl.environments.sandbox import (
-    CallTest,
-    Limits,
-    OutputTest,
-    Sandbox,
-    SandboxError,
-    run_tests,
-)
+from holdfast.rl.config.named_code import load_code
+from holdfast.rl.environments.sandbox import Limits, Sandbox, SandboxError
 from holdfast.rl.environments.sandbox.inside.execute import encode
-from holdfast.rl.environments.sandbox.run_tests import equals
+from support.source_tree import ROOT
+
+example: Any = sys.modules[load_code(f"{ROOT / 'examples' / 'rl' / 'coder.py'}:run_tests").__module__]
+CallTest, OutputTest, equals, run_tests = example.CallTest, example.OutputTest, example.equals, example.run_tests
 
 SECRET = 987654321987654321
 TESTS = (CallTest("f", (2,), SECRET), CallTest("f", (3,), SECRET + 1))

@@ -11,22 +11,17 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from holdfast.rl.environments.sandbox import (
-    CallTest,
-    Limits,
-    Sandbox,
-    SandboxError,
-    SandboxLost,
-    SandboxResult,
-    run_tests,
-)
+from holdfast.rl.config.named_code import load_code
+from holdfast.rl.environments.sandbox import Limits, Sandbox, SandboxError, SandboxResult
 from holdfast.rl.environments.sandbox.inside import seccomp
 from holdfast.rl.environments.sandbox.sandbox import unavailable
 from support.programs import seccomp_deny
 from support.programs.forked_programs import run_forked
+from support.source_tree import ROOT
 from support.waiting import eventually, next_line
 
 PATIENT = Limits(cpu_seconds=20.0, wall_seconds=60.0)
@@ -112,6 +107,9 @@ def test_a_template_that_is_killed_costs_its_runs_and_is_replaced(own: Sandbox) 
 SLOW = "import time\ndef f(x):\n    time.sleep(1.0)\n    return x"
 
 
+example: Any = sys.modules[load_code(f"{ROOT / 'examples' / 'rl' / 'coder.py'}:run_tests").__module__]
+
+
 def kill_when_it_runs(own: Sandbox) -> None:
     eventually(lambda: len(descendants(own.pid or 0)) == 2, 30.0)
     os.kill(own.pid or 0, signal.SIGKILL)
@@ -119,16 +117,16 @@ def kill_when_it_runs(own: Sandbox) -> None:
 
 def test_a_right_solution_passes_although_its_judge_is_killed(own: Sandbox) -> None:
     with ThreadPoolExecutor(1) as pool:
-        judged = pool.submit(run_tests, SLOW, [CallTest("f", (1,), 1)], PATIENT, sandbox=own)
+        judged = pool.submit(example.run_tests, SLOW, [example.CallTest("f", (1,), 1)], PATIENT, sandbox=own)
         kill_when_it_runs(own)
         assert judged.result(60.0).fraction == 1.0
 
 
 def test_a_solution_whose_judge_is_killed_again_and_again_has_no_score(own: Sandbox) -> None:
     lost = SandboxResult(reason="lost")
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SandboxLost, match="no score"):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(example.SandboxLost, match="no score"):
         patch.setattr(own, "run_program", lambda *_: lost)
-        run_tests(SLOW, [CallTest("f", (1,), 1)], sandbox=own)
+        example.run_tests(SLOW, [example.CallTest("f", (1,), 1)], sandbox=own)
 
 
 def test_closing_ends_what_still_runs() -> None:
@@ -192,6 +190,7 @@ def test_a_warm_run_costs_less_than_a_new_interpreter(sandbox: Sandbox) -> None:
 UNPRIVILEGED = """
 import ctypes, os, sys
 from pathlib import Path
+from typing import Any
 from holdfast.rl.environments.sandbox.inside.seccomp import libc
 from holdfast.rl.environments.sandbox.inside.namespaces import mount
 assert libc.unshare(0x00020000) == 0  # a mount namespace, in which the interpreter is where every user may read it
