@@ -93,13 +93,16 @@ class RewardProcesses:
 
     async def close(self) -> None:
         """End all processes. Idempotent."""
+        await asyncio.to_thread(self._close)
+
+    def _close(self) -> None:
         with self._changing:
             self._closed = True
             for process in self._processes:
-                process.kill()
-        await asyncio.to_thread(self._threads.shutdown)
+                process.kill()  # the threads that wait for one go on
+        self._threads.shutdown()
         for process in tuple(self._processes):
-            await asyncio.to_thread(self._end, process)
+            self._end(process)
         if self._directory is not None:
             self._directory.close()
             self._directory = None
