@@ -6,15 +6,16 @@ of its epoch, and the attempt ends once every part of it outlives its publisher.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
 import xxhash
 
 from holdfast import ft
+from holdfast.comms import Communicator
 from holdfast.comms.errors import HoldfastError, Mismatch, Revoked, StaleEpoch
 from holdfast.ft.console.units import counted
 from holdfast.rl.config.run_config import RunConfig
@@ -47,26 +48,6 @@ def weights_digest(state: Mapping[str, Any]) -> str:
         digest.update(name.encode())
         digest.update(whole.detach().cpu().contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-class RevokedEpochs:
-    """The epochs that a session has revoked, for waits that are no ops and must end with their epoch."""
-
-    def __init__(self) -> None:
-        self._newest, self._reason = 0, ""
-        self._lock = threading.Lock()
-
-    def listen(self, event: dict[str, Any]) -> None:
-        """A listener to the session's events."""
-        if event["kind"] == "revoked":
-            with self._lock:
-                self._newest, self._reason = max(self._newest, event["epoch"]), event["reason"]
-
-    def check(self, epoch: int) -> None:
-        """Raise `Revoked` if `epoch` is over."""
-        with self._lock:
-            if epoch <= self._newest:
-                raise Revoked(epoch, self._reason)
 
 
 class SavedBuffer:
@@ -173,7 +154,6 @@ class Training:
         layout: Callable[[RunConfig, ModelSource, WorkLog], PolicyLayout]
         layout = sharded if config.trainer.strategy == "fsdp2" else ReplicatedLayout
         self._layout = layout(config, source, work or WorkLog())
-        self._revocations = RevokedEpochs()
         self._buffer = SavedBuffer()
         # Else the old policy is the generator's, or the present one.
         wanted = config.objective.truncation > 0 and config.algorithm.updates > 1
@@ -191,7 +171,6 @@ class Training:
         """
         config, begun, digest = self._config, False, ""
         torch.set_num_threads(1)
-        session.subscribe(self._revocations.listen)
         self._layout.attach(session)
         session.attach("replay buffer", self._buffer)
         if self._old is not None:
@@ -253,7 +232,7 @@ class Training:
     def _updates(self, step: int, attempt: ft.Attempt) -> list[UpdateTokens]:
         """The updates of the batch that begins with update `step`."""
         if self._batch is None or self._batch[0].step != step:
-            batch = self._take(step, lambda: self._revocations.check(attempt.epoch))
+            batch = self._take(step, partial(_raise_if_over, attempt.comm))
             updates = self._config.algorithm.updates
             if len(batch.columns) < updates:
                 raise BadBatch(step, f"it has {counted(len(batch.columns), 'group')}, and makes {updates} updates")
@@ -303,3 +282,9 @@ class Training:
     def _finish_publication(self) -> None:
         if self._publisher is not None:
             self._publisher.finish()
+
+
+def _raise_if_over(comm: Communicator) -> None:
+    """End a wait that is no op with the epoch: raise what ended its communicator."""
+    if (over := comm.over) is not None:
+        raise over.again()
