@@ -19,7 +19,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from holdfast.comms.errors import HoldfastError, Mismatch
 from holdfast.comms.quantities import seconds_or
-from holdfast.store.cancellation import Cancellation
+from holdfast.store.catalog.client import Cancellation
 from holdfast.store.errors import CallCancelled
 from holdfast.store.follow.follower import Follower
 from holdfast.store.read.device_copies import DeviceReadCounts

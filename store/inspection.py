@@ -22,8 +22,7 @@ from holdfast.store.catalog.client import DEFAULT, CatalogClient, gone
 from holdfast.store.catalog.part_casts import casts_listed
 from holdfast.store.catalog.records import Catalog, Holder, Replica, Shard, Version
 from holdfast.store.data.manifest import Manifest
-from holdfast.store.data.merging import merge
-from holdfast.store.data.skeleton import Skeleton, build_value, decode
+from holdfast.store.data.state_dicts import Skeleton, build_value, decode, merge
 from holdfast.store.read.filling import verify_part
 from holdfast.store.read.part_source import PartSource
 

@@ -18,16 +18,13 @@ from holdfast.ft.state.boxes import Box, whole
 from holdfast.store.catalog import transitions
 from holdfast.store.catalog.client import CatalogClient
 from holdfast.store.catalog.failure_domains import why_unsafe
-from holdfast.store.catalog.records import Catalog, DeltaOffer, PartKey, Shard, Spread, Version
+from holdfast.store.catalog.records import Catalog, DeltaOffer, PartKey, Shard, Version
 from holdfast.store.data.delta import diff, element_pieces
-from holdfast.store.data.manifest import Manifest, difference
-from holdfast.store.data.merging import check_shared, tensors_of
+from holdfast.store.data.manifest import Manifest, check_shared, difference, tensors_of
 from holdfast.store.data.packing import PackedPart, PartBlock, pack, pack_plain
-from holdfast.store.data.tree import FlatState
+from holdfast.store.data.state_dicts import FlatState
 from holdfast.store.errors import StoreFull, StoreTimeout
 from holdfast.store.holding.replica_holder import ReplicaHolder
-from holdfast.store.read.delta import reading_hosts
-from holdfast.store.read.device_copies import DeviceCopy
 from holdfast.store.read.part_source import PartSource
 from holdfast.store.reshard.giving import given
 from holdfast.store.reshard.placements import Blocks, PlacedTensor, place
@@ -65,7 +62,7 @@ def offer_delta(holder: ReplicaHolder, catalog: Catalog, key: PartKey, packed: P
     None where that does not pay: all processes that are known to read map the part, no such version is here,
     too much has changed, or the memory's limit leaves no room. `key` is that of the part, which `holder` keeps.
     """
-    if holder.maps and reading_hosts(catalog) <= {this_host()}:
+    if holder.maps and transitions.reading_hosts(catalog) <= {this_host()}:
         return None
     _, part, digest = key
     for number in reversed(catalog.visible()):
@@ -150,76 +147,30 @@ def _blocks_to_pack(placed: Mapping[str, PlacedTensor], gives: Mapping[str, Bloc
             yield PartBlock(name, view, each.shape, None if box == whole(each.shape) else box)
 
 
-class PartComparison:
-    """Compares a part with those that are listed before it; a part that is listed later compares itself."""
-
-    def __init__(self, plane: MemoryPlane, number: int, part: int, fence: int | None, manifest: Manifest) -> None:
-        self._plane, self._number, self._part, self._fence, self._manifest = plane, number, part, fence, manifest
-        self._compared: set[tuple[int, bytes]] = set()
-        self._deadline = time.monotonic() + COMPARE_SECONDS
-
-    def left(self, catalog: Catalog) -> tuple[Shard, ...]:
-        """The parts of the version that have not been compared. A part that begins a new epoch stays with none."""
-        version = catalog.version(self._number)
-        if version is None or version.visible or (self._fence is not None and self._fence != catalog.fence):
-            return ()
-        others = (each for each in version.shards if each.part != self._part)
-        return tuple(each for each in others if (each.part, each.digest) not in self._compared)
-
-    def compare(self, catalog: Catalog) -> None:
-        """Compare with the parts that are left. Raises `Mismatch`, naming the tensors and the parts."""
-        version = catalog.version(self._number)
-        if version is None:
-            return
-        for shard in self.left(catalog):
-            other = self._manifest_of(catalog, version, shard)
-            if other is not None:
-                tensors_of((other.layout, self._manifest.layout))
-                check_shared((shard.part, self._part), (other, self._manifest))
-            self._compared.add((shard.part, shard.digest))
-
-    def _manifest_of(self, catalog: Catalog, version: Version, shard: Shard) -> Manifest | None:
-        try:
-            return PartSource(self._plane, catalog, version, shard, self._deadline, lambda *_: None).manifest()
-        except HoldfastError as error:
-            _log.info("version %d part %d is left to readers to compare: %s", self._number, shard.part, error)
-            return None
-
-
-@dataclass(frozen=True, slots=True)
-class PublishTerms:
-    """The part to publish, where to keep it, and how many versions to keep.
-
-    `shares` says whether other parts may have some of its tensors.
-    """
-
-    version: int
-    part: int
-    parts: int
-    replicas: int
-    keep: int
-    fence: int | None
-    spread: Spread
-    shares: bool
-
-
 class Publication:
-    """The publication of one part."""
+    """The publication of one part: the only one of `version`, which `holder` keeps as `packed`.
+
+    `keep` is the number of versions to keep. `shares` says whether other parts may have some of its tensors.
+    """
 
     def __init__(
         self,
         client: CatalogClient,
         holder: ReplicaHolder,
         plane: MemoryPlane,
-        terms: PublishTerms,
+        version: Version,
         packed: PackedPart,
+        keep: int,
+        shares: bool,
         observe: Callable[[str], None],
-        device: DeviceCopy | None = None,
     ) -> None:
         self._catalog_client, self._replica_holder, self._plane = client, holder, plane
-        self._terms, self._packed, self._observe, self._device = terms, packed, observe, device
-        self._key = (terms.version, terms.part, packed.digest)
+        self._version, self._packed, self._keep, self._shares, self._observe = version, packed, keep, shares, observe
+        (self._shard,) = version.shards
+        self._at = version.number, self._shard.part
         self._began = time.monotonic()
+        self._compared: set[tuple[int, bytes]] = set()
+        """The other parts of the version with which this one was compared; one that is listed later compares itself."""
 
     def run(self, timeout: float) -> None:
         """Return once enough processes hold the part, or it is published already.
@@ -227,97 +178,95 @@ class Publication:
         On any error the part is withdrawn, unless enough processes hold it by then. Raises `StoreTimeout`,
         `StaleEpoch`, `Mismatch`.
         """
-        replica = self._replica_holder.keep(self._key, self._packed.memory, self._packed.nbytes, self._device)
-        publisher = self._replica_holder.holder.id
-        shard = Shard(self._terms.part, self._packed.digest, self._packed.manifest_at, publisher, (replica,))
+        key, publisher = (*self._at, self._packed.digest), self._shard.publisher
         try:
-            offered = offer_delta(self._replica_holder, self._catalog_client.newest()[1], self._key, self._packed)
-            shard = replace(shard, delta=offered)
-            at, catalog = self._announce(shard)
+            offered = offer_delta(self._replica_holder, self._catalog_client.newest()[1], key, self._packed)
+            self._shard = replace(self._shard, delta=offered)
+            at, catalog = self._announce()
             self._observe("announced")
-            at, catalog = self._wait(shard, at, catalog, self._began + timeout)
+            at, catalog = self._wait(at, catalog, self._began + timeout)
         except BaseException:
-            self._withdraw(publisher)
+            try:
+                at, catalog = self._catalog_client.change(lambda now: transitions.withdraw(now, *self._at, publisher))
+            except HoldfastError:
+                at, catalog = self._catalog_client.newest()
+            self._replica_holder.decide(key, at, catalog)
             raise
         if self._replica_holder.holder.leaving:
-            at, catalog = self._catalog_client.change(
-                lambda now: transitions.drop_replica(now, self._terms.version, self._terms.part, publisher)
-            )
-        self._replica_holder.decide(self._key, at, catalog)
+            at, catalog = self._catalog_client.change(lambda now: transitions.drop_replica(now, *self._at, publisher))
+        self._replica_holder.decide(key, at, catalog)
         self._observe("published")
 
-    def _announce(self, shard: Shard) -> tuple[int, Catalog]:
-        terms = self._terms
-        comparison = PartComparison(self._plane, terms.version, terms.part, terms.fence, self._packed.manifest)
-
-        def is_compared(catalog: Catalog) -> bool:
-            return not terms.shares or not comparison.left(catalog)
+    def _announce(self) -> tuple[int, Catalog]:
+        deadline = time.monotonic() + COMPARE_SECONDS
 
         def announced(catalog: Catalog) -> Catalog:
-            after = transitions.announce(
-                self._replica_holder.rejoined(catalog),
-                terms.version,
-                shard,
-                parts=terms.parts,
-                replicas=terms.replicas,
-                keep=terms.keep,
-                fence=terms.fence,
-                spread=terms.spread,
-            )
-            return after if is_compared(catalog) else catalog
+            there = self._replica_holder.rejoined(catalog)
+            after = transitions.announce(there, self._version, self._shard, self._keep)
+            return catalog if self._to_compare(catalog) else after
 
-        if self._catalog_client.read()[1].version(terms.version) is not None:
+        if self._catalog_client.read()[1].version(self._version.number) is not None:
             # the process that began this version may be dead, undetected so far
             self._catalog_client.remove_dead_holders()
         try:
             while True:
                 at, catalog = self._catalog_client.change(announced)
-                if is_compared(catalog):
+                if not (others := self._to_compare(catalog)):
                     return at, catalog
-                comparison.compare(catalog)
+                for shard in others:
+                    self._compare(catalog, shard, deadline)
         except Mismatch as error:
             if detail := self._difference():
                 raise Mismatch(f"{error}; {detail}") from error
             raise
 
-    def _wait(self, shard: Shard, at: int, catalog: Catalog, deadline: float) -> tuple[int, Catalog]:
+    def _to_compare(self, catalog: Catalog) -> list[Shard]:
+        """The parts that have not been compared with this one. A part that begins a new epoch stays with none."""
+        there, fence = catalog.version(self._version.number), self._version.fence
+        if not self._shares or there is None or there.visible or (fence is not None and fence != catalog.fence):
+            return []
+        others = (each for each in there.shards if each.part != self._shard.part)
+        return [each for each in others if (each.part, each.digest) not in self._compared]
+
+    def _compare(self, catalog: Catalog, shard: Shard, deadline: float) -> None:
+        """Compare with another part. Raises `Mismatch`, naming the tensors and the parts."""
+        try:
+            other = self._manifest_of(catalog, shard, deadline)
+        except HoldfastError as error:
+            _log.info("version %d part %d is left to readers to compare: %s", self._version.number, shard.part, error)
+        else:
+            tensors_of((other.layout, self._packed.manifest.layout))
+            check_shared((shard.part, self._shard.part), (other, self._packed.manifest))
+        self._compared.add((shard.part, shard.digest))
+
+    def _manifest_of(self, catalog: Catalog, shard: Shard, deadline: float) -> Manifest:
+        return PartSource(self._plane, catalog, self._version, shard, deadline, lambda *_: None).manifest()
+
+    def _wait(self, at: int, catalog: Catalog, deadline: float) -> tuple[int, Catalog]:
         while True:
-            there = _find(catalog, self._terms.version, shard)
+            there = _find(catalog, self._version.number, self._shard)
             if there == "safe":
                 return at, catalog
             if there == "gone":
-                at, catalog = self._announce(shard)
+                at, catalog = self._announce()
                 continue
             left = deadline - time.monotonic()
             found = self._catalog_client.wait(at, left) if left > 0 else None
             if found is None:
-                waited = time.monotonic() - self._began
-                raise StoreTimeout("publish", self._terms.version, waited, self._lacking(catalog, shard))
+                known = catalog.find(*self._at)
+                why = why_unsafe(catalog, *known) if known else f"part {self._at[1]} is not in the catalogue"
+                raise StoreTimeout("publish", self._version.number, time.monotonic() - self._began, why)
             at, catalog = found
-
-    def _lacking(self, catalog: Catalog, shard: Shard) -> str:
-        if (known := catalog.find(self._terms.version, shard.part)) is None:
-            return f"part {shard.part} is not in the catalogue"
-        return why_unsafe(catalog, *known)
-
-    def _withdraw(self, publisher: str) -> None:
-        try:
-            at, catalog = self._catalog_client.change(
-                lambda now: transitions.withdraw(now, self._terms.version, self._terms.part, publisher)
-            )
-        except HoldfastError:
-            at, catalog = self._catalog_client.newest()
-        self._replica_holder.decide(self._key, at, catalog)
 
     def _difference(self) -> str:
         """How the published part of this version differs from ours, as far as it can be read now."""
         _, catalog = self._catalog_client.read()
-        known = catalog.find(self._terms.version, self._terms.part)
+        known = catalog.find(*self._at)
         if known is None or known[1].digest == self._packed.digest:
             return ""
         try:
-            reader = PartSource(self._plane, catalog, *known, time.monotonic() + 1.0, lambda *_: None)
-            return difference(self._packed.manifest, reader.manifest())
+            theirs = self._manifest_of(catalog, known[1], time.monotonic() + COMPARE_SECONDS)
+            return difference(self._packed.manifest, theirs)
         except HoldfastError:
             return ""
 

@@ -17,8 +17,9 @@ from holdfast.comms.quantities import integer_in, seconds, seconds_or
 from holdfast.comms.system import forks
 from holdfast.comms.transport.liveness import this_process
 from holdfast.store.catalog import disk_copies
+from holdfast.store.catalog.client import Cancellation
 from holdfast.store.catalog.records import Catalog, Retainer
-from holdfast.store.errors import CopyFailed
+from holdfast.store.errors import CallCancelled, CopyFailed
 from holdfast.store.holding.replica_holder import Observe
 from holdfast.store.interop import dcp, import_version, safetensors
 from holdfast.store.interop.disk_copy import Format, VersionSource, checksum, read_record
@@ -80,8 +81,6 @@ def restore(
     return latest
 
 
-TURN_SECONDS = 0.2
-"""The head start of a process that has nothing to write, for each version that another one has."""
 IDLE_SECONDS = 1.0
 _log = logging.getLogger("holdfast.store")
 
@@ -124,9 +123,9 @@ class DiskRetention:
         self._timeout = seconds(timeout)
         self._observe: Observe = observe or _ignore
         self._retainer = Retainer(secrets.token_hex(6), this_process(), integer_in(every, "every", 1))
-        self._first_seen: dict[int, float] = {}
         self._failed: set[int] = set()
-        self._claimed, self._no_more, self._abort = threading.Event(), threading.Event(), threading.Event()
+        self._no_more, self._abort = threading.Event(), threading.Event()
+        self._waiting = Cancellation("close")
         self._store, self._kind = store, format
         self._client = store.open_catalog()
         try:
@@ -134,33 +133,26 @@ class DiskRetention:
         except BaseException:
             self._client.close()
             raise
-        threads = {"claims": self._claim_versions, "disk": self._write_versions}
-        self._threads = [
-            threading.Thread(target=run, name=f"holdfast-store-{name}", daemon=True) for name, run in threads.items()
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._thread = threading.Thread(target=self._run, name="holdfast-store-disk", daemon=True)
+        self._thread.start()
         forks.refuse_in_children(self, f"the copies in {self.directory}", ("directory",))
 
     def close(self, timeout: float | None = None) -> None:
-        """Finish what is claimed, and what no other process is there to copy; after `timeout` seconds, leave it.
+        """Finish the copy that is begun, and those that no other process is there to make; after `timeout`, leave them.
 
         Idempotent. The default is the `timeout` of the constructor.
         """
         deadline = time.monotonic() + seconds_or(timeout, self._timeout)
         self._no_more.set()
-        self._claim_what_is_left()
-        self._claimed.set()
-        claims, writes = self._threads
-        writes.join(max(0.0, deadline - time.monotonic()))
+        self._waiting.cancel()
+        self._thread.join(max(0.0, deadline - time.monotonic()))
         self._abort.set()
-        writes.join()
+        self._thread.join()
         try:
             self._client.change(lambda now: disk_copies.leave(now, self._retainer))
         except HoldfastError as error:
             _log.warning("left unfinished copies without telling the others: %s", error)
         self._client.close()
-        claims.join()
 
     def __enter__(self) -> DiskRetention:
         return self
@@ -168,58 +160,42 @@ class DiskRetention:
     def __exit__(self, kind: object, *_: object) -> None:
         self.close(None if kind is None else 0.0)
 
-    # -- claiming, in a thread that waits for the catalogue
+    # -- in a thread
 
-    def _claim_versions(self) -> None:
-        seen, patience = 0, 0.0
-        while not self._no_more.is_set():
-            try:
-                seen, catalog = self._client.wait(seen, patience) or self._client.read()
-                patience = self._claim(catalog)
-            except HoldfastError as error:
-                if not self._no_more.wait(IDLE_SECONDS):
-                    _log.warning("copies to %s go on trying: %s", self.directory, error)
-
-    def _claim(self, catalog: Catalog) -> float:
-        """Claim the next version that is due here; returns the seconds until another may be due."""
-        now = time.monotonic()
-        waiting = len(disk_copies.claimed(catalog, self._retainer))
-        wanted = [number for number in disk_copies.due(catalog) if number not in self._failed]
-        self._first_seen = {number: self._first_seen.get(number, now) for number in wanted}
-        if not wanted:
-            return IDLE_SECONDS
-        turn = self._first_seen[wanted[0]] + waiting * TURN_SECONDS
-        if turn > now:
-            return turn - now
-        self._client.change(lambda at: disk_copies.claim(at, wanted[0], self._retainer))
-        self._claimed.set()
-        return IDLE_SECONDS
-
-    def _claim_what_is_left(self) -> None:
-        """Claim every version that is due, unless there is another retainer."""
-        try:
-            _, catalog = self._client.read()
-            for number in disk_copies.due(catalog) if catalog.retainers == (self._retainer,) else ():
-                self._client.change(lambda now, number=number: disk_copies.claim(now, number, self._retainer))  # type: ignore[misc]
-        except HoldfastError as error:
-            _log.warning("copies to %s end without a look for more: %s", self.directory, error)
-
-    # -- writing, in another thread
-
-    def _write_versions(self) -> None:
+    def _run(self) -> None:
+        seen = 0
         while not self._abort.is_set():
-            self._claimed.clear()
+            closing = self._no_more.is_set()
             try:
-                mine = disk_copies.claimed(self._client.read()[1], self._retainer)
+                with self._waiting.scope():
+                    found = None if closing else self._client.wait(seen, IDLE_SECONDS)
+                seen, catalog = found or self._client.read()
+                number = self._claim(catalog, closing)
+            except CallCancelled:  # by `close`
+                continue
             except HoldfastError as error:
                 _log.warning("copies to %s go on trying: %s", self.directory, error)
-                mine = ()
-            if mine:
-                self._write(mine[0])
-            elif self._no_more.is_set():
+                if closing:
+                    return
+                self._no_more.wait(IDLE_SECONDS)
+                continue
+            if number is not None:
+                self._write(number)
+            elif closing:
                 return
-            else:
-                self._claimed.wait(IDLE_SECONDS)
+
+    def _claim(self, catalog: Catalog, closing: bool) -> int | None:
+        """Claim the next version that is due; None if there is none, or another process is there to copy it.
+
+        A process claims what it writes next and no more, so another one that has nothing to do takes the rest.
+        """
+        if mine := disk_copies.claimed(catalog, self._retainer):
+            return mine[0]
+        wanted = [number for number in disk_copies.due(catalog) if number not in self._failed]
+        if not wanted or (closing and catalog.retainers != (self._retainer,)):
+            return None
+        _, after = self._client.change(lambda now: disk_copies.claim(now, wanted[0], self._retainer))
+        return next(iter(disk_copies.claimed(after, self._retainer)), None)
 
     def _write(self, number: int) -> None:
         began = time.monotonic()

@@ -19,7 +19,7 @@ from holdfast.comms.errors import CorruptData, HoldfastError, Mismatch, RegionGo
 from holdfast.comms.memory_plane import MemoryPlane, memory
 from holdfast.comms.quantities import integer_in, seconds, seconds_or
 from holdfast.comms.system import forks
-from holdfast.comms.transport.liveness import this_process
+from holdfast.comms.transport.liveness import this_host, this_process
 from holdfast.ft.registers import RegisterAway
 from holdfast.store.casts.cast_reader import CastSources, CastVersionReader
 from holdfast.store.casts.wire_cast import CastName, WireCast, wire_cast
@@ -30,8 +30,7 @@ from holdfast.store.catalog.records import Catalog, Holder, Reader, Replica, Sha
 from holdfast.store.data.cuda_copies import digests, registrations
 from holdfast.store.data.manifest import TensorEntry
 from holdfast.store.data.packing import PackedPart
-from holdfast.store.data.skeleton import rebuild
-from holdfast.store.data.tree import FlatState, flatten, flatten_targets
+from holdfast.store.data.state_dicts import FlatState, flatten, flatten_targets, rebuild
 from holdfast.store.errors import CallCancelled, NoSuchVersion, StoreTimeout, with_mixture
 from holdfast.store.follow.follower import Follower
 from holdfast.store.follow.staging import CopiedStaging, MappedStaging, Staging
@@ -40,15 +39,21 @@ from holdfast.store.holding.host_copies import HostCopies
 from holdfast.store.holding.memory_pool import MemoryPool
 from holdfast.store.holding.replica_holder import Observe, ReplicaHolder
 from holdfast.store.inspection import StoreInspector
-from holdfast.store.publication import Publication, PublishedPart, PublishTerms
+from holdfast.store.publication import Publication, PublishedPart
 from holdfast.store.read import device_copies
-from holdfast.store.read.check_targets import check_writable
-from holdfast.store.read.delta import FilledTargets, note_read
+from holdfast.store.read.delta import FilledTargets
 from holdfast.store.read.device_copies import DeviceReadCounts, DeviceReads
-from holdfast.store.read.read_plan import PlanCache
-from holdfast.store.read.targets import CACHED_ARRANGEMENTS, Arrangement, Targets
-from holdfast.store.read.version_reader import ReadTerms, Slice, VersionReader, chosen, copied, mapped, mapped_state
-from holdfast.store.recent import Recent
+from holdfast.store.read.targets import Targets, arrangements, check_writable
+from holdfast.store.read.version_reader import (
+    ReadTerms,
+    Slice,
+    VersionReader,
+    chosen,
+    copied,
+    mapped,
+    mapped_state,
+    no_copy,
+)
 from holdfast.store.reshard.name_map import Layout
 
 
@@ -114,8 +119,8 @@ def _publish_and_get(plane: MemoryPlane) -> None:
         catalog = Catalog(holders=(Holder(_ID, this_process()),), versions=(version,))
         catalog = Catalog.decode(catalog.encode())
         deadline = time.monotonic() + SECONDS
-        terms = ReadTerms(plane, catalog, version, deadline, lambda *_: None, PlanCache(), FilledTargets(), os.getpid())
-        Targets(flatten_targets(state), False, Recent(1)).fill(VersionReader(terms), True, None)
+        terms = ReadTerms(plane, catalog, version, deadline, lambda *_: None, FilledTargets(), os.getpid())
+        Targets(flatten_targets(state), False, arrangements()).fill(VersionReader(terms), True, None)
 
 
 def whole_number(value: int, what: str) -> int:
@@ -211,8 +216,8 @@ class WeightStore:
         self._spread = spread
         self._keep, self._timeout, self._hold = integer_in(keep, "keep", 1), seconds(timeout), hold
         self._observe: Observe = observe or _nobody
-        self._plans, self._filled = PlanCache(), FilledTargets()
-        self._arrangements: Recent[Arrangement] = Recent(CACHED_ARRANGEMENTS)
+        self._filled = FilledTargets()
+        self._arrangements = arrangements()
         self._followers: weakref.WeakSet[Follower] = weakref.WeakSet()
         self._device_reads = self._open_device_reads() if device_copies else None
         self._slow = ""
@@ -304,9 +309,12 @@ class WeightStore:
             if not self._hold:
                 self._catalog_client.change(lambda now: transitions.join(now, self._replica_holder.holder))
             self._note_slow()
-            terms = PublishTerms(version, part, parts, self._replicas, self._keep, fence, self._spread, shares)
+            holder, key = self._replica_holder, (version, part, packed.digest)
+            replica = holder.keep(key, packed.memory, packed.nbytes, device)
+            shard = Shard(part, packed.digest, packed.manifest_at, holder.holder.id, (replica,))
+            draft = Version(version, parts, self._replicas, fence, False, (shard,), self._spread)
             publication = Publication(
-                self._catalog_client, self._replica_holder, self._plane, terms, packed, observe, device
+                self._catalog_client, holder, self._plane, draft, packed, self._keep, shares, observe
             )
             publication.run(max(deadline - time.monotonic(), 0.0))
 
@@ -371,7 +379,6 @@ class WeightStore:
 
         Raises `NoSuchVersion`, `CorruptVersion` if no replica has the right bytes, `StoreTimeout`.
         """
-        wanted = wire_cast(cast)
         targets = Targets(flatten_targets(into), atomic, self._arrangements)
 
         def read(reader: VersionReader) -> int:
@@ -379,7 +386,7 @@ class WeightStore:
             return reader.number
 
         try:
-            return self._read_version(version, read, timeout, wanted)
+            return self._read_version(version, read, timeout, cast)
         except (StoreTimeout, NoSuchVersion, CorruptData, CallCancelled) as error:
             raise error if not targets.mixed else with_mixture(error, targets.mixed) from error
 
@@ -400,7 +407,6 @@ class WeightStore:
         `Unsupported` if that cannot be had, and the errors of `get`; a `Mismatch` lists all names that the version does
         not have. `cast` is that of `get`.
         """
-        wanted = wire_cast(cast)
         if map:
             check_mappable(cast)
 
@@ -409,14 +415,14 @@ class WeightStore:
             found = mapped(reader, boxes) if map else copied(reader, boxes)
             return rebuild(reader.skeleton, found) if names is None else found
 
-        return self._read_version(version, read, timeout, wanted)
+        return self._read_version(version, read, timeout, cast)
 
     def _read_version(
-        self, version: int | str, read: Callable[[VersionReader], Result], timeout: float | None, cast: WireCast | None
+        self, version: int | str, read: Callable[[VersionReader], Result], timeout: float | None, cast: CastName | None
     ) -> Result:
         """Call `read` with a version, again while its holders die and others come. Raises the errors of `get`."""
         self._check_usable()
-        number = wanted_version(version)
+        number, wanted = wanted_version(version), None if cast is None else wire_cast(cast)
         began = time.monotonic()
         deadline = began + seconds_or(timeout, self._timeout)
         with until(deadline):
@@ -424,10 +430,11 @@ class WeightStore:
             while True:
                 found = catalog.need(number)
                 try:
-                    reader = self._reader(catalog, found, deadline, cast)
+                    reader = self._reader(catalog, found, deadline, wanted)
                     with torch.no_grad():
                         result = read(reader)
-                    note_read(self._catalog_client, found.number, reader.is_mapped)
+                    if not reader.is_mapped:
+                        self._note_far_read(found.number)
                     return result
                 except RegionGone as error:
                     why = error
@@ -437,13 +444,21 @@ class WeightStore:
                     raise StoreTimeout("get", found.number, time.monotonic() - began, str(why)) from why
                 at, catalog = self._catalog_client.wait(at, min(left, PAUSE_SECONDS)) or self._catalog_client.read()
 
+    def _note_far_read(self, version: int) -> None:
+        """Note that a process of this host has read a version without mapping it, unless the register is away."""
+        if transitions.is_noted(self._catalog_client.newest()[1], this_host(), version):
+            return
+        try:
+            self._catalog_client.change(lambda now: transitions.noted(now, this_host(), version))
+        except RegisterAway as error:
+            _log.info("publishers are not told to make deltas: %s", error)
+
     def _reader(self, catalog: Catalog, version: Version, deadline: float, cast: WireCast | None) -> VersionReader:
         report, me = self._replica_holder.report_corrupt, os.getpid()
-        terms = ReadTerms(
-            self._plane, catalog, version, deadline, report, self._plans, self._filled, me, self._device_reads
-        )
+        terms = ReadTerms(self._plane, catalog, version, deadline, report, self._filled, me, self._device_reads)
         if cast is None:
-            return VersionReader(terms, self._host_copies.nearest)
+            share = catalog.readers or self._host_copies.kept
+            return VersionReader(terms, self._host_copies.nearest if share else no_copy)
         return CastVersionReader(terms, CastSources(self._catalog_client, self._plane, cast, version, deadline))
 
     @property
@@ -561,7 +576,8 @@ class WeightStore:
         Raises the errors of a bad `into`, and `Mismatch` if another process of this host follows as `reader`.
         """
         self._check_usable()
-        wire_cast(cast)
+        if cast is not None:
+            wire_cast(cast)
         flat, holder = flatten(into, "`into`"), self._replica_holder.holder
         staging = self._mapped_staging(into, flat, strict) if map else None
         if map:

@@ -32,7 +32,7 @@ from holdfast.store.catalog.fan_out import (
     request_in_group,
     source_of,
 )
-from holdfast.store.catalog.records import Catalog, Holder, Replica, Shard
+from holdfast.store.catalog.records import Catalog, Holder, Replica, Shard, Version
 
 Value = TypeVar("Value", Catalog, ReaderGroup)
 
@@ -307,7 +307,7 @@ def _published(spec: FanOutSpec) -> Catalog:
         catalog = transitions.join(catalog, Holder(name, Peer(f"host of {name}", 1, 1)))
     for part in range(spec.parts):
         shard = Shard(part, digest(part), 0, ids[0], (Replica(ids[0], handle(ids[0])),))
-        catalog = transitions.announce(catalog, 1, shard, parts=spec.parts, replicas=spec.replicas, keep=2, fence=None)
+        catalog = transitions.announce(catalog, Version(1, spec.parts, spec.replicas, None, False, ()), shard, 2)
         for name in ids[1:]:
             catalog = transitions.replicated(catalog, 1, part, digest(part), Replica(name, handle(name)))
     return catalog

@@ -5,9 +5,10 @@ It asks the catalogue for the casts of parts, and waits until holders have packe
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -27,13 +28,12 @@ from holdfast.store.casts.wire_cast import (
 from holdfast.store.catalog import part_casts
 from holdfast.store.catalog.client import CatalogClient
 from holdfast.store.catalog.records import CastForm, Catalog, Replica, Shard, Version
-from holdfast.store.data.manifest import Manifest, TensorEntry
+from holdfast.store.data.manifest import Manifest, RegionLayout, TensorEntry
 from holdfast.store.errors import CastUnavailable, StoreTimeout
-from holdfast.store.read.filling import fill
+from holdfast.store.read.filling import PartTargets, fill
 from holdfast.store.read.part_source import PartSource
-from holdfast.store.read.read_plan import PlanCache, sources_of
+from holdfast.store.read.read_plan import plan_into, sources_of
 from holdfast.store.read.version_reader import ReadTerms, VersionReader
-from holdfast.store.recent import Recent
 from holdfast.store.reshard.plan import BoxCopy, BoxTarget, plan
 
 LOOK_SECONDS = 0.2
@@ -119,9 +119,10 @@ class CastSources:
 BATCH_ELEMENTS = 32 << 20
 """About so many elements are decoded at a time: so temporary memory is small."""
 
-_form_plans = PlanCache()
-_copies: Recent[tuple[BoxCopy, ...]] = Recent(16)
-"""The copies of the last reads, by layouts, targets and reader."""
+
+@functools.lru_cache(maxsize=16)
+def _copies_of(layouts: tuple[RegionLayout, ...], wanted: tuple[BoxTarget, ...], reader: int) -> tuple[BoxCopy, ...]:
+    return plan(wanted, sources_of(layouts), reader)
 
 
 class CastVersionReader(VersionReader):
@@ -145,7 +146,7 @@ class CastVersionReader(VersionReader):
         wanted = [target for each in targets.values() for target in each]
         self._obtain({copy.part for copy in self._copies_of(wanted) if self._is_cast(copy)})
 
-    def fill(self, wanted: Sequence[BoxTarget], into: Mapping[str, torch.Tensor], key: Hashable | None = None) -> None:
+    def fill(self, wanted: Sequence[BoxTarget], into: Mapping[str, torch.Tensor]) -> None:
         """See `VersionReader.fill`."""
         plain, cast = list[BoxTarget](), defaultdict[int, list[BoxCopy]](list)
         for copy in self._copies_of(wanted):
@@ -160,17 +161,11 @@ class CastVersionReader(VersionReader):
             for batch in _batches(copies):
                 self._fill_uncast(self._fill_cast(part, batch, into), into)
 
-    def fill_whole(self, names: tuple[str, ...], into: Mapping[str, torch.Tensor], key: Hashable) -> bool:
-        """False: what is cast is not copied as it is."""
-        return False
+    def plan_whole(self, names: tuple[str, ...]) -> None:
+        """None: what is cast is not copied as it is."""
 
     def _copies_of(self, wanted: Sequence[BoxTarget]) -> tuple[BoxCopy, ...]:
-        key = (self.layouts, tuple(wanted), self._reader)
-        found = _copies.get(key)
-        if found is None:
-            found = plan(wanted, sources_of([manifest.layout for manifest in self.manifests]), self._reader)
-            _copies.put(key, found)
-        return found
+        return _copies_of(tuple([each.layout for each in self.manifests]), tuple(wanted), self._reader)
 
     def _is_cast(self, copy: BoxCopy) -> bool:
         layout = self.manifests[copy.part].layout
@@ -248,8 +243,8 @@ class CastVersionReader(VersionReader):
                 target = f"{number} {name}"
                 staged[target] = torch.empty(shape_of(box), dtype=dtype, device="cpu")
                 wanted.append(BoxTarget(target, name, box, whole(shape_of(box))))
-        planned = _form_plans.get([manifest.layout], wanted, staged, self._reader, None)
-        fill(source, manifest, planned[0], list(staged.values()))
+        planned = plan_into([manifest.layout], wanted, staged, self._reader)
+        fill(source, manifest, PartTargets(planned[0], list(staged.values())))
         for number, copy in enumerate(copies):
             entry = layout.numbers[copy.name, copy.source]
             exponents = staged.get(f"{number} {exponents_name(entry)}")

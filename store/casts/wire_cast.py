@@ -114,10 +114,8 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1, tensor.shape[-1]) if tensor.dim() else tensor.view(1, 1)
 
 
-def wire_cast(name: str | None) -> WireCast | None:
-    """The cast with a name; None for None. Raises ValueError for a name that no cast has."""
-    if name is None:
-        return None
+def wire_cast(name: str) -> WireCast:
+    """The cast with a name. Raises ValueError for a name that no cast has."""
     try:
         return WireCast(name)
     except ValueError:

@@ -1,4 +1,8 @@
-"""Clients of a store's register cells: read, change by compare-and-set, wait."""
+"""Clients of a store's register cells: read, change by compare-and-set, wait; and what ends the waits of a call.
+
+A call looks for a cancellation where it waits and between the pieces that it copies; it then ends with `CallCancelled`,
+as it would with any other error: what it had begun to publish is withdrawn.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +19,11 @@ from typing import Generic, TypeVar
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import is_gone, this_host
 from holdfast.ft.registers import RegisterAway, change_cell, open_cell
-from holdfast.store import cancellation
 from holdfast.store.catalog import fan_out, transitions
 from holdfast.store.catalog.failure_domains import HostBeats
 from holdfast.store.catalog.fan_out import ReaderGroup
 from holdfast.store.catalog.records import Catalog, CellRecord
+from holdfast.store.errors import CallCancelled
 
 PAUSE_SECONDS = 0.1
 """Seconds between two looks for a register that is away."""
@@ -40,6 +44,48 @@ def until(deadline: float) -> Iterator[None]:
         yield
     finally:
         _call.deadline = outer
+
+
+SLICE_SECONDS = 0.05
+"""The longest time that a call which can be cancelled waits before it looks."""
+
+
+class Cancellation:
+    """Ends the calls that run in its `scope`, in whatever thread, once `cancel` was called."""
+
+    def __init__(self, op: str) -> None:
+        self.op = op
+        self._cancelled = threading.Event()
+
+    @property
+    def cancelled(self) -> bool:
+        return self._cancelled.is_set()
+
+    def cancel(self) -> None:
+        """End the calls in the scope. Idempotent, from any thread."""
+        self._cancelled.set()
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Calls of this thread can be cancelled inside."""
+        outer = getattr(_call, "cancellation", None)
+        _call.cancellation = self
+        try:
+            yield
+        finally:
+            _call.cancellation = outer
+
+
+def check_cancelled() -> None:
+    """Raise `CallCancelled` if the call that runs in this thread was cancelled."""
+    found: Cancellation | None = getattr(_call, "cancellation", None)
+    if found is not None and found.cancelled:
+        raise CallCancelled(found.op)
+
+
+def longest_wait(seconds: float) -> float:
+    """The time that a wait of `seconds` may take until the next `check_cancelled`."""
+    return seconds if getattr(_call, "cancellation", None) is None else min(seconds, SLICE_SECONDS)
 
 
 class CellClient(Generic[Value]):
@@ -100,10 +146,10 @@ class CellClient(Generic[Value]):
         """
         deadline = time.monotonic() + timeout
         while True:
-            cancellation.check()
+            check_cancelled()
             left = max(deadline - time.monotonic(), 0.0)
             try:
-                found = self._cell.wait(newer_than, cancellation.longest_wait(left))
+                found = self._cell.wait(newer_than, longest_wait(left))
             except RegisterAway as error:
                 if self._is_given_up(error):
                     raise
@@ -135,7 +181,7 @@ class CellClient(Generic[Value]):
             except RegisterAway as error:
                 if self._is_given_up(error) or time.monotonic() + PAUSE_SECONDS > deadline:
                     raise
-                cancellation.check()
+                check_cancelled()
                 self._closed.wait(PAUSE_SECONDS)
             else:
                 self._away_since = None

@@ -105,29 +105,6 @@ def settled_copies(catalog: Catalog, version: Version, shard: Shard) -> Shard:
     return replace(shard, copies=assigned(copies, seeds))
 
 
-def sources_for(catalog: Catalog, version: Version, shard: Shard, reader: Holder) -> tuple[Replica, ...]:
-    """Where a reader finds a part, in the order in which it should try.
-
-    First its own memory, then that of its host, then the source that it was assigned; then the others in an order that
-    differs by reader, holders that leave last.
-    """
-    mine = next((each for each in shard.copies if each.reader == reader.id), None)
-    source = mine.source if mine is not None else ""
-    copies = [Replica(each.reader, each.handle) for each in shard.copies if each.handle is not None]
-    serving = {each.holder for each in copies}
-
-    def preference(replica: Replica) -> tuple[bool, bool, bool, bool, int]:
-        holder = catalog.holder(replica.holder)
-        peer = holder.peer if holder is not None else None
-        near = peer is not None and peer.host == reader.peer.host
-        leaving = catalog.is_away(replica.holder) or (
-            replica.holder not in serving and (holder is None or holder.leaving)
-        )
-        return peer != reader.peer, not near, replica.holder != source, leaving, _order(reader.id, replica.holder)
-
-    return tuple(sorted((*shard.replicas, *copies), key=preference))
-
-
 def worthwhile(catalog: Catalog, shard: Shard, host: str) -> bool:
     """Whether the readers of a host should share a copy.
 

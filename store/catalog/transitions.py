@@ -20,7 +20,7 @@ from holdfast.store.catalog.disk_copies import remove_dead_retainers
 from holdfast.store.catalog.failure_domains import candidates, helps, without_surplus
 from holdfast.store.catalog.fan_out import withdraw_copy
 from holdfast.store.catalog.fleet import decide_switch, remove_dead_readers, remove_readers_of
-from holdfast.store.catalog.records import KEPT, Catalog, Holder, Pin, Replica, Shard, Spread, Version
+from holdfast.store.catalog.records import KEPT, Catalog, FarRead, Holder, Pin, Replica, Shard, Version
 from holdfast.store.catalog.settling import (
     drop_replicas,
     end_publications,
@@ -45,23 +45,14 @@ def check_fence(catalog: Catalog, fence: int | None) -> None:
         )
 
 
-def announce(
-    catalog: Catalog,
-    number: int,
-    shard: Shard,
-    *,
-    parts: int,
-    replicas: int,
-    keep: int,
-    fence: int | None,
-    spread: Spread = "auto",
-) -> Catalog:
-    """Add a part of a version that its publisher holds.
+def announce(catalog: Catalog, draft: Version, shard: Shard, keep: int) -> Catalog:
+    """Add a part of a version that its publisher holds; `draft` is the version as the publisher wants it.
 
     The same bytes again add a publisher and a replica, or change nothing once the version is visible. A `fence` later
     than all before drops every version that is not visible yet. Raises `StaleEpoch`, and `Mismatch` if the version
     exists with other parts or bytes, or the publisher's store is closed.
     """
+    number, parts, fence = draft.number, draft.parts, draft.fence
     check_fence(catalog, fence)
     if catalog.holder(shard.publisher) is None:
         raise Mismatch(
@@ -80,7 +71,7 @@ def announce(
     if number not in there and len(there) >= keep and number < there[-keep]:
         kept = ", ".join(map(str, there[-keep:]))
         raise Mismatch(f"version {number} is older than those that are kept ({kept}): it would be let go at once")
-    version = catalog.version(number) or Version(number, parts, replicas, fence, False, (), spread)
+    version = catalog.version(number) or replace(draft, shards=())
     if version.parts != parts:
         again = "" if version.visible else f"; {_anew(catalog)}"
         raise Mismatch(f"version {number} has {version.parts} parts, this publisher says {parts}{again}")
@@ -279,6 +270,44 @@ def _keepers(catalog: Catalog, number: int) -> list[str]:
     """What keeps a version for readers, in words."""
     found = [f"reader {each.id!r} (process {each.pid})" for each in catalog.readers if number in each.pinned]
     return found + [f"{each.state} switch {each.serial}" for each in live_switches(catalog) if each.version == number]
+
+
+# -- hosts that read over a wire
+#
+# Publishers make deltas while hosts read parts without mapping them. Holders, followers and pins are in the catalogue
+# with their processes; a process that only reads is noted there by its host. Such a host may be gone without a word, so
+# a note counts for the next versions only, and is renewed.
+
+RENEWED_AFTER, COUNTS_FOR = 8, 16
+"""Versions after which a host's note is renewed, and no longer counts."""
+MOST_HOSTS = 16
+"""One note is enough for deltas to be made; several make it likely that one of the hosts is alive."""
+
+
+def is_noted(catalog: Catalog, host: str, version: int) -> bool:
+    """Whether a read of a version by a process of a host needs no note."""
+    known = next((each.version for each in catalog.far_reads if each.host == host), None)
+    others = sum(1 for each in catalog.far_reads if _counts(each, version))
+    return others >= MOST_HOSTS if known is None else abs(version - known) < RENEWED_AFTER
+
+
+def noted(catalog: Catalog, host: str, version: int) -> Catalog:
+    """Note that a process of a host has read a version without mapping it."""
+    if is_noted(catalog, host, version):
+        return catalog
+    others = [each for each in catalog.far_reads if each.host != host and _counts(each, version)]
+    return replace(catalog, far_reads=(*others, FarRead(host, version)))
+
+
+def reading_hosts(catalog: Catalog) -> frozenset[str]:
+    """The hosts of all processes that read parts of the newest versions, or may."""
+    latest = max(catalog.visible(), default=0)
+    far = {each.host for each in catalog.far_reads if _counts(each, latest)}
+    return frozenset(far | {peer.host for peer in catalog.peers()})
+
+
+def _counts(read: FarRead, version: int) -> bool:
+    return abs(version - read.version) < COUNTS_FOR
 
 
 # -- the effects of a change

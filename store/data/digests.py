@@ -1,9 +1,13 @@
-"""The bytes of dense tensors, and checksums of pieces (xxh3, 64 bits) that are computed while they are copied."""
+"""The bytes of dense tensors, and checksums of pieces (xxh3, 64 bits) that are computed while they are copied.
+
+A `PartPlan` says what a read copies, in the columns of the compiled code.
+"""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +48,7 @@ def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 Words = npt.NDArray[np.uint64]
+Indexes = npt.NDArray[np.intp]
 LEAST_BYTES = 241
 """The compiled code computes checksums of at least so many bytes; of fewer, xxhash does."""
 SHARE_BYTES = 4 << 20
@@ -57,6 +62,31 @@ ROW_SOURCE, ROW_TARGET, ROWS, ROW_BYTES, SOURCE_STRIDE, TARGET_STRIDE = range(6)
 """The columns of a row copy."""
 
 NO_COPIES: Words = np.zeros((0, 6), np.uint64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PartPlan:
+    """What is read of one part. `jobs` and `copies` have offsets in the region and in the targets, not addresses.
+
+    `pieces` are the numbers of the jobs' pieces; `job_targets` and `copy_targets` the numbers of the targets that
+    receive a whole piece, or rows of it (-1: none).
+    """
+
+    pieces: Indexes
+    jobs: Words
+    job_targets: Indexes
+    copies: Words
+    copy_targets: Indexes
+
+    def addressed(self, base: int, targets: Words) -> tuple[Words, Words]:
+        """Jobs and copies with addresses: of the region at `base`, and of the `targets`."""
+        jobs, copies = self.jobs.copy(), self.copies.copy()
+        jobs[:, SOURCE] += np.uint64(base)
+        whole = self.job_targets >= 0
+        jobs[whole, TARGET] += targets[self.job_targets[whole]]
+        copies[:, ROW_SOURCE] += np.uint64(base)
+        copies[:, ROW_TARGET] += targets[self.copy_targets]
+        return jobs, copies
 
 
 def copy_and_digest(jobs: Words, copies: Words = NO_COPIES) -> Words:

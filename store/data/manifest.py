@@ -4,7 +4,8 @@ The manifest lists every tensor, and a checksum for every piece: a run of small 
 Readers copy and verify piece by piece. So the digest of the manifest identifies all the bytes; it does not depend on
 the order of the state dict, on strides, or on storage that tensors share.
 
-The layout is the same for all versions of a training run, so it is made, encoded and decoded once.
+The layout is the same for all versions of a training run, so it is made, encoded and decoded once. Tensors that several
+parts of a version have must have equal bytes (`check_shared`): readers read them from any of the parts.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from __future__ import annotations
 import functools
 import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -21,10 +23,11 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from holdfast.comms.errors import CorruptData
+from holdfast.comms.errors import CorruptData, Mismatch
 from holdfast.ft.state.boxes import Box, shape_of, whole
 from holdfast.store.data.digests import Words
-from holdfast.store.data.skeleton import decode as decode_skeleton
+from holdfast.store.data.state_dicts import decode as decode_skeleton
+from holdfast.store.reshard.plan import listed
 
 PIECE_BYTES = 2 << 20
 """The most bytes of a piece: few enough to verify it while it is in the cache."""
@@ -106,6 +109,12 @@ class RegionLayout:
         self.digest = xxhash.xxh3_128_digest(self.encoded)
         self.data_bytes = entries[-1].offset + self._sizes[-1] if entries else 0
         self.manifest_at = aligned(self.data_bytes)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RegionLayout) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
 
     @functools.cached_property
     def arrays(self) -> LayoutArrays:
@@ -216,7 +225,7 @@ class Manifest:
     """The content of a part: its layout, the checksums (xxh3, 64 bits) of its pieces, and its skeleton.
 
     `small_sums` are the checksums of each small tensor, by which parts are compared. The skeleton describes the state
-    dict that the tensors came from (`holdfast.store.data.tree`).
+    dict that the tensors came from (`holdfast.store.data.state_dicts`).
     """
 
     layout: RegionLayout
@@ -300,3 +309,56 @@ def some(names: list[str]) -> str:
     """The first names of a list, and how many there are besides."""
     shown = ", ".join(names[:4])
     return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"
+
+
+@functools.lru_cache(maxsize=16)
+def tensors_of(layouts: tuple[RegionLayout, ...]) -> Mapping[str, TensorEntry]:
+    """Each tensor of a version: an entry that has all of it if there is one.
+
+    Raises `Mismatch` if parts disagree about its shape or dtype.
+    """
+    found: dict[str, TensorEntry] = {}
+    for layout in layouts:
+        for entry in layout.entries:
+            known = found.get(entry.name)
+            if known is not None and (known.dtype, known.shape) != (entry.dtype, entry.shape):
+                raise Mismatch(f"a part of the version has {entry}, another {known}: publish it alike on all ranks")
+            if known is None or known.box is not None:
+                found[entry.name] = entry
+    return found
+
+
+def check_shared(parts: Sequence[int], manifests: Sequence[Manifest]) -> None:
+    """Check that parts with these numbers have equal bytes of each box of a tensor that several of them have.
+
+    Raises `Mismatch`, naming the tensors and the parts.
+    """
+    faults: dict[str, None] = {}
+    for name, (first, at), (second, there) in _shared(tuple(manifest.layout for manifest in manifests)):
+        if manifests[first].sums_of(at) != manifests[second].sums_of(there):
+            faults[f"{name!r} has other bytes in part {parts[second]} than in part {parts[first]}"] = None
+    if faults:
+        raise Mismatch(
+            f"parts of the version disagree: {listed(faults)}; publish equal bytes, or each tensor in one part"
+        )
+
+
+class _Place(NamedTuple):
+    """The position of a part's manifest, and that of an entry in its layout."""
+
+    part: int
+    entry: int
+
+
+@functools.lru_cache(maxsize=16)
+def _shared(layouts: tuple[RegionLayout, ...]) -> tuple[tuple[str, _Place, _Place], ...]:
+    """The boxes that several parts have: the tensor's name, the first place of each, and another one."""
+    first: dict[tuple[str, Box], _Place] = {}
+    found = []
+    for part, layout in enumerate(layouts):
+        for number, entry in enumerate(layout.entries):
+            here = _Place(part, number)
+            known = first.setdefault((entry.name, entry.box or whole(entry.shape)), here)
+            if known is not here:
+                found.append((entry.name, known, here))
+    return tuple(found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -40,7 +40,6 @@ from holdfast.store.data.digests import (
     lies_in_order,
 )
 from holdfast.store.data.manifest import ALIGNMENT, LARGE_BYTES, Manifest, RegionLayout, TensorEntry, aligned
-from holdfast.store.recent import Recent
 
 ROWS_OF_JOB = 64
 """The number of small tensors that one thread copies at a time."""
@@ -108,7 +107,8 @@ class _PackPlan:
 
 
 _plan = functools.lru_cache(maxsize=CACHED_PLANS)(_PackPlan)
-_plain_plans: Recent[_PackPlan] = Recent(CACHED_PLANS)
+_plain_plans: Callable[[Hashable], list[_PackPlan]] = functools.lru_cache(CACHED_PLANS)(lambda key: [])
+"""A list with the plan of plain tensors of the same names and forms, once that is made."""
 
 
 def pack(blocks: Sequence[PartBlock], skeleton: bytes, allocate: Callable[[int], torch.Tensor]) -> PackedPart:
@@ -126,12 +126,11 @@ def pack_plain(
     tensors: Mapping[str, torch.Tensor], plain: PlainTensors, skeleton: bytes, allocate: Callable[[int], torch.Tensor]
 ) -> PackedPart:
     """Copy whole tensors, which `plain` describes: see `pack`."""
-    key = plain.names, plain.forms
-    plan = _plain_plans.get(key)
-    if plan is None:
+    made = _plain_plans((plain.names, plain.forms))
+    if not made:
         kinds = ((name, str(each.dtype)[6:], tuple(each.shape), None, each.nbytes) for name, each in tensors.items())
-        plan = _PackPlan(tuple(kinds))
-        _plain_plans.put(key, plan)
+        made.append(_PackPlan(tuple(kinds)))
+    plan = made[0]
     located = LocatedSources(plain.addresses[plan.order], np.zeros(len(plan.order), bool))
     return _pack(plan, skeleton, allocate, lambda memory: located)
 

@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from holdfast.comms.errors import HoldfastError, Mismatch
 from holdfast.comms.quantities import integer_in, seconds_or
 from holdfast.comms.system import forks
-from holdfast.store.cancellation import check, longest_wait
-from holdfast.store.catalog.client import CatalogClient
+from holdfast.store.catalog.client import CatalogClient, check_cancelled, longest_wait
 from holdfast.store.catalog.fleet import digests_of, find_reader, may_serve, own, target
 from holdfast.store.catalog.records import Catalog, Reader
 from holdfast.store.errors import NotCaughtUp, StoreTimeout
@@ -136,7 +135,7 @@ class Follower:
                 self._staged.changed.wait(longest_wait(min(left, LOOK_SECONDS)))
 
         while True:
-            check()
+            check_cancelled()
             yield wait
 
     def _raise_unfit(self, catalog: Catalog, version: int) -> None:

@@ -7,9 +7,8 @@ import threading
 import time
 
 from holdfast.comms.errors import HoldfastError, Mismatch, Unsupported
-from holdfast.store.cancellation import Cancellation
 from holdfast.store.catalog import fleet
-from holdfast.store.catalog.client import CatalogClient
+from holdfast.store.catalog.client import Cancellation, CatalogClient
 from holdfast.store.catalog.fleet import Digests, digests_of, needed, preparing, wanted
 from holdfast.store.catalog.records import Catalog, Reader
 from holdfast.store.errors import FollowFailed, NoSuchVersion, ReaderReplaced

@@ -21,8 +21,7 @@ from holdfast.comms.tensors.overlap import alias_key, groups_sharing_memory, spa
 from holdfast.store.catalog.fleet import Digests, digests_of
 from holdfast.store.catalog.records import Catalog
 from holdfast.store.data.digests import NBYTES, SOURCE, TARGET, copy_elements, lies_in_order
-from holdfast.store.data.skeleton import build_value, rebuild
-from holdfast.store.data.tree import FlatState, flatten_targets
+from holdfast.store.data.state_dicts import FlatState, build_value, flatten_targets, rebuild
 from holdfast.store.reshard.placements import is_dtensor, local_of
 
 Tensors = Mapping[str, torch.Tensor]

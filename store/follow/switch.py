@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 from holdfast.comms.errors import HoldfastError
 from holdfast.comms.transport.base import Peer
-from holdfast.store.cancellation import check
 from holdfast.store.catalog import fleet
-from holdfast.store.catalog.client import CatalogClient
+from holdfast.store.catalog.client import CatalogClient, check_cancelled
 from holdfast.store.catalog.fleet import find_switch, preparing
 from holdfast.store.catalog.records import Catalog, SwitchRecord
 from holdfast.store.errors import StoreTimeout
@@ -90,7 +89,7 @@ class SwitchProposer:
 
     def _look(self, at: int, deadline: float) -> tuple[int, Catalog]:
         """Wait a little for a change, and count dead processes out."""
-        check()
+        check_cancelled()
         self._client.wait(at, min(LOOK_SECONDS, deadline - time.monotonic()))
         return self._client.remove_dead_holders()
 

@@ -20,7 +20,7 @@ from holdfast.store.catalog.fan_out import ABOVE
 from holdfast.store.catalog.records import Catalog, Holder, PartKey, Replica, ServingCopy, Shard, Version
 from holdfast.store.holding.memory_pool import MemoryPool
 from holdfast.store.read.filling import copy_part
-from holdfast.store.read.part_source import PartSource, ReportCorrupt
+from holdfast.store.read.part_source import PartSource, ReportCorrupt, sources_for
 
 LOOK_SECONDS = 0.2
 """Seconds between two looks for processes that died: no event of the register tells of them."""
@@ -47,7 +47,8 @@ class HostCopies:
         self._report = report
         self._group: GroupClient | None = None
         self._lock = threading.Lock()
-        self._kept: dict[PartKey, _KeptCopy] = {}
+        self.kept: dict[PartKey, _KeptCopy] = {}
+        """The copies that this store serves."""
         self._closing = threading.Event()
 
     def nearest(self, catalog: Catalog, version: Version, shard: Shard, deadline: float) -> Replica | None:
@@ -55,7 +56,7 @@ class HostCopies:
 
         None if its readers should use other sources: few hosts read, the host has a replica, or no copy could be made.
         """
-        if not self._kept and not fan_out.worthwhile(catalog, shard, self._reader.peer.host):
+        if not self.kept and not fan_out.worthwhile(catalog, shard, self._reader.peer.host):
             return None
         if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
             return None
@@ -76,7 +77,7 @@ class HostCopies:
                 _log.warning("left a group of readers without telling the others: %s", error)
             self._group.close()
             self._group = None
-            kept, self._kept = list(self._kept.values()), {}
+            kept, self.kept = list(self.kept.values()), {}
         for each in kept:
             each.region.close()
 
@@ -84,7 +85,7 @@ class HostCopies:
 
     def _nearest(self, catalog: Catalog, version: Version, shard: Shard, deadline: float) -> Replica | None:
         key = (version.number, shard.part, shard.digest)
-        if (kept := self._kept.get(key)) is not None:
+        if (kept := self.kept.get(key)) is not None:
             return Replica(self._reader.id, kept.region.handle)
         if self._group is None:
             self._group = GroupClient(self._catalog_client.url, self._catalog_client.name, self._reader.peer.host)
@@ -148,7 +149,7 @@ class HostCopies:
             if now is None or there is None or mine is None:
                 return None
             if mine.source:
-                return fan_out.sources_for(catalog, now, there, self._reader)[0]
+                return sources_for(catalog, now, there, self._reader)[0]
             left = deadline - time.monotonic()
             if left <= 0 or self._closing.is_set():
                 return None
@@ -173,7 +174,7 @@ class HostCopies:
             memory = allocate(source.nbytes)
             copy_part(source, memory[: source.nbytes])
             kept = _KeptCopy(self._plane.expose(memory[: source.nbytes]), memory)
-        self._kept[key] = kept
+        self.kept[key] = kept
         self._pool.touch_ahead()
         if source.replica != found:
             self._pass_over(groups, key, found.holder)
@@ -187,9 +188,9 @@ class HostCopies:
 
     def _drop_others(self, groups: GroupClient, number: int) -> None:
         """Let the copies of other versions go."""
-        for key in [key for key in self._kept if key[0] != number]:
+        for key in [key for key in self.kept if key[0] != number]:
             self._withdraw(groups, key)
-            kept = self._kept.pop(key)
+            kept = self.kept.pop(key)
             kept.region.close()
             self._pool.give_back(kept.memory)
 

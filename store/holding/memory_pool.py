@@ -20,7 +20,7 @@ import torch
 
 from holdfast.comms.errors import Mismatch
 from holdfast.comms.memory_plane import MemoryPlane
-from holdfast.store import cancellation
+from holdfast.store.catalog.client import check_cancelled
 from holdfast.store.data.cuda_copies import register_ahead
 from holdfast.store.errors import StoreFull
 
@@ -93,7 +93,7 @@ class MemoryPool:
         began = time.monotonic()
         with self._changed:
             while True:
-                cancellation.check()
+                check_cancelled()
                 self._take_back()
                 self._ahead = size
                 if (found := self._fitting(size)) is not None:

@@ -28,18 +28,8 @@ from torch.futures import Future
 
 from holdfast.comms.errors import CorruptData, HoldfastError, Unsupported
 from holdfast.ft.state.boxes import Box, cover, shape_of, whole
-from holdfast.store.data.skeleton import (
-    DictNode,
-    ListNode,
-    StateNode,
-    TensorNode,
-    TiedNode,
-    TupleNode,
-    build_value,
-    decode,
-    encode,
-    rebuild,
-)
+from holdfast.store.data.state_dicts import build_value, decode, encode, rebuild
+from holdfast.store.data.state_nodes import DictNode, ListNode, StateNode, TensorNode, TiedNode, TupleNode
 from holdfast.store.errors import CopyFailed
 from holdfast.store.inspection import TensorReport
 from holdfast.store.interop.disk_copy import (

@@ -24,7 +24,7 @@ from holdfast.comms.errors import CorruptData
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import is_gone, this_process
 from holdfast.store.data.digests import as_bytes
-from holdfast.store.data.skeleton import Skeleton, build_value, decode, rebuild
+from holdfast.store.data.state_dicts import Skeleton, build_value, decode, rebuild
 from holdfast.store.errors import CopyFailed, NoRoomOnDisk
 from holdfast.store.inspection import TensorReport
 from holdfast.store.weight_store import WeightStore

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from holdfast.comms.errors import CorruptData, Unsupported
 from holdfast.store.data.digests import as_bytes
-from holdfast.store.data.skeleton import encode
+from holdfast.store.data.state_dicts import encode
 from holdfast.store.errors import CopyFailed
 from holdfast.store.inspection import TensorReport
 from holdfast.store.interop.disk_copy import (

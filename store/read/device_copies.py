@@ -27,12 +27,11 @@ from holdfast.ft.state.boxes import Box
 from holdfast.store.catalog.records import DeviceAddress, Replica
 from holdfast.store.data import cuda_copies
 from holdfast.store.data.cuda_copies import CopiesToDevices, on_device
-from holdfast.store.data.digests import LEAST_BYTES, NBYTES, SOURCE, Words, flat_bytes, is_dense
+from holdfast.store.data.digests import LEAST_BYTES, NBYTES, SOURCE, Indexes, Words, flat_bytes, is_dense
 from holdfast.store.data.manifest import LARGE_BYTES
 from holdfast.store.data.packing import PackedPart
 from holdfast.store.read.filling import PartTargets
 from holdfast.store.read.part_source import PartSource
-from holdfast.store.read.read_plan import Indexes
 
 _HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1

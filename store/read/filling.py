@@ -26,6 +26,8 @@ from holdfast.store.data.digests import (
     SOURCE_STRIDE,
     TARGET,
     TARGET_STRIDE,
+    Indexes,
+    PartPlan,
     Words,
     calls,
     copy_and_digest,
@@ -34,7 +36,6 @@ from holdfast.store.data.digests import (
 from holdfast.store.data.manifest import Manifest
 from holdfast.store.read.delta import TensorMemory, read_delta
 from holdfast.store.read.part_source import PartSource
-from holdfast.store.read.read_plan import Indexes, PartPlan
 
 if TYPE_CHECKING:
     from holdfast.store.read.device_copies import DeviceReads
@@ -47,15 +48,17 @@ RUN_BYTES = 8 << 20
 class PartTargets:
     """The targets of a plan. Compiled code fills those of the host, copies of CUDA those on devices."""
 
-    def __init__(self, plan: PartPlan, targets: Sequence[torch.Tensor]) -> None:
-        self.plan, self._targets = plan, targets
+    def __init__(self, plan: PartPlan, targets: Sequence[torch.Tensor], *, away: bool = False) -> None:
+        """`away` says whether any target is on a device."""
+        self.plan, self.targets = plan, targets
         self._addresses = np.array([target.data_ptr() for target in targets], np.uint64)
-        away = np.array([*map(on_device, targets), False], bool)  # the last one is number -1: no target
-        self.away = away[plan.job_targets]
+        there = [on_device(target) for target in targets] if away else [False] * len(targets)
+        away_of = np.array([*there, False], bool)  # the last one is number -1: no target
+        self.away = away_of[plan.job_targets]
         """The jobs whose whole piece goes to a device."""
-        self._rows_away = away[plan.copy_targets]
-        self.any_away = bool(away.any())
-        devices = {target.device for target in targets if on_device(target)}
+        self._rows_away = away_of[plan.copy_targets]
+        self.any_away = any(there)
+        devices = {target.device for target, gone in zip(targets, there, strict=True) if gone}
         self.device = devices.pop() if len(devices) == 1 else None
         """The only device that targets are on; None if there is none, or several."""
 
@@ -80,7 +83,7 @@ class PartTargets:
         if target < 0 or self.away[start]:
             return None
         begin = int(self.plan.jobs[start, TARGET])
-        return flat_bytes(self._targets[target])[begin : begin + nbytes]
+        return flat_bytes(self.targets[target])[begin : begin + nbytes]
 
     def begin_copies(self, memory: torch.Tensor, first: int, todo: Indexes) -> CopiesToDevices:
         """Begin to copy what the jobs `todo` take to devices, from `memory`, which has the region from `first` on."""
@@ -90,12 +93,12 @@ class PartTargets:
             job, last = plan.jobs[whole[start]], plan.jobs[whole[stop - 1]]
             at, into = int(job[SOURCE]) - first, int(job[TARGET])
             nbytes = int(last[SOURCE] + last[NBYTES] - job[SOURCE])
-            data = flat_bytes(self._targets[plan.job_targets[whole[start]]])
+            data = flat_bytes(self.targets[plan.job_targets[whole[start]]])
             pairs.append((memory[at : at + nbytes], data[into : into + nbytes]))
         for job in plan.jobs[todo[plan.jobs[todo, COUNT] > 0]]:
             for number in range(int(job[FIRST]), int(job[FIRST] + job[COUNT])):
                 if self._rows_away[number]:
-                    row, data = plan.copies[number], flat_bytes(self._targets[plan.copy_targets[number]])
+                    row, data = plan.copies[number], flat_bytes(self.targets[plan.copy_targets[number]])
                     shape = int(row[ROWS]), int(row[ROW_BYTES])
                     pairs.append(
                         (
@@ -146,22 +149,21 @@ def runs_of(plan: PartPlan, todo: Indexes, most: int | None) -> list[tuple[int, 
 def fill(
     source: PartSource,
     manifest: Manifest,
-    plan: PartPlan,
-    targets: Sequence[torch.Tensor],
+    into: PartTargets,
     bases: Sequence[TensorMemory] | None = None,
     device_reads: DeviceReads | None = None,
 ) -> None:
-    """Fill the targets with what `plan` takes from a part. Pieces that fail are read from the next replica.
+    """Fill targets with what their plan takes from a part. Pieces that fail are read from the next replica.
 
     What `device_reads` finds on the targets' device is not read from the host. Where the part is not mapped and has a
     delta from the bytes in `bases`, laid out like the targets, that is read.
     Raises the errors of `PartSource.manifest`; what was filled before stays.
     """
-    into = PartTargets(plan, targets)
+    plan = into.plan
     expected = manifest.sums[plan.pieces]
     todo = np.arange(len(plan.jobs))
     if bases is not None and len(todo) and source.mapped() is None:
-        todo = read_delta(source, manifest, plan, targets, bases)
+        todo = read_delta(source, manifest, plan, into.targets, bases)
     if device_reads is not None and len(todo):
         todo = device_reads.fill(source, into, expected, todo)
     while len(todo):
@@ -181,7 +183,7 @@ def copy_part(source: PartSource, into: torch.Tensor, base: torch.Tensor | None 
     manifest = source.manifest()
     encoded = np.frombuffer(manifest.encode(), np.uint8)
     into[source.shard.manifest_at :].numpy()[:] = encoded
-    fill(source, manifest, _whole(manifest), [into], None if base is None else [TensorMemory.of(base)])
+    fill(source, manifest, PartTargets(_whole(manifest), [into]), None if base is None else [TensorMemory.of(base)])
     return manifest
 
 
@@ -190,7 +192,8 @@ def verify_part(source: PartSource) -> None:
     manifest = source.manifest()
     plan = _whole(manifest)
     plan.jobs[:, TARGET] = 0
-    fill(source, manifest, replace(plan, job_targets=np.full(len(plan.jobs), -1, np.intp)), [])
+    plan = replace(plan, job_targets=np.full(len(plan.jobs), -1, np.intp))
+    fill(source, manifest, PartTargets(plan, []))
 
 
 def _whole(manifest: Manifest) -> PartPlan:

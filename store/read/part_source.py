@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import torch
+import xxhash
 
 from holdfast.comms.errors import BackendUnavailable, CorruptData, HoldfastError, OpTimeout, RegionGone, Unsupported
 from holdfast.comms.memory_plane import Handle, MemoryPlane
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import this_host, this_process
-from holdfast.store import cancellation
-from holdfast.store.catalog.fan_out import sources_for
+from holdfast.store.catalog.client import check_cancelled
 from holdfast.store.catalog.records import Catalog, Holder, Replica, Shard, Version
 from holdfast.store.data.manifest import Manifest
 from holdfast.store.errors import StoreTimeout
@@ -210,7 +210,7 @@ class PartSource:
 
     def left(self) -> float:
         """Seconds until the deadline. Raises `StoreTimeout` once it has passed, `CallCancelled` if that happened."""
-        cancellation.check()
+        check_cancelled()
         left = self.deadline - time.monotonic()
         if left < 0:
             raise self.late()
@@ -251,6 +251,35 @@ class PartSource:
         self._failures.append(why)
         self._replicas.popleft()
         self._opened, self._mapped = False, None
+
+
+def sources_for(catalog: Catalog, version: Version, shard: Shard, reader: Holder) -> tuple[Replica, ...]:
+    """Where a reader finds a part, in the order in which it should try.
+
+    First its own memory, then that of its host, then the source that it was assigned; then the others in an order that
+    differs by reader, holders that leave last.
+    """
+    mine = next((each for each in shard.copies if each.reader == reader.id), None)
+    source = mine.source if mine is not None else ""
+    copies = [Replica(each.reader, each.handle) for each in shard.copies if each.handle is not None]
+    serving = {each.holder for each in copies}
+
+    def preference(replica: Replica) -> tuple[bool, bool, bool, bool, int]:
+        holder = catalog.holder(replica.holder)
+        peer = holder.peer if holder is not None else None
+        near = peer is not None and peer.host == reader.peer.host
+        leaving = catalog.is_away(replica.holder) or (
+            replica.holder not in serving and (holder is None or holder.leaving)
+        )
+        return (
+            peer != reader.peer,
+            not near,
+            replica.holder != source,
+            leaving,
+            xxhash.xxh3_64_intdigest(f"{reader.id} {replica.holder}".encode()),
+        )
+
+    return tuple(sorted((*shard.replicas, *copies), key=preference))
 
 
 def this_store() -> Holder:

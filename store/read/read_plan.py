@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from holdfast.comms.tensors.overlap import overlaps_itself
@@ -24,17 +24,16 @@ from holdfast.store.data.digests import (
     NBYTES,
     ROW_BYTES,
     ROW_SOURCE,
-    ROW_TARGET,
     ROWS,
     SOURCE,
     TARGET,
-    Words,
+    Indexes,
+    PartPlan,
 )
 from holdfast.store.data.manifest import LARGE_BYTES, RegionLayout
-from holdfast.store.recent import Recent
 from holdfast.store.reshard.plan import BoxCopy, BoxTarget, PartBox, plan
 
-Indexes = npt.NDArray[np.intp]
+CACHED_PLANS = 64
 
 
 class LocalTensor(NamedTuple):
@@ -42,31 +41,6 @@ class LocalTensor(NamedTuple):
 
     itemsize: int
     strides: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PartPlan:
-    """What is read of one part. `jobs` and `copies` have offsets in the region and in the targets, not addresses.
-
-    `pieces` are the numbers of the jobs' pieces; `job_targets` and `copy_targets` the numbers of the targets that
-    receive a whole piece, or rows of it (-1: none).
-    """
-
-    pieces: Indexes
-    jobs: Words
-    job_targets: Indexes
-    copies: Words
-    copy_targets: Indexes
-
-    def addressed(self, base: int, targets: Words) -> tuple[Words, Words]:
-        """Jobs and copies with addresses: of the region at `base`, and of the `targets`."""
-        jobs, copies = self.jobs.copy(), self.copies.copy()
-        jobs[:, SOURCE] += np.uint64(base)
-        whole = self.job_targets >= 0
-        jobs[whole, TARGET] += targets[self.job_targets[whole]]
-        copies[:, ROW_SOURCE] += np.uint64(base)
-        copies[:, ROW_TARGET] += targets[self.copy_targets]
-        return jobs, copies
 
 
 class Rows(NamedTuple):
@@ -177,7 +151,8 @@ def plan_whole_tensors(
     return _plan(layout, receivers)
 
 
-def plan_named(layout: RegionLayout, names: Sequence[str]) -> PartPlan | None:
+@lru_cache(maxsize=CACHED_PLANS)
+def plan_named(layout: RegionLayout, names: tuple[str, ...]) -> PartPlan | None:
     """Plan to fill dense tensors with the whole tensors of these names, in this order, from the only part.
 
     None if the part does not have all of them, or one is named twice.
@@ -218,11 +193,26 @@ def _plan(layout: RegionLayout, receivers: Indexes) -> PartPlan:
     return PartPlan(pieces, jobs, job_targets, copies, receivers[rows])
 
 
-CACHED_PLANS = 16
-
-
 ReadPlan = tuple[PartPlan, ...]
 """What is read of each part."""
+
+
+def plan_into(
+    layouts: Sequence[RegionLayout], wanted: Sequence[BoxTarget], into: Mapping[str, torch.Tensor], reader: int = 0
+) -> ReadPlan:
+    """The plan of `plan_read` for tensors. Equal layouts, targets and strides have the same plan."""
+    memory = tuple([(name, local_tensor(each)) for name, each in into.items()])
+    return _cached_plan(tuple(layouts), tuple(wanted), memory, reader)
+
+
+@lru_cache(maxsize=CACHED_PLANS)
+def _cached_plan(
+    layouts: tuple[RegionLayout, ...],
+    wanted: tuple[BoxTarget, ...],
+    into: tuple[tuple[str, LocalTensor], ...],
+    reader: int,
+) -> ReadPlan:
+    return plan_read(layouts, wanted, dict(into), reader)
 
 
 def plan_read(
@@ -296,51 +286,6 @@ class _PartBuilder:
 def _first(box: Box, strides: Sequence[int]) -> int:
     """The byte of the first element of a box."""
     return sum(low * stride for (low, _), stride in zip(box, strides, strict=True))
-
-
-class PlanCache:
-    """The plans of the last reads, by layouts. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._plans: Recent[ReadPlan] = Recent(CACHED_PLANS)
-
-    def get(
-        self,
-        layouts: Sequence[RegionLayout],
-        wanted: Sequence[BoxTarget],
-        into: Mapping[str, torch.Tensor],
-        reader: int,
-        key: Hashable | None,
-    ) -> ReadPlan:
-        """See `plan_read`. Equal layouts have the same plan. `key`, if given, stands for `wanted` and `into`."""
-        digests = tuple(layout.digest for layout in layouts)
-        found = None if key is None else self._plans.get((digests, key, reader))
-        if found is not None:
-            return found
-        memory = {name: local_tensor(each) for name, each in into.items()}
-        whole_key = digests, (tuple(wanted), tuple(memory.items())), reader
-        found = self._plans.get(whole_key)
-        if found is None:
-            found = plan_read(layouts, wanted, memory, reader)
-            self._plans.put(whole_key, found)
-        if key is not None:
-            self._plans.put((digests, key, reader), found)
-        return found
-
-    def whole(self, layouts: Sequence[RegionLayout], names: tuple[str, ...], key: Hashable) -> ReadPlan | None:
-        """The plan of `plan_named`, if there is one part. `key` stands for `names`."""
-        if len(layouts) != 1:
-            return None
-        digest = layouts[0].digest
-        found = self._plans.get((digest, key))
-        if found is None:
-            found = self._plans.get((digest, names))
-            if found is None and (planned := plan_named(layouts[0], names)) is not None:
-                found = (planned,)
-                self._plans.put((digest, names), found)
-            if found is not None:
-                self._plans.put((digest, key), found)
-        return found
 
 
 def local_tensor(tensor: torch.Tensor) -> LocalTensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,23 +15,21 @@ from holdfast.comms.memory_plane import MemoryPlane
 from holdfast.ft.state.boxes import Box, whole
 from holdfast.store.catalog.records import Catalog, Replica, Shard, Version
 from holdfast.store.data.cuda_copies import on_device
-from holdfast.store.data.manifest import LARGE_BYTES, Manifest, TensorEntry, quoted, some
-from holdfast.store.data.merging import check_shared, merge, tensors_of
+from holdfast.store.data.manifest import LARGE_BYTES, Manifest, TensorEntry, check_shared, quoted, some, tensors_of
 from holdfast.store.data.packing import digest_pieces
-from holdfast.store.data.skeleton import decode, rebuild
+from holdfast.store.data.state_dicts import decode, merge, rebuild
 from holdfast.store.read.delta import FilledTargets
 from holdfast.store.read.device_copies import DeviceReads
-from holdfast.store.read.filling import fill
+from holdfast.store.read.filling import PartTargets, fill
 from holdfast.store.read.part_source import PartSource, ReportCorrupt
-from holdfast.store.read.read_plan import PlanCache, ReadPlan
-from holdfast.store.recent import Recent
+from holdfast.store.read.read_plan import ReadPlan, plan_into, plan_named
 from holdfast.store.reshard.plan import BoxTarget
 
 Nearest = Callable[[Catalog, Version, Shard, float], Replica | None]
 """A callback that finds, or makes, a copy of a part on the reader's host before a deadline, if readers share one."""
 
-_agreeing: Recent[bool] = Recent(16)
-"""Versions with parts that were found to agree, by the digests of the parts."""
+_agreed: Callable[[Hashable], set[bool]] = functools.lru_cache(16)(lambda key: set())
+"""A set that is not empty once the parts with these digests were found to agree."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +41,13 @@ class ReadTerms:
     version: Version
     deadline: float
     report: ReportCorrupt
-    plans: PlanCache
     filled: FilledTargets
     reader: int
     device_reads: DeviceReads | None = None
+
+
+def no_copy(*_: object) -> None:
+    """The `Nearest` of readers that share no copy."""
 
 
 class VersionReader:
@@ -59,10 +61,10 @@ class VersionReader:
     fills_devices = True
     """Whether `fill` takes dense tensors on CUDA devices."""
 
-    def __init__(self, terms: ReadTerms, nearest: Nearest = lambda *_: None) -> None:
+    def __init__(self, terms: ReadTerms, nearest: Nearest = no_copy) -> None:
         catalog, version, deadline = terms.catalog, terms.version, terms.deadline
         self.number = version.number
-        self._plans, self._filled, self._reader = terms.plans, terms.filled, terms.reader
+        self._filled, self._reader = terms.filled, terms.reader
         self._device_reads = terms.device_reads
         self._sources = []
         for shard in version.shards:
@@ -113,33 +115,30 @@ class VersionReader:
     def prepare(self, targets: Mapping[str, Sequence[BoxTarget]]) -> None:
         """Wait for what `fill` needs besides the parts. Nothing, unless the reader asked for a cast."""
 
-    def fill(self, wanted: Sequence[BoxTarget], into: Mapping[str, torch.Tensor], key: Hashable | None = None) -> None:
+    def fill(self, wanted: Sequence[BoxTarget], into: Mapping[str, torch.Tensor]) -> ReadPlan | None:
         """Fill the boxes of local tensors, by name, that `wanted` says. See `has_rows` for what tensors can be filled.
 
-        `key`, if given, stands for `wanted` and the layout of `into`. Raises `Mismatch`, before a byte moves, if no
-        part has some of what is wanted.
+        Returns the plan, with which `carry_out` does the same again; None if there is none. Raises `Mismatch`, before a
+        byte moves, if no part has some of what is wanted.
         """
-        layouts = [manifest.layout for manifest in self.manifests]
-        self._carry_out(self._plans.get(layouts, wanted, into, self._reader, key), into)
+        plan = plan_into([manifest.layout for manifest in self.manifests], wanted, into, self._reader)
+        self.carry_out(plan, into)
+        return plan
 
-    def fill_whole(self, names: tuple[str, ...], into: Mapping[str, torch.Tensor], key: Hashable) -> bool:
-        """Fill dense tensors of the same shapes with the whole tensors `names`.
+    def plan_whole(self, names: tuple[str, ...]) -> ReadPlan | None:
+        """Plan to fill dense tensors with the whole tensors `names`; None unless the only part has all of them."""
+        plan = plan_named(self.manifests[0].layout, names) if len(self.manifests) == 1 else None
+        return None if plan is None else (plan,)
 
-        False, and nothing moves, if they are not all in one part. `key` stands for `names`.
-        """
-        plan = self._plans.whole([manifest.layout for manifest in self.manifests], names, key)
-        if plan is not None:
-            self._carry_out(plan, into)
-        return plan is not None
-
-    def _carry_out(self, plan: ReadPlan, into: Mapping[str, torch.Tensor]) -> None:
+    def carry_out(self, plan: ReadPlan, into: Mapping[str, torch.Tensor], *, away: bool = True) -> None:
+        """Fill local tensors by a plan for these layouts. None is on a device unless `away`."""
         targets = list(into.values())
-        patchable = not any(map(on_device, targets))
+        away = away and any(map(on_device, targets))
         for source, manifest, part in zip(self._sources, self.manifests, plan, strict=True):
             offer = source.shard.delta
-            bases = self._filled.holding(part, offer.base) if offer is not None and patchable else None
-            fill(source, manifest, part, targets, bases, self._device_reads)
-            if not source.is_mapped and patchable:
+            bases = self._filled.holding(part, offer.base) if offer is not None and not away else None
+            fill(source, manifest, PartTargets(part, targets, away=away), bases, self._device_reads)
+            if not source.is_mapped and not away:
                 self._filled.remember(part, targets, source.shard.digest)
 
     def map(self, names: Sequence[str], *, verify: bool = False) -> dict[str, torch.Tensor]:
@@ -169,9 +168,9 @@ class VersionReader:
 
 def _check_shared(version: Version, manifests: Sequence[Manifest]) -> None:
     key = tuple((shard.part, shard.digest) for shard in version.shards)
-    if _agreeing.get(key) is None:
+    if not (agreed := _agreed(key)):
         check_shared([shard.part for shard in version.shards], manifests)
-        _agreeing.put(key, True)
+        agreed.add(True)
 
 
 class Slice(NamedTuple):

@@ -20,7 +20,6 @@ from holdfast.comms.transport.liveness import this_process
 from holdfast.ft.registers import RegisterAway
 from holdfast.store.data.packing import pack
 from holdfast.store.errors import NotInitialized
-from holdfast.store.read.read_plan import PlanCache
 from holdfast.store.torchstore import record
 from holdfast.store.torchstore.home import StoreAddress
 from holdfast.store.torchstore.record import Deleted, Directory, KeyPart, StoreRecord
@@ -67,7 +66,6 @@ class LocalClient:
         except BaseException:
             self._record.close()
             raise
-        self._plans = PlanCache()
         self._mapped: dict[int, torch.Tensor] = {}
         self._lock = threading.Lock()
         self._claim = 0
@@ -188,7 +186,7 @@ class LocalClient:
         try:
             self._record.update(leased)
             opened = {id(part): OpenPart.of(part, self._memory(part)) for parts in found.values() for part in parts}
-            values = read_values(requests, found, opened, self._plans)
+            values = read_values(requests, found, opened)
         finally:
             self._release(claim)
         return {key: value if inplace[key] is None else inplace[key] for key, value in values.items()}

@@ -18,7 +18,7 @@ from holdfast.store.data.digests import copy_and_digest
 from holdfast.store.data.manifest import Manifest
 from holdfast.store.data.packing import PartBlock
 from holdfast.store.errors import NoSuchSlice, ObjectRefused
-from holdfast.store.read.read_plan import PlanCache, ReadPlan, has_rows
+from holdfast.store.read.read_plan import ReadPlan, has_rows, plan_into
 from holdfast.store.reshard.plan import BoxTarget
 from holdfast.store.torchstore.record import Form, KeyPart
 from holdfast.store.torchstore.transport import Request
@@ -111,7 +111,6 @@ def read_values(
     requests: Mapping[str, Request],
     found: Mapping[str, tuple[KeyPart, ...]],
     opened: Mapping[int, OpenPart],
-    plans: PlanCache,
 ) -> dict[str, Any]:
     """The values of keys, read from their parts (`opened`, by identity) into new tensors or the given ones, verified.
 
@@ -134,7 +133,7 @@ def read_values(
         into = {name: tensor for key in keys for name, tensor in readings[key].into.items()}
         wanted = [target for key in keys for target in readings[key].wanted]
         try:
-            plan = plans.get([part.manifest.layout for part in parts], wanted, into, 0, None)
+            plan = plan_into([part.manifest.layout for part in parts], wanted, into)
         except Mismatch as error:
             raise NoSuchSlice(f"what is stored lacks elements that are asked for: {error}") from error
         planned.append((parts, plan, list(into.values())))

@@ -23,7 +23,7 @@ from holdfast.comms.errors import Mismatch
 from holdfast.ft.registers import RegisterAway
 from holdfast.ft.registers.etcd import OtherCluster
 from holdfast.store import NoSuchVersion, StoreTimeout, WeightStore
-from holdfast.store.cancellation import Cancellation
+from holdfast.store.catalog.client import Cancellation
 from holdfast.store.catalog.records import Catalog
 from holdfast.store.errors import CallCancelled
 from support.children import Child

@@ -20,7 +20,7 @@ from holdfast.comms.ops import Recv, Send
 from holdfast.comms.tensors.packing import check_memory, is_sparse, locate, plain, plain_tensor, span
 from holdfast.ft.state.codec import encode_state
 from holdfast.harness import LocalCluster
-from holdfast.store.data.tree import flatten
+from holdfast.store.data.state_dicts import flatten
 
 COUNT = 4
 MPI = pytest.param("mpi", marks=pytest.mark.thorough)

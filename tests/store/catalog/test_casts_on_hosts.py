@@ -28,7 +28,7 @@ from holdfast.store.catalog.part_casts import (
     decline_cast,
     request_cast,
 )
-from holdfast.store.catalog.records import CastForm, Catalog, Holder, Replica, Shard
+from holdfast.store.catalog.records import CastForm, Catalog, Holder, Replica, Shard, Version
 from holdfast.store.errors import CastUnavailable
 from support.children import Child
 from support.waiting import eventually
@@ -46,7 +46,7 @@ def catalog() -> Catalog:
     """Version 1, of which three holders have the only part."""
     found = Catalog(holders=tuple(HOLDERS))
     shard = Shard(0, DIGEST, 960, "a", (Replica("a", handle("a")),))
-    found = transitions.announce(found, 1, shard, parts=1, replicas=3, keep=2, fence=None)
+    found = transitions.announce(found, Version(1, 1, 3, None, False, ()), shard, 2)
     for name in "bc":
         found = transitions.replicated(found, 1, 0, DIGEST, Replica(name, handle(name)))
     assert found.latest == 1

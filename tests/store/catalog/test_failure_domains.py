@@ -30,7 +30,7 @@ from holdfast.store.catalog.failure_domains import (
     why_unsafe,
     with_beat,
 )
-from holdfast.store.catalog.records import Catalog, Holder, Reader, Replica, Shard, Spread
+from holdfast.store.catalog.records import Catalog, Holder, Reader, Replica, Shard, Spread, Version
 from support.children import Child
 
 HOSTS = ("north", "south", "west")
@@ -96,7 +96,7 @@ def published(*holders: Holder, replicas: int = 2) -> Catalog:
     for holder in holders:
         catalog = transitions.join(catalog, holder)
     first = Shard(0, b"x" * 16, 50, holders[0].id, (replica_of(holders[0]),))
-    catalog = transitions.announce(catalog, 1, first, parts=1, replicas=replicas, keep=2, fence=None)
+    catalog = transitions.announce(catalog, Version(1, 1, replicas, None, False, ()), first, 2)
     for holder in holders[1:replicas]:
         catalog = transitions.replicated(catalog, 1, 0, b"x" * 16, replica_of(holder))
     assert catalog.visible() == (1,)
@@ -130,7 +130,7 @@ def test_a_host_that_comes_back_earlier_has_its_replicas_still() -> None:
 def test_what_a_host_was_still_publishing_goes_with_it() -> None:
     catalog = transitions.join(transitions.join(Catalog(), NORTH), SOUTH)
     first = Shard(0, b"x" * 16, 50, SOUTH.id, (replica_of(SOUTH),))
-    catalog = transitions.announce(catalog, 1, first, parts=1, replicas=2, keep=2, fence=None)
+    catalog = transitions.announce(catalog, Version(1, 1, 2, None, False, ()), first, 2)
     catalog = transitions.hosts_away(catalog, {"south"})
     assert catalog.versions == () and [holder.id for holder in catalog.holders] == [NORTH.id]
 
@@ -169,7 +169,7 @@ def replica(holder: str) -> Replica:
 def announced(catalog: Catalog, publisher: str, spread: Spread, replicas: int = 2) -> Catalog:
     """The catalogue after one store has announced version 1 and nothing is copied yet."""
     shard = Shard(0, DIGEST, 50, publisher, (replica(publisher),))
-    return transitions.announce(catalog, 1, shard, parts=1, replicas=replicas, keep=2, fence=None, spread=spread)
+    return transitions.announce(catalog, Version(1, 1, replicas, None, False, (), spread), shard, 2)
 
 
 def copied(catalog: Catalog, holder: str) -> Catalog:
@@ -266,7 +266,7 @@ def test_a_holder_departs_when_no_other_can_copy_its_parts() -> None:
 def test_the_first_publisher_of_a_version_decides_how_it_is_spread() -> None:
     catalog = announced(holders(north=2, south=1), "north0", "processes")
     again = replace(catalog.versions[0].shards[0], publisher="north1", replicas=(replica("north1"),))
-    catalog = transitions.announce(catalog, 1, again, parts=1, replicas=2, keep=2, fence=None, spread="hosts")
+    catalog = transitions.announce(catalog, Version(1, 1, 2, None, False, (), "hosts"), again, 2)
     assert catalog.visible() == (1,) and catalog.versions[0].spread == "processes"
 
 

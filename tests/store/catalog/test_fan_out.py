@@ -34,12 +34,11 @@ from holdfast.store.catalog.fan_out import (
     group_of,
     request_copy,
     source_of,
-    sources_for,
     withdraw_copy,
 )
 from holdfast.store.catalog.records import Catalog, Holder, Reader, Replica, ServingCopy, Shard, Version
 from holdfast.store.data.manifest import Manifest
-from holdfast.store.read.part_source import PartSource
+from holdfast.store.read.part_source import PartSource, sources_for
 from support.children import Child
 from support.mutations import mutated
 from support.waiting import eventually
@@ -61,7 +60,7 @@ def published(*holders: str, number: int = 1, catalog: Catalog | None = None) ->
     for name in holders:
         catalog = transitions.join(catalog, Holder(name, Peer(name, 1, 1)))
     shard = Shard(0, DIGEST, 50, holders[0], (Replica(holders[0], handle(holders[0])),))
-    catalog = transitions.announce(catalog, number, shard, parts=1, replicas=len(holders), keep=2, fence=None)
+    catalog = transitions.announce(catalog, Version(number, 1, len(holders), None, False, ()), shard, 2)
     for name in holders[1:]:
         catalog = transitions.replicated(catalog, number, 0, DIGEST, Replica(name, handle(name)))
     return catalog

@@ -37,7 +37,7 @@ def test_a_damaged_catalogue_is_read_as_a_catalogue_or_refused(where: int, what:
     catalog = transitions.join(transitions.join(Catalog(), STORES[0]), STORES[1])
     replica = Replica(STORES[0].id, Handle("shm", b"region", 100))
     first = Shard(0, b"x" * 16, 50, STORES[0].id, (replica,))
-    catalog = transitions.announce(catalog, 1, first, parts=1, replicas=1, keep=2, fence=None)
+    catalog = transitions.announce(catalog, Version(1, 1, 1, None, False, ()), first, 2)
     catalog = transitions.pin(request_copy(catalog, 1, 0, b"x" * 16, STORES[2]), 1, "lease", STORES[1])
     catalog = fleet.register(catalog, Reader("g0", "token", "store", STORES[2].peer, switched=True))
     catalog = fleet.propose(catalog, "undecided", 1, ["g0", "g1"], 2, 5.0, STORES[0].peer)
@@ -244,13 +244,9 @@ class Catalogue(RuleBasedStateMachine):
         before = self.catalog
         transition = partial(
             transitions.announce,
-            number=number,
+            draft=Version(number, 1 + number % 2, 2, fence, False, (), SPREADS[number % 3]),
             shard=shard(holder, number, part, digest),
-            parts=1 + number % 2,
-            replicas=2,
             keep=2,
-            fence=fence,
-            spread=SPREADS[number % 3],
         )
         allowed = self.apply(transition)
         known = before.shard(number, part)
@@ -486,7 +482,7 @@ def test_two_stores_of_one_process_are_one_process() -> None:
     for holder in (HOLDERS[0], HOLDERS[4], HOLDERS[1]):
         catalog = transitions.join(catalog, holder)
     first = shard(HOLDERS[0], 1, 0, b"x" * 16)
-    catalog = transitions.announce(catalog, 1, first, parts=1, replicas=2, keep=2, fence=None)
+    catalog = transitions.announce(catalog, Version(1, 1, 2, None, False, ()), first, 2)
     assert not list(transitions.missing(catalog, HOLDERS[4].id))
     catalog = transitions.replicated(catalog, 1, 0, b"x" * 16, replica(HOLDERS[4], 1, 0, b"x" * 16))
     assert catalog.visible() == ()
@@ -497,7 +493,7 @@ def test_two_stores_of_one_process_are_one_process() -> None:
 def test_a_version_that_was_lost_and_published_anew_is_not_lost() -> None:
     catalog = transitions.join(Catalog(lost=(1, 2)), HOLDERS[0])
     first = shard(HOLDERS[0], 1, 0, b"x" * 16)
-    catalog = transitions.announce(catalog, 1, first, parts=1, replicas=1, keep=2, fence=None)
+    catalog = transitions.announce(catalog, Version(1, 1, 1, None, False, ()), first, 2)
     assert catalog.visible() == (1,) and catalog.lost == (2,)
     gone = transitions.remove_dead_holders(catalog, {HOLDERS[0].peer})
     assert list(transitions.ended(catalog, gone, HOLDERS[1].id)) == [("lost", 1)]

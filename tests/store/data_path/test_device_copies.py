@@ -25,7 +25,7 @@ from holdfast.comms.tensors.memory import PlainTensors
 from holdfast.harness.cli.store_tables import holders_table
 from holdfast.store import WeightStore, weight_store
 from holdfast.store.catalog.records import DeviceAddress
-from holdfast.store.data import cuda_copies, tree
+from holdfast.store.data import cuda_copies, state_dicts
 from holdfast.store.data.cuda_copies import Cuda, DeviceDigests, HostCopy, Registrations, to_host
 from holdfast.store.data.digests import copy_and_digest
 from holdfast.store.data.packing import PartBlock, pack
@@ -119,7 +119,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     digests.compile(torch.device("cpu"))
     fake.digested = 0
     fake.log.clear()
-    monkeypatch.setattr(tree, "PlainTensors", SimpleNamespace(of=described))
+    monkeypatch.setattr(state_dicts, "PlainTensors", SimpleNamespace(of=described))
     return fake
 
 
@@ -348,7 +348,7 @@ def test_rows_of_a_tensor_go_to_a_device(cuda: FakeCuda) -> None:
         into = {"here": cuda.put(local)}
         wanted = BoxTarget("here", "w", box, ((0, local.shape[0]), (0, local.shape[1])))
         plan = plan_read([part.manifest.layout], [wanted], {"here": local_tensor(local)})[0]
-        targets = PartTargets(plan, [local])
+        targets = PartTargets(plan, [local], away=True)
         assert targets.only_away.all()
         targets.begin_copies(part.memory, 0, np.arange(len(plan.jobs))).wait()
         (rows, columns) = (slice(*each) for each in box)

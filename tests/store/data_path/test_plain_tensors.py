@@ -17,9 +17,10 @@ from holdfast.comms.errors import Mismatch
 from holdfast.comms.tensors.memory import PlainTensors
 from holdfast.ft.state.boxes import whole
 from holdfast.store import WeightStore
+from holdfast.store.data.digests import PartPlan
 from holdfast.store.data.manifest import LARGE_BYTES, PIECE_BYTES
 from holdfast.store.data.packing import PackedPart, PartBlock, pack, pack_plain
-from holdfast.store.read.read_plan import PartPlan, local_tensor, plan_named, plan_read, plan_whole_tensors
+from holdfast.store.read.read_plan import local_tensor, plan_named, plan_read, plan_whole_tensors
 from holdfast.store.reshard.plan import BoxTarget
 
 State = dict[str, torch.Tensor]
@@ -73,12 +74,12 @@ def test_whole_tensors_are_planned_as_boxes_are(state: State, data: st.DataObjec
     general = plan_read([layout, packed({"other": torch.zeros(1)}).manifest.layout], wanted, into)[0]
     assert copies_of(usual) == copies_of(general)
     assert np.array_equal(usual.pieces, general.pieces)
-    named = plan_named(layout, names)
+    named = plan_named(layout, tuple(names))
     assert named is not None
     assert copies_of(named) == copies_of(general)
     assert np.array_equal(named.pieces, general.pieces)
-    assert plan_named(layout, [*names, "not there"]) is None
-    assert not names or plan_named(layout, [*names, names[0]]) is None
+    assert plan_named(layout, (*names, "not there")) is None
+    assert not names or plan_named(layout, (*names, names[0])) is None
 
 
 def test_parts_of_tensors_and_strided_targets_are_planned_as_boxes() -> None:

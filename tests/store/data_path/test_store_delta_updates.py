@@ -21,7 +21,7 @@ from holdfast.comms.transport.base import Peer
 from holdfast.comms.work import Work
 from holdfast.store import WeightStore
 from holdfast.store.catalog.records import Catalog, DeltaOffer, Holder, Shard, Version
-from holdfast.store.read.delta import COUNTS_FOR, MOST_HOSTS, RENEWED_AFTER, noted, reading_hosts
+from holdfast.store.catalog.transitions import COUNTS_FOR, MOST_HOSTS, RENEWED_AFTER, noted, reading_hosts
 from support.children import Child
 
 

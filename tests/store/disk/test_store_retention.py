@@ -20,7 +20,7 @@ from holdfast.comms.transport.base import Peer
 from holdfast.harness.chaos.faults.storage import small_disk
 from holdfast.store import WeightStore
 from holdfast.store.catalog import disk_copies, transitions
-from holdfast.store.catalog.records import Catalog, Holder, Replica, Retainer, Shard
+from holdfast.store.catalog.records import Catalog, Holder, Replica, Retainer, Shard, Version
 from holdfast.store.interop.disk_copy import read_record
 from holdfast.store.interop.safetensors import export_version
 from holdfast.store.retention import DiskRetention, copies, copy_path, restore
@@ -303,7 +303,7 @@ def published(catalog: Catalog, number: int) -> Catalog:
     holder = Holder("holder", Peer("host", 99, 1))
     shard = Shard(0, b"digest", 0, "holder", (Replica("holder", Handle("shm", b"%d" % number, 8)),))
     catalog = transitions.join(catalog, holder)
-    return transitions.announce(catalog, number, shard, parts=1, replicas=1, keep=2, fence=None)
+    return transitions.announce(catalog, Version(number, 1, 1, None, False, ()), shard, 2)
 
 
 def apply(catalog: Catalog, step: str, which: int) -> Catalog:

@@ -179,7 +179,7 @@ def test_a_cancelled_get_changes_nothing_or_says_what_it_mixed(tmp_path: Path, m
     async def body() -> None:
         async with AsyncWeightStore(f"memory://{tmp_path}") as store:
             await store.publish(1, weights(1))
-            for name in ("fill", "fill_whole"):
+            for name in ("fill", "carry_out"):
                 monkeypatch.setattr(VersionReader, name, slow(getattr(VersionReader, name)))
             for atomic in (True, False):
                 filling.clear(), go_on.clear()

@@ -14,7 +14,7 @@ from holdfast.comms.errors import HoldfastError, Mismatch
 from holdfast.comms.memory_plane import Handle
 from holdfast.comms.transport.base import Peer
 from holdfast.store.catalog import fleet, settling, transitions
-from holdfast.store.catalog.records import Catalog, Holder, Reader, Replica, Shard, SwitchRecord
+from holdfast.store.catalog.records import Catalog, Holder, Reader, Replica, Shard, SwitchRecord, Version
 from holdfast.store.errors import NoSuchVersion, ReaderReplaced
 
 TRAINER = Holder("trainer", Peer("host", 1, 1))
@@ -26,7 +26,7 @@ some_readers = st.none() | st.lists(names, min_size=1, unique=True)
 def publish(catalog: Catalog, number: int) -> Catalog:
     replica = Replica(TRAINER.id, Handle("shm", f"{number}".encode(), 100))
     shard = Shard(0, bytes([number]) * 16, 50, TRAINER.id, (replica,))
-    return transitions.announce(catalog, number, shard, parts=1, replicas=1, keep=2, fence=None)
+    return transitions.announce(catalog, Version(number, 1, 1, None, False, ()), shard, 2)
 
 
 def store_with(*numbers: int) -> Catalog:
@@ -418,7 +418,7 @@ def test_a_reader_is_not_ready_for_other_bytes_of_the_same_number() -> None:
     catalog = transitions.delete(fleet.report(catalog, "g0", one.reader.token, set(), bytes_of(1)), 1)
     assert catalog.readers[0].ready == ()
     other = Shard(0, b"other bytes", 50, TRAINER.id, (Replica(TRAINER.id, Handle("shm", b"new", 100)),))
-    catalog = transitions.announce(catalog, 1, other, parts=1, replicas=1, keep=3, fence=None)
+    catalog = transitions.announce(catalog, Version(1, 1, 1, None, False, ()), other, 3)
     catalog = fleet.report(catalog, "g0", one.reader.token, {1}, bytes_of(1))
     assert catalog.readers[0].ready == ()
     catalog = fleet.report(catalog, "g0", one.reader.token, {1}, {1: (b"other bytes",)})

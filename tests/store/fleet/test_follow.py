@@ -16,7 +16,7 @@ from holdfast.comms.errors import CorruptData, HoldfastError, Mismatch
 from holdfast.ft.registers import RegisterAway
 from holdfast.store import Follower, Layout, NoSuchVersion, NotCaughtUp, ReaderReplaced, StoreTimeout, WeightStore
 from holdfast.store.catalog.settling import without_versions
-from holdfast.store.data.tree import FlatState
+from holdfast.store.data.state_dicts import FlatState
 from holdfast.store.follow import staging
 from holdfast.store.follow.staging import StagedVersions, StagingState
 from support.waiting import eventually

@@ -29,7 +29,7 @@ from holdfast.harness import LocalCluster
 from holdfast.store import WeightStore
 from holdfast.store.data.manifest import LARGE_BYTES
 from holdfast.store.interop.dcp import import_version
-from holdfast.store.publication import PartComparison
+from holdfast.store.publication import Publication
 from holdfast.store.reshard import giving
 from holdfast.store.reshard.placements import local_of, place
 from support.source_tree import ROOT
@@ -300,7 +300,7 @@ def stage(number: int, shared: torch.Tensor) -> dict[str, torch.Tensor]:
 def publishers_that_do_not_compare(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Publishers that cannot read the parts of others in time."""
     with monkeypatch.context() as patched:
-        patched.setattr(PartComparison, "left", lambda *_: ())
+        patched.setattr(Publication, "_to_compare", lambda *_: [])
         yield
 
 

@@ -20,9 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from holdfast.comms.errors import CorruptData, Mismatch, Unsupported
-from holdfast.store.data.merging import merge
-from holdfast.store.data.skeleton import Skeleton, decode, encode, rebuild
-from holdfast.store.data.tree import flatten, flatten_targets
+from holdfast.store.data.state_dicts import Skeleton, decode, encode, flatten, flatten_targets, merge, rebuild
 from support.mutations import mutated
 from support.samples import scaled_tensor
 from support.samples.scaled_tensor import ScaledTensor, scaled

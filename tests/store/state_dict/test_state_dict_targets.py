@@ -16,9 +16,8 @@ from torch import nn
 
 from holdfast.comms.errors import Mismatch, Unsupported
 from holdfast.store.data.manifest import TensorEntry
-from holdfast.store.data.skeleton import decode
-from holdfast.store.data.tree import flatten, flatten_targets
-from holdfast.store.read.check_targets import check_targets, check_writable
+from holdfast.store.data.state_dicts import decode, flatten, flatten_targets
+from holdfast.store.read.targets import check_targets, check_writable
 from support.samples.scaled_tensor import Rounding, scaled
 from support.weights.state_dicts import named_leaves, same, state_dicts, values
 
@@ -124,7 +123,7 @@ def test_targets_in_memory_that_cannot_be_written_are_refused(
 ) -> None:
     """Kernels before 6.11 answer no question about one address; then the whole memory map is read."""
     if not kernel_answers:
-        monkeypatch.setattr("holdfast.store.read.check_targets._PROCMAP_QUERY", 0)
+        monkeypatch.setattr("holdfast.store.read.targets._PROCMAP_QUERY", 0)
     wrong = read_only_tensor(tmp_path / "weights")
     for _ in range(2):
         with pytest.raises(Mismatch, match=r"^'a' of `into` lies in memory that is mapped read-only; clone it$"):

@@ -20,8 +20,7 @@ from torch import nn
 
 from holdfast.comms.errors import Mismatch, Unsupported
 from holdfast.store import WeightStore
-from holdfast.store.data.skeleton import decode, rebuild
-from holdfast.store.data.tree import flatten
+from holdfast.store.data.state_dicts import decode, flatten, rebuild
 from support.children import Child
 from support.samples.store_processes import Holders, a_publisher
 from support.weights.state_dicts import bits, named_leaves, same, state_dicts

@@ -1,48 +1,61 @@
-"""`flatten`: takes a state dict apart into tensors by dotted name, and a skeleton with everything else."""
+"""State dicts: `flatten` takes one apart into tensors by dotted name and a skeleton; `rebuild` puts one together.
+
+The skeleton is the structure and all values but the tensors, which it names. It travels as msgpack and is decoded
+strictly: decoding imports nothing and runs no code of the sender. `merge` unites those of a version's parts.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple
+from functools import lru_cache
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 import torch
+import xxhash
 from torch import nn
 
 from holdfast.comms._native import plain
-from holdfast.comms.codecs.value_codec import Plain, encode_value
-from holdfast.comms.errors import Mismatch, Unsupported
+from holdfast.comms.codecs.value_codec import Plain, decode_value, encode_value
+from holdfast.comms.errors import CorruptData, Mismatch, Unsupported
 from holdfast.comms.tensors.memory import PlainTensors
 from holdfast.comms.tensors.overlap import alias_key
 from holdfast.comms.tensors.packing import dlpack_device, plain_tensor
-from holdfast.store.data.skeleton import (
+from holdfast.store.data.state_nodes import (
     DEEPEST,
     PARAMETER,
     REQUIRES_GRAD,
     DictNode,
+    EnumNode,
     Key,
     ListNode,
+    RecordNode,
     StateNode,
     SubclassNode,
+    Tensor,
     TensorNode,
     TiedNode,
     TupleNode,
+    build_subclass,
+    check_context,
+    check_keys,
     children,
-    encode,
     encode_context,
+    encode_node,
     import_name,
     inner_tensors,
 )
 from holdfast.store.reshard.placements import is_dtensor, local_of
 
+T = TypeVar("T")
 SHOWN = 8
 """The most faults that a message spells out."""
-
 _KINDS: tuple[type[Exception], ...] = (TypeError, ValueError, Unsupported, Mismatch)
 
 
@@ -67,22 +80,198 @@ class FaultList:
         self.found.append(Fault(kind, name, text))
 
     def check(self) -> None:
-        """Raise the faults, if any, as one error."""
-        if self.found:
-            raise_all(self.found)
+        """Raise the faults, if any, as one error that spells out the first ones and counts the rest."""
+        if not (faults := self.found):
+            return
+        kinds = {fault.kind for fault in faults}
+        kind = next(each for each in _KINDS if each in kinds)
+        words = "; ".join(fault.text for fault in faults[:SHOWN])
+        if len(faults) > SHOWN:
+            words += f"; and {len(faults) - SHOWN} more"
+        raise kind(f"{len(faults)} faults: {words}" if len(faults) > 1 else words)
 
 
-def raise_all(faults: list[Fault]) -> None:
-    """Raise all faults as one error that spells out the first ones and counts the rest."""
-    kinds = {fault.kind for fault in faults}
-    kind = next(each for each in _KINDS if each in kinds)
-    words = "; ".join(fault.text for fault in faults[:SHOWN])
-    if len(faults) > SHOWN:
-        words += f"; and {len(faults) - SHOWN} more"
-    raise kind(f"{len(faults)} faults: {words}" if len(faults) > 1 else words)
+class _Encoded(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="state dict 1"):
+    root: DictNode
 
 
-Tensor = torch.Tensor
+_decoder = msgspec.msgpack.Decoder(_Encoded)
+
+
+@dataclass(frozen=True, slots=True)
+class Skeleton:
+    """A decoded skeleton, indexed by dotted name.
+
+    `tensors` are published under these names; `ties` maps the names that are not, to those that hold their bytes. A
+    tuple without tensors is one of the `values`.
+    """
+
+    root: DictNode
+    tensors: Mapping[str, int] = field(default_factory=dict)
+    ties: Mapping[str, str] = field(default_factory=dict)
+    values: Mapping[str, StateNode] = field(default_factory=dict)
+    subclasses: Mapping[str, SubclassNode] = field(default_factory=dict)
+
+    def source(self, name: str) -> str:
+        """The name under which the bytes of tensor `name` are published."""
+        return self.ties.get(name, name)
+
+    @property
+    def digest(self) -> bytes:
+        """16 bytes that identify the state, whatever the order of its dicts."""
+        return xxhash.xxh3_128_digest(encode_node(_sorted(self.root)))
+
+
+def encode(root: DictNode) -> bytes:
+    return msgspec.msgpack.encode(_Encoded(root))
+
+
+@lru_cache(maxsize=8)
+def decode(data: bytes) -> Skeleton:
+    """The skeleton in `data`. Raises `CorruptData` for bytes that `encode` cannot have made."""
+    try:
+        return index(_decoder.decode(data).root)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptData(f"not the skeleton of a state dict: {error}") from error
+
+
+def index(root: DictNode) -> Skeleton:
+    """Index and check a tree. Raises `CorruptData` if no state dict has it."""
+    indexed = _SkeletonIndex()
+    indexed.visit_items(root, "", 1)
+    indexed.check_names()
+    for name, source in indexed.ties.items():
+        if source not in indexed.tensors:
+            raise CorruptData(f"{name[:80]!r} is tied to {source[:80]!r}, which is no tensor of the state dict")
+    return Skeleton(root, indexed.tensors, indexed.ties, indexed.values, indexed.subclasses)
+
+
+class _SkeletonIndex:
+    def __init__(self) -> None:
+        self.tensors: dict[str, int] = {}
+        self.ties: dict[str, str] = {}
+        self.values: dict[str, StateNode] = {}
+        self.subclasses: dict[str, SubclassNode] = {}
+
+    def visit_items(self, node: DictNode | ListNode | TupleNode | SubclassNode, prefix: str, depth: int) -> None:
+        if depth > DEEPEST:
+            raise CorruptData(f"the skeleton of a state dict that is nested more than {DEEPEST} levels deep")
+        if isinstance(node, DictNode | SubclassNode):
+            check_keys(node.keys if isinstance(node, DictNode) else node.attributes, node.items)
+        tensors = self.tensors
+        for name, item in children(node, prefix):
+            if type(item) is not TensorNode:
+                self._visit(item, name, depth)
+            elif name in tensors:
+                raise _twice(name)
+            else:
+                tensors[name] = item.flags
+
+    def check_names(self) -> None:
+        """Raise `CorruptData` for a name of several tensors or values."""
+        count = len(self.tensors) + len(self.ties) + len(self.values) + len(self.subclasses)
+        if len({*self.tensors, *self.ties, *self.values, *self.subclasses}) < count:
+            raise CorruptData("the skeleton of a state dict that has a name twice")
+
+    def _visit(self, item: StateNode, name: str, depth: int) -> None:
+        match item:
+            case TiedNode(source, _):
+                _add(self.ties, name, source)
+            case SubclassNode():
+                self._visit_subclass(item, name, depth)
+            case DictNode() | ListNode():
+                self.visit_items(item, f"{name}.", depth + 1)
+            case TupleNode():
+                self._visit_tuple(item, name, depth)
+            case EnumNode() | RecordNode():
+                raise CorruptData("an enumeration or a dataclass in a state dict, outside of a subclass")
+            case _:
+                decode_value(item)  # type: ignore[arg-type]
+                _add(self.values, name, item)
+
+    def _visit_subclass(self, node: SubclassNode, name: str, depth: int) -> None:
+        if any(not isinstance(item, TensorNode | TiedNode | SubclassNode) for item in node.items):
+            raise CorruptData(f"{name[:80]!r} is a subclass with an inner value that is no tensor")
+        if len(node.size) != len(node.stride) or min((*node.size, *node.stride), default=0) < 0:
+            raise CorruptData(f"{name[:80]!r} is a subclass of an impossible shape")
+        check_context(node.context, depth + 1)
+        _add(self.subclasses, name, node)
+        self.visit_items(node, f"{name}.", depth + 1)
+
+    def _visit_tuple(self, node: TupleNode, name: str, depth: int) -> None:
+        """Index a tuple as a single value, unless there are tensors in it."""
+        before, values = (len(self.tensors), len(self.ties)), len(self.values)
+        self.visit_items(node, f"{name}.", depth + 1)
+        if (len(self.tensors), len(self.ties)) == before:
+            while len(self.values) > values:
+                self.values.popitem()
+            _add(self.values, name, node)
+
+
+def _add(to: dict[str, T], name: str, what: T) -> None:
+    if name in to:
+        raise _twice(name)
+    to[name] = what
+
+
+def _twice(name: str) -> CorruptData:
+    return CorruptData(f"the skeleton of a state dict that has {name[:80]!r} twice")
+
+
+def _sorted(node: StateNode) -> StateNode:
+    """The same tree with all dicts in the order of their encoded keys."""
+    match node:
+        case DictNode(keys, items):
+            below = [each if type(each) is TensorNode else _sorted(each) for each in items]
+            pairs = sorted(zip(map(encode_node, keys), keys, below, strict=True), key=itemgetter(0))
+            return DictNode(tuple(key for _, key, _ in pairs), tuple(item for _, _, item in pairs))
+        case ListNode(items):
+            return ListNode(tuple(map(_sorted, items)))
+        case TupleNode(items):
+            return TupleNode(tuple(map(_sorted, items)))
+    return node
+
+
+_FIXED = (ListNode, TupleNode, SubclassNode)
+
+
+def merge(parts: Sequence[Skeleton]) -> Skeleton:
+    """The state dict of which each part has some: dicts are united, everything else must be equal.
+
+    A tensor is tied if it is in all parts that have it. Raises `Mismatch`, with all names, if parts disagree.
+    """
+    first, *rest = parts
+    if all(part is first or part.root == first.root for part in rest):
+        return first
+    faults = FaultList()
+    root: StateNode = first.root
+    for position, part in enumerate(rest, 1):
+        root = _merged(root, part.root, "", position, faults)
+    faults.check()
+    assert isinstance(root, DictNode)
+    return index(root)
+
+
+def _merged(one: StateNode, other: StateNode, name: str, part: int, faults: FaultList) -> StateNode:
+    prefix = f"{name}." if name else ""
+    if isinstance(one, DictNode) and isinstance(other, DictNode):
+        items = dict(zip(one.keys, one.items, strict=True))
+        for (each, item), key in zip(children(other, prefix), other.keys, strict=True):
+            items[key] = _merged(items[key], item, each, part, faults) if key in items else item
+        return DictNode(tuple(items), tuple(items.values()))
+    if isinstance(one, _FIXED) and isinstance(other, _FIXED) and len(one.items) == len(other.items):
+        pairs = zip(children(one, prefix), other.items, strict=True)
+        merged = tuple(_merged(item, theirs, each, part, faults) for (each, item), theirs in pairs)
+        one, other = (msgspec.structs.replace(each, items=merged) for each in (one, other))
+    if isinstance(one, TensorNode | TiedNode) and isinstance(other, TensorNode | TiedNode):
+        whole = type(one) is type(other)
+        one, other = (each if whole else TensorNode(each.flags) for each in (one, other))
+    if encode_node(one) != encode_node(other):
+        text = f"{name!r} in part {part} of the version differs from that in the parts before; publish it alike"
+        faults.add(Mismatch, name, text)
+    return one
+
+
 _WORD = 1 << 63
 _NO_KEY = object()
 _ORDINARY = (Tensor, nn.Parameter)
@@ -450,3 +639,71 @@ def _tied(node: StateNode, name: str, ties: Mapping[str, str]) -> Any:
             items = tuple(_tied(item, each, ties) for each, item in children(node, prefix))
             return msgspec.structs.replace(node, items=items)
     return node
+
+
+def rebuild(skeleton: Skeleton | bytes, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """A new state dict around `tensors`, which has each tensor of the skeleton by name.
+
+    Dicts keep their order. Parameters come back as Parameters, leaves with their requires_grad. Tied tensors are one
+    object again, or one memory where only one of them is a Parameter.
+
+    Raises `CorruptData` if the tensors are not those of the skeleton, `Unsupported` if a tensor subclass in it is not
+    imported here, `Mismatch` if it is another one here.
+    """
+    known = decode(skeleton) if isinstance(skeleton, bytes) else skeleton
+    if missing := known.tensors.keys() - tensors.keys():
+        raise CorruptData(f"the skeleton of a state dict with tensor {min(missing)!r}, which is not there")
+    built: dict[str, Any] = _Builder(known, tensors).build(known.root, "")
+    return built
+
+
+def build_value(node: StateNode) -> Any:
+    """A value of a skeleton, anew; it has no tensors."""
+    return _Builder(Skeleton(DictNode((), ())), {}).build(node, "")
+
+
+class _Builder:
+    def __init__(self, skeleton: Skeleton, tensors: Mapping[str, Tensor]) -> None:
+        self._skeleton, self._tensors = skeleton, tensors
+        self._shared: dict[tuple[str, int], Tensor] = {}
+        self._tied = {*skeleton.ties.values()}
+
+    def build(self, node: StateNode, name: str) -> Any:
+        prefix = f"{name}." if name else ""
+        match node:
+            case TensorNode(flags):
+                return self._tensor(name, flags)
+            case TiedNode(source, flags):
+                return self._tensor(source, flags)
+            case DictNode(keys):
+                return dict(zip(keys, self._items(node, prefix), strict=True))
+            case ListNode():
+                return self._items(node, prefix)
+            case TupleNode():
+                return tuple(self._items(node, prefix))
+            case SubclassNode(attributes=attributes, flags=flags):
+                inner = dict(zip(attributes, self._items(node, prefix), strict=True))
+                return _flagged(build_subclass(node, inner, name), flags, name)
+        return decode_value(node)  # type: ignore[arg-type]
+
+    def _items(self, node: DictNode | ListNode | TupleNode | SubclassNode, prefix: str) -> list[Any]:
+        return [
+            self._tensor(name, item.flags) if type(item) is TensorNode else self.build(item, name)
+            for name, item in children(node, prefix)
+        ]
+
+    def _tensor(self, source: str, flags: int) -> Tensor:
+        if not flags and source not in self._tied:
+            return self._tensors[source]
+        if (source, flags) not in self._shared:
+            self._shared[source, flags] = _flagged(self._tensors[source], flags, source)
+        return self._shared[source, flags]
+
+
+def _flagged(tensor: Tensor, flags: int, name: str) -> Tensor:
+    requires_grad = bool(flags & REQUIRES_GRAD)
+    if requires_grad and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise CorruptData(f"the skeleton of a state dict in which {name!r} of {tensor.dtype} requires grad")
+    if flags & PARAMETER:
+        return nn.Parameter(tensor, requires_grad)
+    return tensor.detach().requires_grad_() if requires_grad else tensor
