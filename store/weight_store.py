@@ -21,7 +21,7 @@ from holdfast.comms.quantities import integer_in, seconds, seconds_or
 from holdfast.comms.system import forks
 from holdfast.comms.transport.liveness import this_host, this_process
 from holdfast.ft.registers import RegisterAway
-from holdfast.store.casts.cast_reader import CastSources, CastVersionReader
+from holdfast.store.casts.cast_reader import CastVersionReader
 from holdfast.store.casts.wire_cast import CastName, WireCast, wire_cast
 from holdfast.store.catalog import transitions
 from holdfast.store.catalog.client import DEFAULT, CatalogClient, until
@@ -119,7 +119,7 @@ def _publish_and_get(plane: MemoryPlane) -> None:
         catalog = Catalog(holders=(Holder(_ID, this_process()),), versions=(version,))
         catalog = Catalog.decode(catalog.encode())
         deadline = time.monotonic() + SECONDS
-        terms = ReadTerms(plane, catalog, version, deadline, lambda *_: None, FilledTargets(), os.getpid())
+        terms = ReadTerms(plane, catalog, version, deadline, lambda *_: None, FilledTargets())
         Targets(flatten_targets(state), False, arrangements()).fill(VersionReader(terms), True, None)
 
 
@@ -454,12 +454,12 @@ class WeightStore:
             _log.info("publishers are not told to make deltas: %s", error)
 
     def _reader(self, catalog: Catalog, version: Version, deadline: float, cast: WireCast | None) -> VersionReader:
-        report, me = self._replica_holder.report_corrupt, os.getpid()
-        terms = ReadTerms(self._plane, catalog, version, deadline, report, self._filled, me, self._device_reads)
+        report = self._replica_holder.report_corrupt
+        terms = ReadTerms(self._plane, catalog, version, deadline, report, self._filled, self._device_reads)
         if cast is None:
             share = catalog.readers or self._host_copies.kept
             return VersionReader(terms, self._host_copies.nearest if share else no_copy)
-        return CastVersionReader(terms, CastSources(self._catalog_client, self._plane, cast, version, deadline))
+        return CastVersionReader(terms, self._catalog_client, cast)
 
     @property
     def device_reads(self) -> DeviceReadCounts:

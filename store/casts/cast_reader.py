@@ -14,7 +14,6 @@ import torch
 
 from holdfast.comms.codecs.float8_blocks import BLOCK
 from holdfast.comms.errors import CorruptData, RegionGone
-from holdfast.comms.memory_plane import MemoryPlane
 from holdfast.ft.state.boxes import Box, count_of, shape_of, whole
 from holdfast.store.casts.wire_cast import (
     EncodedTensor,
@@ -27,7 +26,7 @@ from holdfast.store.casts.wire_cast import (
 )
 from holdfast.store.catalog import part_casts
 from holdfast.store.catalog.client import CatalogClient
-from holdfast.store.catalog.records import CastForm, Catalog, Replica, Shard, Version
+from holdfast.store.catalog.records import CastForm, Catalog, Replica, Shard
 from holdfast.store.data.manifest import Manifest, RegionLayout, TensorEntry
 from holdfast.store.errors import CastUnavailable, StoreTimeout
 from holdfast.store.read.filling import PartTargets, fill
@@ -45,77 +44,6 @@ PATIENT_ROUND = 2
 """The round of `PartSource`: a holder of a form gets its patience, before another holder packs one."""
 
 
-class CastSources:
-    """The sources of one cast of a version's parts. For one thread."""
-
-    def __init__(
-        self, client: CatalogClient, plane: MemoryPlane, cast: WireCast, version: Version, deadline: float
-    ) -> None:
-        self.cast = cast
-        self._client, self._plane, self._version, self._deadline = client, plane, version, deadline
-        self._began = time.monotonic()
-        self._since: dict[tuple[int, str], float] = {}
-
-    def obtain(self, shards: Sequence[Shard]) -> list[tuple[CastForm, PartSource]]:
-        """The form of each part, packed now if there is none, and a source to read it from.
-
-        Raises `CastUnavailable` if no holder can pack one, or none did before the deadline; `RegionGone` if a part is
-        gone.
-        """
-        anew = True
-        while True:
-            at, catalog = self._client.change(lambda now, anew=anew: self._requested(now, shards, anew))  # type: ignore[misc]
-            anew = False
-            forms = {shard.part: self._form(catalog, shard) for shard in shards}
-            if all(form.handle is not None for form in forms.values()):
-                return [(forms[shard.part], self._source(catalog, shard, forms[shard.part])) for shard in shards]
-            left = self._deadline - time.monotonic()
-            self._check(forms, left)
-            if self._client.wait(at, min(left, LOOK_SECONDS)) is None:
-                self._client.remove_dead_holders()
-                self._pass_over_stalled(catalog, forms)
-
-    def pass_over(self, part: int, form: CastForm, why: str) -> None:
-        """Ask another holder than the maker of a form, which cannot be read or is slow."""
-        self._client.change(lambda now: part_casts.decline_cast(now, self._version.number, part, form, why))
-
-    def _requested(self, catalog: Catalog, shards: Sequence[Shard], anew: bool) -> Catalog:
-        for shard in shards:
-            catalog = part_casts.request_cast(
-                catalog, self._version.number, shard.part, shard.digest, self.cast.value, anew=anew
-            )
-        return catalog
-
-    def _form(self, catalog: Catalog, shard: Shard) -> CastForm:
-        there = catalog.find(self._version.number, shard.part, shard.digest)
-        found = None if there is None else there[1].cast(self.cast.value)
-        if found is None:
-            raise RegionGone(f"version {self._version.number} part {shard.part} was let go before it was cast")
-        return found
-
-    def _check(self, forms: Mapping[int, CastForm], left: float) -> None:
-        for part, form in forms.items():
-            if form.handle is None and (left <= 0 or not form.maker):
-                why = [f"holder {holder}: {said}" for holder, said in form.declined]
-                why.append(f"holder {form.maker} has not packed it in time" if form.maker else "no other keeps it")
-                waited = time.monotonic() - self._began
-                raise CastUnavailable(self._version.number, part, self.cast.value, waited, "; ".join(why))
-
-    def _pass_over_stalled(self, catalog: Catalog, forms: Mapping[int, CastForm]) -> None:
-        now = time.monotonic()
-        for part, form in forms.items():
-            if form.handle is None:
-                since = self._since.setdefault((part, form.maker), now)
-                patience = STALLED_SECONDS + part_casts.bytes_to_cast(catalog, form.maker) / SLOW_CAST
-                if now - since > patience:
-                    self.pass_over(part, form, f"it has not packed the part within {now - since:.2g} s")
-
-    def _source(self, catalog: Catalog, shard: Shard, form: CastForm) -> PartSource:
-        assert form.handle is not None
-        alone = Shard(shard.part, form.digest, form.manifest_at, form.maker, (Replica(form.maker, form.handle),))
-        return PartSource(self._plane, catalog, self._version, alone, self._deadline, lambda *_: None, PATIENT_ROUND)
-
-
 BATCH_ELEMENTS = 32 << 20
 """About so many elements are decoded at a time: so temporary memory is small."""
 
@@ -126,14 +54,16 @@ def _copies_of(layouts: tuple[RegionLayout, ...], wanted: tuple[BoxTarget, ...],
 
 
 class CastVersionReader(VersionReader):
-    """A version that is being read in a cast. For one thread; it raises `CastUnavailable` besides."""
+    """A version that is being read in a cast, which it asks holders for. It raises `CastUnavailable` besides."""
 
     fills_devices = False
 
-    def __init__(self, terms: ReadTerms, forms: CastSources) -> None:
+    def __init__(self, terms: ReadTerms, client: CatalogClient, cast: WireCast) -> None:
         super().__init__(terms)
-        self._cast, self._deadline, self._cast_sources = forms.cast, terms.deadline, forms
+        self._cast, self._client, self._terms = cast, client, terms
+        self._began = time.monotonic()
         self._forms: dict[int, tuple[CastForm, PartSource]] = {}
+        self._since: dict[tuple[int, str], float] = {}
 
     def fits(self, stored: TensorEntry, dtype: torch.dtype) -> bool:
         """Besides tensors of its own dtype, float32 and float64 fill floating-point targets: they are always cast."""
@@ -172,10 +102,67 @@ class CastVersionReader(VersionReader):
         return is_cast(layout, layout.numbers[copy.name, copy.source], self._cast)
 
     def _obtain(self, parts: set[int]) -> None:
-        missing = sorted(parts - self._forms.keys())
-        if missing:
-            found = self._cast_sources.obtain([self._sources[part].shard for part in missing])
-            self._forms.update(zip(missing, found, strict=True))
+        """Have the forms of parts, packed now if there is none, and sources to read them from.
+
+        Raises `CastUnavailable` if no holder can pack one, or none did before the deadline; `RegionGone` if a part is
+        gone.
+        """
+        missing, anew = sorted(parts - self._forms.keys()), True
+        shards = [self._sources[part].shard for part in missing]
+        while missing:
+            at, catalog = self._client.change(lambda now, anew=anew: self._requested(now, shards, anew))  # type: ignore[misc]
+            anew = False
+            forms = {shard.part: self._form(catalog, shard) for shard in shards}
+            if all(form.handle is not None for form in forms.values()):
+                sources = [(forms[shard.part], self._source(catalog, shard, forms[shard.part])) for shard in shards]
+                self._forms.update(zip(missing, sources, strict=True))
+                return
+            left = self._terms.deadline - time.monotonic()
+            self._check(forms, left)
+            if self._client.wait(at, min(left, LOOK_SECONDS)) is None:
+                self._client.remove_dead_holders()
+                self._pass_over_stalled(catalog, forms)
+
+    def _pass_over(self, part: int, form: CastForm, why: str) -> None:
+        """Ask another holder than the maker of a form, which cannot be read or is slow."""
+        self._client.change(lambda now: part_casts.decline_cast(now, self.number, part, form, why))
+
+    def _requested(self, catalog: Catalog, shards: Sequence[Shard], anew: bool) -> Catalog:
+        for shard in shards:
+            catalog = part_casts.request_cast(
+                catalog, self.number, shard.part, shard.digest, self._cast.value, anew=anew
+            )
+        return catalog
+
+    def _form(self, catalog: Catalog, shard: Shard) -> CastForm:
+        there = catalog.find(self.number, shard.part, shard.digest)
+        found = None if there is None else there[1].cast(self._cast.value)
+        if found is None:
+            raise RegionGone(f"version {self.number} part {shard.part} was let go before it was cast")
+        return found
+
+    def _check(self, forms: Mapping[int, CastForm], left: float) -> None:
+        for part, form in forms.items():
+            if form.handle is None and (left <= 0 or not form.maker):
+                why = [f"holder {holder}: {said}" for holder, said in form.declined]
+                why.append(f"holder {form.maker} has not packed it in time" if form.maker else "no other keeps it")
+                waited = time.monotonic() - self._began
+                raise CastUnavailable(self.number, part, self._cast.value, waited, "; ".join(why))
+
+    def _pass_over_stalled(self, catalog: Catalog, forms: Mapping[int, CastForm]) -> None:
+        now = time.monotonic()
+        for part, form in forms.items():
+            if form.handle is None:
+                since = self._since.setdefault((part, form.maker), now)
+                patience = STALLED_SECONDS + part_casts.bytes_to_cast(catalog, form.maker) / SLOW_CAST
+                if now - since > patience:
+                    self._pass_over(part, form, f"it has not packed the part within {now - since:.2g} s")
+
+    def _source(self, catalog: Catalog, shard: Shard, form: CastForm) -> PartSource:
+        assert form.handle is not None
+        alone = Shard(shard.part, form.digest, form.manifest_at, form.maker, (Replica(form.maker, form.handle),))
+        plane, version, deadline = self._terms.plane, self._terms.version, self._terms.deadline
+        return PartSource(plane, catalog, version, alone, deadline, lambda *_: None, PATIENT_ROUND)
 
     def _fill_cast(self, part: int, copies: Sequence[BoxCopy], into: Mapping[str, torch.Tensor]) -> list[BoxCopy]:
         """Read and decode boxes of one part; if its form cannot be read, from that of the next holder.
@@ -199,9 +186,9 @@ class CastVersionReader(VersionReader):
             except CastUnavailable:
                 raise
             except (RegionGone, CorruptData, StoreTimeout) as error:
-                if time.monotonic() >= self._deadline:
+                if time.monotonic() >= self._terms.deadline:
                     raise
-                self._cast_sources.pass_over(source.shard.part, form, str(error))
+                self._pass_over(source.shard.part, form, str(error))
                 del self._forms[part]
             else:
                 return uncast

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -34,7 +35,7 @@ _agreed: Callable[[Hashable], set[bool]] = functools.lru_cache(16)(lambda key: s
 
 @dataclass(frozen=True, slots=True)
 class ReadTerms:
-    """A version to read and until when, with what is known of reads before. `reader` spreads readers over replicas."""
+    """A version to read and until when, with what is known of reads before."""
 
     plane: MemoryPlane
     catalog: Catalog
@@ -42,7 +43,6 @@ class ReadTerms:
     deadline: float
     report: ReportCorrupt
     filled: FilledTargets
-    reader: int
     device_reads: DeviceReads | None = None
 
 
@@ -64,7 +64,7 @@ class VersionReader:
     def __init__(self, terms: ReadTerms, nearest: Nearest = no_copy) -> None:
         catalog, version, deadline = terms.catalog, terms.version, terms.deadline
         self.number = version.number
-        self._filled, self._reader = terms.filled, terms.reader
+        self._filled, self._reader = terms.filled, os.getpid()
         self._device_reads = terms.device_reads
         self._sources = []
         for shard in version.shards:

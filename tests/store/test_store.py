@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import resource
+import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -33,6 +36,27 @@ def blank(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 # -- one process
+
+
+def test_a_version_runs_through_the_modules_that_the_internals_list(store: WeightStore) -> None:
+    state = weights(1.0)
+    into = blank(state)
+    store.publish(1, state), store.get(1, into)  # what is made once is made
+    root, ran = Path(weight_store.__file__).parents[1], set[str]()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(root / "store"):
+            ran.add(str(path.relative_to(root)))
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        store.publish(2, state), store.get(2, into)
+    finally:
+        sys.setprofile(before)
+    page = (root / "docs" / "internals" / "store-and-workload.md").read_text()
+    assert ran == set(re.findall(r"^\| \d+ \| .+ \| `(store/.+\.py)` \|$", page, re.MULTILINE))
 
 
 def test_a_published_version_can_be_read(store: WeightStore) -> None:
