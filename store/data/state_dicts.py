@@ -306,10 +306,10 @@ def _plain_on_device(tensor: Tensor) -> bool:
 
 def locals_of(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """What lies here of each tensor, outside of autograd; `tensors` itself if none is a DTensor."""
-    if "torch.distributed.tensor" not in sys.modules:
+    module = sys.modules.get("torch.distributed.tensor")  # importing it is slow
+    if module is None or not any(isinstance(tensor, module.DTensor) for tensor in tensors.values()):
         return tensors
-    found = {name: local_of(tensor) for name, tensor in tensors.items()}
-    return found if any(found[name] is not tensor for name, tensor in tensors.items()) else tensors
+    return {name: local_of(tensor) for name, tensor in tensors.items()}
 
 
 def _key(tensor: Any) -> object:

@@ -325,61 +325,12 @@ class Arrangement:
     whole: bool = False
 
 
-def placed_tensors(flat: FlatState) -> dict[str, PlacedTensor]:
-    """The blocks of each tensor that lie here. Raises the errors of `place`."""
-    return {name: place(name, tensor) for name, tensor in flat.tensors.items()}
-
-
-def arrange(
-    flat: FlatState,
-    placed: Mapping[str, PlacedTensor],
-    wanted: Sequence[BoxTarget],
-    same: frozenset[str],
-    fills_devices: bool,
-) -> Arrangement:
-    """Arrange to fill tensors with `wanted`. `same` are names of tied tensors that get the same bytes as their ties.
-
-    `fills_devices` says whether dense tensors on devices are filled in place.
-    """
-    names = tuple(name for name in placed if name not in same)
-    doubtful: tuple[tuple[str, ...], ...] = ()
-    staged: list[str] = []
-    if flat.plain is None or flat.plain.share_memory:
-        locals_ = {name: flat.locals[name] for name in names}
-        doubtful = tuple(map(tuple, groups_sharing_memory(locals_)))
-        in_doubt = {name for group in doubtful for name in group}
-        direct = {
-            name
-            for name, each in locals_.items()
-            if (fills_devices and is_dense(each) if on_device(each) else has_rows(each))
-        }
-        staged = [name for name in names if name in in_doubt or name not in direct]
-    indirect = set(staged)
-    targets: dict[str, list[BoxTarget]] = {name: [] for name in names}
-    for target in wanted:
-        if target.into in targets:
-            targets[target.into].append(target)
-    return Arrangement(
-        tuple(name for name in names if name not in indirect),
-        tuple(staged),
-        doubtful,
-        {name: tuple(each) for name, each in targets.items()},
-        names,
-    )
-
-
-def plain_targets(placed: Mapping[str, PlacedTensor], skeleton: Skeleton) -> list[BoxTarget]:
-    """The boxes of tensors that have the same names in the version."""
-    source = skeleton.source
-    return [BoxTarget(name, source(name), *block) for name, each in placed.items() for block in each.blocks]
-
-
 def memory_key(flat: FlatState) -> tuple[object, ...] | None:
     """A key that is equal for state dicts of equal names, placements and memory. None for some DTensors."""
     sharded = flat.locals is not flat.tensors
     if flat.plain is not None:
-        placed = placed_tensors(flat) if sharded else {}
-        return flat.plain, *((each.shape, each.blocks) for each in placed.values())
+        placed = [place(name, tensor) for name, tensor in flat.tensors.items()] if sharded else []
+        return flat.plain, *((each.shape, each.blocks) for each in placed)
     if sharded:
         return None
     found: list[object] = []
@@ -500,19 +451,46 @@ class Targets:
         return frozenset(name for name, other in ties.items() if reader.are_equal(name, other))
 
     def _arrange(self, reader: VersionReader, skeleton: Skeleton, strict: bool, layout: Layout | None) -> Arrangement:
-        flat, plain = self._flat, self._flat.plain
-        if (
-            layout is None
-            and plain is not None
-            and flat.locals is flat.tensors
-            and not (flat.ties or plain.share_memory)
-        ):
-            sources = tuple(map(skeleton.source, plain.names)) if skeleton.ties else plain.names
+        flat, plain, source = self._flat, self._flat.plain, skeleton.source
+        apart = plain is not None and flat.locals is flat.tensors and not flat.ties and not plain.share_memory
+        if layout is None and plain is not None and apart:
+            sources = tuple(map(source, plain.names)) if skeleton.ties else plain.names
             if (plan := reader.plan_whole(sources)) is not None:  # the usual case, without a loop
                 return Arrangement(plain.names, (), (), {}, plain.names, plan, whole=True)
-        placed = placed_tensors(self._flat)
-        wanted = plain_targets(placed, skeleton) if layout is None else _mapped(placed, reader, strict, layout)
-        return arrange(self._flat, placed, wanted, self._same(reader, layout), reader.fills_devices)
+        placed = {name: place(name, tensor) for name, tensor in flat.tensors.items()}
+        same = self._same(reader, layout)
+        targets: dict[str, list[BoxTarget]] = {name: [] for name in placed if name not in same}
+        if layout is None:
+            for name, boxes in targets.items():
+                boxes += [BoxTarget(name, source(name), *block) for block in placed[name].blocks]
+        else:
+            for target in _mapped(placed, reader, strict, layout):
+                targets[target.into].append(target)
+        doubtful, indirect = self._find_indirect(list(targets), reader.fills_devices)
+        return Arrangement(
+            tuple(name for name in targets if name not in indirect),
+            tuple(name for name in targets if name in indirect),
+            doubtful,
+            {name: tuple(each) for name, each in targets.items()},
+            tuple(targets),
+        )
+
+    def _find_indirect(
+        self, names: Sequence[str], fills_devices: bool
+    ) -> tuple[tuple[tuple[str, ...], ...], frozenset[str]]:
+        """The groups of names that share memory, and the names that are filled by way of a copy.
+
+        `fills_devices` says whether dense tensors on devices are filled in place.
+        """
+        if self._flat.plain is not None and not self._flat.plain.share_memory:
+            return (), frozenset()
+        locals_ = {name: self._flat.locals[name] for name in names}
+        doubtful = tuple(map(tuple, groups_sharing_memory(locals_)))
+        found = {name for group in doubtful for name in group}
+        for name, each in locals_.items():
+            if not (fills_devices and is_dense(each) if on_device(each) else has_rows(each)):
+                found.add(name)
+        return doubtful, frozenset(found)
 
 
 def _mapped(placed: Mapping[str, PlacedTensor], reader: VersionReader, strict: bool, layout: Layout) -> list[BoxTarget]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.tensor
 from torch import nn
 
 from holdfast.comms.errors import Mismatch, OpTimeout, RegionGone, StaleEpoch, Unsupported, UsedAfterFork
@@ -39,6 +40,7 @@ def blank(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def test_a_version_runs_through_the_modules_that_the_internals_list(store: WeightStore) -> None:
+    assert torch.distributed.tensor is not None, "as in trainers, it is imported"
     state = weights(1.0)
     into = blank(state)
     store.publish(1, state), store.get(1, into)  # what is made once is made
