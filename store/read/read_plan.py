@@ -33,7 +33,7 @@ from holdfast.store.data.digests import (
 from holdfast.store.data.manifest import LARGE_BYTES, RegionLayout
 from holdfast.store.reshard.plan import BoxCopy, BoxTarget, PartBox, plan
 
-CACHED_PLANS = 64
+CACHED_PLANS = 32
 
 
 class LocalTensor(NamedTuple):
