@@ -60,8 +60,7 @@ LAYERS = {
         diagnosis
     """,
     "store": """
-        errors recent
-        cancellation
+        errors
         catalog
         reshard
         data
