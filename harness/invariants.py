@@ -58,7 +58,7 @@ class CheckResult(msgspec.Struct, frozen=True):
 
 
 class Checker(ABC):
-    """One invariant. `name` is a few words, `meaning` a sentence.
+    """One invariant. `name` is a few words, and the first paragraph of the docstring is its `meaning` in reports.
 
     `optional`: it has no result if it looked at nothing, as where real processes log too little for it.
     """
@@ -66,6 +66,9 @@ class Checker(ABC):
     name: ClassVar[str]
     meaning: ClassVar[str]
     optional: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        cls.meaning = " ".join((cls.__doc__ or "").partition("\n\n")[0].split())
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
@@ -91,12 +94,9 @@ class Checker(ABC):
 
 
 class Deadlines(Checker):
-    """Every op completes or errors by its deadline, and so does every attempt at a step."""
+    """Every op and every attempt ends, well or with an error, in time; a process that is stopped or gone is excused."""
 
     name: ClassVar[str] = "ops end by their deadline"
-    meaning: ClassVar[str] = (
-        "Every op and every attempt ends, well or with an error, in time; a process that is stopped or gone is excused."
-    )
 
     def __init__(self, bounds: Bounds) -> None:
         super().__init__(bounds)
@@ -152,10 +152,9 @@ class Deadlines(Checker):
 
 
 class ProgressResumes(Checker):
-    """Progress resumes: after a fault the next step is committed within a bound."""
+    """After the last of any faults a step is committed, or the job ends, within the bound."""
 
     name: ClassVar[str] = "progress resumes"
-    meaning: ClassVar[str] = "After the last of any faults a step is committed, or the job ends, within the bound."
 
     def __init__(self, bounds: Bounds) -> None:
         super().__init__(bounds)
@@ -191,10 +190,12 @@ ENDED = events.ProcessDied | events.SessionFailed | events.StepsFinished | event
 
 
 class CompletionChecker(Checker):
-    """Checks runs that end with an event `horizon`, with `seconds` since the end of the last fault."""
+    """Within a bound after the last fault all that live have finished or ended with a reason.
+
+    Checks runs that end with an event `horizon`, with `seconds` since the end of the last fault.
+    """
 
     name: ClassVar[str] = "a healed job ends"
-    meaning: ClassVar[str] = "Within a bound after the last fault all that live have finished or ended with a reason."
     optional: ClassVar[bool] = True
 
     def __init__(self, bounds: Bounds) -> None:
@@ -228,10 +229,9 @@ STATE_APART = ("come apart", "call steps() alike")
 
 
 class Unbroken(Checker):
-    """The protocol does not break by itself: no event brings the core into an impossible state."""
+    """No process fails by its own membership core, and ranks never come apart in their state."""
 
     name: ClassVar[str] = "the core goes on"
-    meaning: ClassVar[str] = "No process fails by its own membership core, and ranks never come apart in their state."
 
     def observe(self, event: Event) -> None:
         match event:
@@ -247,12 +247,9 @@ class Unbroken(Checker):
 
 
 class OneMembership(Checker):
-    """One membership an epoch: all processes that install an epoch install the same members in the same order."""
+    """All who install an epoch have the same members, in the same rank order, and are one of them."""
 
     name: ClassVar[str] = "one membership an epoch"
-    meaning: ClassVar[str] = (
-        "All who install an epoch have the same members, in the same rank order, and are one of them."
-    )
 
     def __init__(self, bounds: Bounds) -> None:
         super().__init__(bounds)
@@ -277,10 +274,9 @@ class OneMembership(Checker):
 
 
 class EpochsForward(Checker):
-    """Epochs never go back: each epoch that a process installs or works in is newer than those before."""
+    """A process installs ever newer epochs, and begins no step in one that it has left."""
 
     name: ClassVar[str] = "epochs never go back"
-    meaning: ClassVar[str] = "A process installs ever newer epochs, and begins no step in one that it has left."
 
     def __init__(self, bounds: Bounds) -> None:
         super().__init__(bounds)
@@ -300,13 +296,11 @@ class EpochsForward(Checker):
 
 
 class RankOrder(Checker):
-    """Rank equals position: survivors keep their order, replacements take the ranks of the dead, joiners come last."""
+    """From one epoch to the next survivors keep their order, nobody has two ranks, newcomers take the ranks of those
+    that left or come last, and there are never fewer members than the job can run with.
+    """
 
     name: ClassVar[str] = "ranks keep their order"
-    meaning: ClassVar[str] = (
-        "From one epoch to the next survivors keep their order, nobody has two ranks, newcomers take the ranks of "
-        "those that left or come last, and there are never fewer members than the job can run with."
-    )
 
     def __init__(self, bounds: Bounds) -> None:
         super().__init__(bounds)
@@ -360,17 +354,14 @@ LEFT = (
 
 
 class EvictionsJustified(Checker):
-    """Checks only simulated runs: their logs have the end and the pauses of every process.
+    """Whoever is left out of an epoch had ended, had been stopped, could not work with others for long, or was not
+    heard, a moment before, by at least half of those who watch it.
 
-    Such a log begins with an event `simulated`, and has `died`, `stopped`, and `suspected` with `of`, the number of
-    observers.
+    Checks only simulated runs: their logs have the end and the pauses of every process. Such a log begins with an event
+    `simulated`, and has `died`, `stopped`, and `suspected` with `of`, the number of observers.
     """
 
     name: ClassVar[str] = "nobody healthy is evicted"
-    meaning: ClassVar[str] = (
-        "Whoever is left out of an epoch had ended, had been stopped, could not work with others for long, or was not "
-        "heard, a moment before, by at least half of those who watch it."
-    )
     optional: ClassVar[bool] = True
 
     def __init__(self, bounds: Bounds) -> None:
@@ -425,14 +416,11 @@ class EvictionsJustified(Checker):
 
 
 class Commits(Checker):
-    """A committed step is never lost or done twice."""
+    """On each process committed steps follow each other without a gap or a repeat, from the first or from the state
+    taken over (or the checkpoint, where state was lost), and all who finish have committed the same last step.
+    """
 
     name: ClassVar[str] = "committed steps are kept"
-    meaning: ClassVar[str] = (
-        "On each process committed steps follow each other without a gap or a repeat, from the first or from the "
-        "state taken over (or the checkpoint, where state was lost), and all who finish have committed the same last "
-        "step."
-    )
 
     def __init__(self, bounds: Bounds) -> None:
         super().__init__(bounds)
@@ -488,18 +476,14 @@ class Commits(Checker):
 
 
 class NoEvictedCommits(Checker):
-    """An evicted rank commits no step that the current members do not commit.
+    """From the moment a view without a process is installed by any other, it commits no step but one that the others
+    commit too.
 
     A process that has not heard of its eviction may still leave a barrier that all had entered: then the others commit
     the step as well, by their votes. It must never commit a step that they undo, or never do.
     """
 
     name: ClassVar[str] = "no evicted rank commits"
-    meaning: ClassVar[str] = (
-        "From the moment a view without a process is installed by any other, it commits no step but one that the "
-        "others "
-        "commit too."
-    )
 
     def __init__(self, bounds: Bounds) -> None:
         super().__init__(bounds)
@@ -549,13 +533,12 @@ BY_ALL = "normal"
 
 
 class RevokedEffects(Checker):
-    """No effect of a revoked epoch: after revoking it a process prepares and commits nothing more in it.
+    """A process that has revoked an epoch begins, prepares and commits nothing more in it.
 
     A decision of the recovery on an open step (`how` is not "normal") is an effect of the next epoch.
     """
 
     name: ClassVar[str] = "no effect of a revoked epoch"
-    meaning: ClassVar[str] = "A process that has revoked an epoch begins, prepares and commits nothing more in it."
 
     def __init__(self, bounds: Bounds) -> None:
         super().__init__(bounds)
@@ -576,10 +559,9 @@ class RevokedEffects(Checker):
 
 
 class EqualBits(Checker):
-    """All ranks that complete a step hold equal bits: the logged digests of the state after the step are equal."""
+    """All who log a digest of their state after a step have the same digest."""
 
     name: ClassVar[str] = "equal bits"
-    meaning: ClassVar[str] = "All who log a digest of their state after a step have the same digest."
 
     def __init__(self, bounds: Bounds) -> None:
         super().__init__(bounds)
@@ -602,13 +584,11 @@ class EqualBits(Checker):
 
 
 class StoreVersions(Checker):
-    """Versions of the weights never go backwards and never vanish."""
+    """Published versions grow, a process never fetches an older one than before, only versions that were published are
+    fetched, and none is lost.
+    """
 
     name: ClassVar[str] = "versions are kept"
-    meaning: ClassVar[str] = (
-        "Published versions grow, a process never fetches an older one than before, only versions that were "
-        "published are fetched, and none is lost."
-    )
 
     def __init__(self, bounds: Bounds) -> None:
         super().__init__(bounds)

@@ -15,20 +15,11 @@ from holdfast.ft import on_demand
 
 if TYPE_CHECKING:
     from holdfast.harness.chaos.api import (
-        corrupt,
-        cut,
-        delay,
         fault,
-        flap,
         kill,
-        lossy,
-        partition,
         pause,
-        register_away,
         run,
         run_scenario,
-        slow,
-        slow_link,
     )
     from holdfast.harness.chaos.fault_type import FaultType
     from holdfast.harness.chaos.run.fault_context import FaultContext
@@ -43,24 +34,15 @@ __all__ = [
     "FaultType",
     "Result",
     "Scenario",
-    "corrupt",
-    "cut",
-    "delay",
     "fault",
-    "flap",
     "kill",
     "load",
-    "lossy",
     "parse",
-    "partition",
     "pause",
-    "register_away",
     "report_state",
     "run",
     "run_scenario",
     "schedule",
-    "slow",
-    "slow_link",
 ]
 
 _HOMES = {

@@ -1,4 +1,4 @@
-"""Chaos from Python: functions that make faults, and `run`, which injects them into a training function of yours."""
+"""Chaos from Python: `fault`, `kill` and `pause` make faults, and `run` injects them into a training function."""
 
 from __future__ import annotations
 
@@ -69,12 +69,13 @@ def run_scenario(scenario: Scenario, seed: int = 0, *, compare: bool = True, min
 def fault(kind: str, *, lasts: float | None = None, **keys: Any) -> ScenarioFault:
     """A fault of type `kind` (`holdfast chaos list`); `keys` say when (`step`, `seconds`, `point` ...) and how.
 
-    Raises ValueError that names what is allowed.
+    A name that both could have is a key of the type: `seconds` of a delay. Raises ValueError that names what is allowed.
     """
     known = fault_types()
     if kind not in known:
         raise ValueError(f"there is no fault type {kind!r}; there are {', '.join(sorted(known))}")
-    when = {name: keys.pop(name) for name in _WHEN if name in keys}
+    own = known[kind].__struct_encode_fields__
+    when = {name: keys.pop(name) for name in _WHEN if name in keys and name not in own}
     if "rank" in keys and "point" in when:
         when["rank"] = keys.pop("rank")
     try:
@@ -82,8 +83,9 @@ def fault(kind: str, *, lasts: float | None = None, **keys: Any) -> ScenarioFaul
             type=kind, at=msgspec.convert(when, At), what=msgspec.convert(keys, known[kind]), lasts=lasts
         )
     except msgspec.ValidationError as error:
-        own = ", ".join(known[kind].__struct_encode_fields__)
-        raise ValueError(f"fault {kind!r}: {error}; its keys are {own}, and when: {', '.join(_WHEN)}") from None
+        raise ValueError(
+            f"fault {kind!r}: {error}; its keys are {', '.join(own)}, and when: {', '.join(_WHEN)}"
+        ) from None
 
 
 def kill(who: Any = None, **when: Any) -> ScenarioFault:
@@ -94,55 +96,3 @@ def kill(who: Any = None, **when: Any) -> ScenarioFault:
 def pause(who: Any = None, *, lasts: float | None = None, **when: Any) -> ScenarioFault:
     """SIGSTOP; SIGCONT after `lasts` seconds, if given."""
     return fault("pause", who=who, lasts=lasts, **when)
-
-
-def slow(who: Any = None, *, share: float = 0.3, lasts: float | None = None, **when: Any) -> ScenarioFault:
-    """The process runs for a `share` of the time only."""
-    return fault("slow", who=who, share=share, lasts=lasts, **when)
-
-
-def flap(
-    who: Any = None, *, off: float = 0.2, on: float = 0.3, lasts: float | None = None, **when: Any
-) -> ScenarioFault:
-    """The process stops for `off` seconds, runs for `on`, and again."""
-    return fault("flap", who=who, off=off, on=on, lasts=lasts, **when)
-
-
-def register_away(*, how: str = "locked", lasts: float = 1.0, **when: Any) -> ScenarioFault:
-    """The job's register cannot be written ("locked") or found ("gone").
-
-    With `register="tcp"` or "etcd" its server is "stopped"; with "etcd" and `register_nodes=3` also "leader-killed".
-    """
-    return fault("register-away", how=how, lasts=lasts, **when)
-
-
-def cut(source: Any = None, target: Any = None, *, lasts: float | None = None, **more: Any) -> ScenarioFault:
-    """Nothing passes between ranks; `one_way=True`: only back. Needs `links=True`, as all faults of links do."""
-    return fault("cut", source=source, target=target, lasts=lasts, **more)
-
-
-def partition(*groups: Iterable[int], lasts: float | None = None, **when: Any) -> ScenarioFault:
-    """Nothing passes between groups of ranks."""
-    return fault("partition", groups=[list(group) for group in groups], lasts=lasts, **when)
-
-
-def delay(seconds: float, *, jitter: float = 0.0, lasts: float | None = None, **more: Any) -> ScenarioFault:
-    """Bytes come late."""
-    when = {name: more.pop(name) for name in ("step", "random", "point") if name in more}
-    made = fault("delay", jitter=jitter, lasts=lasts, **(when or {"step": 0}), **more)
-    return msgspec.structs.replace(made, what=msgspec.structs.replace(made.what, seconds=seconds))
-
-
-def slow_link(megabytes: float, *, lasts: float | None = None, **more: Any) -> ScenarioFault:
-    """No more than so many megabytes a second."""
-    return fault("slow-link", megabytes=megabytes, lasts=lasts, **more)
-
-
-def lossy(share: float, *, lasts: float | None = None, **more: Any) -> ScenarioFault:
-    """A share of the segments is lost."""
-    return fault("lossy", share=share, lasts=lasts, **more)
-
-
-def corrupt(share: float = 0.1, *, lasts: float | None = None, **more: Any) -> ScenarioFault:
-    """Bits flip in a share of the pieces of payload."""
-    return fault("corrupt", share=share, lasts=lasts, **more)

@@ -32,13 +32,10 @@ _MEANING = {
 
 
 class EverySampleOnce(Checker):
-    """In the committed attempt at each step the ranks worked on all shards, each once."""
+    """In the attempt of each step that was committed the ranks worked on every shard, and on each exactly once."""
 
     optional: ClassVar[bool] = True
     name: ClassVar[str] = "every sample once"
-    meaning: ClassVar[str] = (
-        "In the attempt of each step that was committed the ranks worked on every shard, and on each exactly once."
-    )
 
     def __init__(self, bounds: Bounds) -> None:
         super().__init__(bounds)
@@ -74,14 +71,13 @@ class EverySampleOnce(Checker):
 
 
 class OnlyFaultyMembersLeave(Checker):
-    """No process is evicted without a fault of its own.
+    """A process that is in one view and not in a later one was struck by a fault before.
 
     Slowness, a bad network or an absent register is no death.
     """
 
     optional: ClassVar[bool] = True
     name: ClassVar[str] = "only the struck leave"
-    meaning: ClassVar[str] = "A process that is in one view and not in a later one was struck by a fault before."
 
     def __init__(self, bounds: Bounds) -> None:
         super().__init__(bounds)
@@ -102,11 +98,10 @@ class OnlyFaultyMembersLeave(Checker):
 
 
 class RegisterAwayBreaksNothing(Checker):
-    """No epoch ends while only the register is away: a running epoch does not need it."""
+    """While the register is away, and nothing else has been broken, no epoch ends."""
 
     optional: ClassVar[bool] = True
     name: ClassVar[str] = "a register away breaks no epoch"
-    meaning: ClassVar[str] = "While the register is away, and nothing else has been broken, no epoch ends."
 
     def __init__(self, bounds: Bounds) -> None:
         super().__init__(bounds)
@@ -129,11 +124,10 @@ class RegisterAwayBreaksNothing(Checker):
 
 
 class RightBytes(Checker):
-    """Readers of a store get, for each version, the bytes that were published as that version."""
+    """Every byte that a reader fetched is that of the version that it was told it has."""
 
     optional: ClassVar[bool] = True
     name: ClassVar[str] = "readers get the right bytes"
-    meaning: ClassVar[str] = "Every byte that a reader fetched is that of the version that it was told it has."
 
     def observe(self, event: Event) -> None:
         if isinstance(event, events.VersionFetched):

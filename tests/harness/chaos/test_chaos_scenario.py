@@ -417,7 +417,8 @@ def test_a_plugin_adds_a_fault_type_and_a_broken_plugin_is_left_out() -> None:
 def test_faults_can_be_made_in_python() -> None:
     made = chaos.kill(1, step=40)
     assert msgspec.to_builtins(made.at)["step"] == 40
-    assert chaos.delay(0.01, source=1, step=3).what.seconds == 0.01
+    late = chaos.fault("delay", seconds=0.01, source=1, step=3)
+    assert (msgspec.to_builtins(late.what)["seconds"], late.at.seconds, late.at.step) == (0.01, None, 3)
     with pytest.raises(ValueError, match="exactly one of"):
         chaos.kill(1)
     with pytest.raises(ValueError, match=r"unknown field `whom`.*its keys are who"):
