@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from holdfast.harness.command_line import check_file, writing
-
 if TYPE_CHECKING:
     from holdfast.harness.gate.sides import Side
 
@@ -22,14 +20,13 @@ def gate(
     most: Annotated[int, typer.Option(min=6, help="Pairs of processes after which it gives up on a workload.")] = 40,
     effect: Annotated[float, typer.Option(min=0.02, max=1.0, help="The slowdown not to be overlooked.")] = 0.05,
     repository: Annotated[Path, typer.Option(help="Where the commits are.")] = Path(),
-    markdown: Annotated[Path | None, typer.Option(help="Write a Markdown table to this file.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Tell a commit that is slower from noise: exit status 1 if HEAD is.
 
     [bold]Examples[/bold]
 
-        holdfast gate main HEAD --markdown comment.md
+        holdfast gate main HEAD --json
 
         holdfast gate                   # what is not committed yet, against the last commit
 
@@ -38,14 +35,12 @@ def gate(
     slice by slice, so that a busy machine costs time rather than truth.
 
     Exit status: 1 if a workload is slower, 2 if a side cannot be had, HEAD
-    fails in a workload that BASE runs, or nothing could be compared; 74 if
-    the file of --markdown could not be written after all.
+    fails in a workload that BASE runs, or nothing could be compared.
     """
     from holdfast.ft.console.console import console, print_json, working
-    from holdfast.harness.gate.gate import DecisionRule, run, show, to_markdown
+    from holdfast.harness.gate.gate import DecisionRule, run, show
     from holdfast.harness.gate.pairs import SideFailed
 
-    check_file(markdown, "--markdown")
     rule = DecisionRule(effect=effect, most=most)
     notes, out = console(stderr=True), console()
     try:
@@ -61,9 +56,6 @@ def gate(
         print_json(report)
     else:
         show(report, out)
-    if markdown is not None:
-        with writing("holdfast gate"):
-            markdown.write_text(to_markdown(report) + "\n", encoding="utf-8")
     raise typer.Exit(report.status)
 
 

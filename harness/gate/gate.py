@@ -137,10 +137,6 @@ class GateReport(msgspec.Struct, frozen=True):
         return tuple(finding for finding in self.findings if finding.verdict == "does not run")
 
     @property
-    def undecided(self) -> tuple[WorkloadResult, ...]:
-        return tuple(finding for finding in self.findings if finding.verdict == "unsure")
-
-    @property
     def status(self) -> int:
         """The exit status: 2 if HEAD fails or nothing was compared, 1 if it is slower, or else 0."""
         if self.broken or not any(finding.clusters for finding in self.findings):
@@ -263,13 +259,6 @@ def run(
 # The report -----------------------------------------------------------------------------------------------------------
 
 
-_MARK = {
-    "does not run": "❌ does not run",
-    "slower": "❌ slower",
-    "faster": "🚀 faster",
-    "same": "✅ same",
-    "unsure": "❔ unsure",
-}
 _STYLE = {"does not run": "bold red", "slower": "bold red", "faster": "green", "same": "default", "unsure": "yellow"}
 
 
@@ -312,39 +301,3 @@ def show(report: GateReport, out: Console) -> None:
             styled(verdict, _STYLE.get(each.verdict, "yellow")),
         )
     out.print(table)
-
-
-def _headline(report: GateReport) -> str:
-    """The outcome in a line, including workloads that could not be compared."""
-    parts = [
-        f"❌ {what}: {', '.join(finding.workload for finding in findings)}"
-        for what, findings in (("Does not run", report.broken), ("Slower", report.slower))
-        if findings
-    ]
-    if not parts:
-        parts.append("❔ Nothing was compared" if report.status else "✅ No slowdown found")
-    if report.undecided:
-        parts.append(f"❔ {len(report.undecided)} undecided")
-    return ", ".join(parts)
-
-
-def to_markdown(report: GateReport) -> str:
-    """The report as a comment for a pull request."""
-    lines = [
-        f"### {_headline(report)}",
-        "",
-        f"`{report.base}` → `{report.head}`",
-        "",
-        "| workload | base | head | slower by | verdict |",
-        "|---|---:|---:|---|---|",
-    ]
-    for each in report.findings:
-        verdict = _MARK.get(each.verdict, f"❔ {each.verdict}") + f": {each.why}" * bool(each.why)
-        lines.append(
-            f"| **{each.workload}**: {each.what} | {show_time(each.base_us)} | {show_time(each.head_us)} "
-            f"| {_change(each)} | {verdict} |"
-        )
-    lines += ["", f"CPU time an op, interleaved and paired; {promise(report.rule)}."]
-    if report.pins:
-        lines += ["", f"Pinned versions differ, both sides ran with what is installed: {', '.join(report.pins)}."]
-    return "\n".join(lines)

@@ -207,7 +207,6 @@ def test_an_unexpected_exception_ends_without_a_verdict(
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("gate", "--markdown", "/dev/null/comment.md"),
         ("bench", "copy", "--report", "/dev/null/report"),
         ("bench", "copy", "--plot", "/dev/null/plot.png"),
         ("chaos", "run", "kill-rank", "--report", "/dev/null/report"),

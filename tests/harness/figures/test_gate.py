@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import io
 import json
 import os
 import random
@@ -18,6 +19,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+from rich.console import Console
 
 from holdfast.comms import reproducible
 from holdfast.harness.gate.gate import (
@@ -29,7 +31,7 @@ from holdfast.harness.gate.gate import (
     chosen,
     cluster,
     decide,
-    to_markdown,
+    show,
 )
 from holdfast.harness.gate.pairs import PairLauncher, RunningSide, SideFailed
 from holdfast.harness.gate.sides import NoSuchSide, Side, build, differing_pins
@@ -211,14 +213,12 @@ def test_the_gate_finds_the_workload_that_became_slower_and_no_other(tmp_path: P
     assert head in code
     body = code.index('"""', code.index('"""', code.index(head)) + 3) + 3
     execution.write_text(f"{code[:body]}\n        sum(range(2000))\n{code[body:]}")
-    comment = tmp_path / "comment.md"
     only = ["--only", "long-way", "--only", "membership", "--most", "6"]
-    result = said("gate", ROOT, slow, *only, "--json", "--markdown", comment)
+    result = said("gate", ROOT, slow, *only, "--json")
     assert result.exit_code == 1, result.output
     verdicts = {finding["workload"]: finding["verdict"] for finding in json.loads(result.stdout)["findings"]}
     assert verdicts["long-way"] == "slower"
     assert verdicts["membership"] != "slower"
-    assert "### ❌ Slower: long-way" in comment.read_text()
 
 
 @pytest.mark.thorough
@@ -255,27 +255,24 @@ def reported(*findings: WorkloadResult) -> GateReport:
 def test_workloads_that_base_lacks_are_not_compared() -> None:
     report = reported(found("store", "not compared", "no such module"), found("call", "same"))
     assert report.status == 0
-    assert "### ✅ No slowdown found\n" in to_markdown(report)
-    assert "❔ not compared: no such module" in to_markdown(report)
-    assert "Pinned versions differ" in to_markdown(report)
+    shown = io.StringIO()
+    show(report, Console(file=shown, width=200))
+    assert "not compared: no such module" in shown.getvalue()
+    assert "pinned versions differ" in shown.getvalue()
     assert msgspec.json.decode(msgspec.json.encode(report))["findings"][0]["workload"] == "store"
 
 
 @pytest.mark.parametrize(
-    ("findings", "status", "headline"),
+    ("findings", "status"),
     [
-        ((found("call", "same"), found("store", "does not run", "TypeError")), 2, "❌ Does not run: store"),
-        ((found("call", "not compared", "no module"),), 2, "❔ Nothing was compared"),
-        ((found("call", "slower"), found("store", "unsure")), 1, "❌ Slower: call, ❔ 1 undecided"),
-        ((found("call", "same"), found("store", "unsure")), 0, "✅ No slowdown found, ❔ 1 undecided"),
+        ((found("call", "same"), found("store", "does not run", "TypeError")), 2),
+        ((found("call", "not compared", "no module"),), 2),
+        ((found("call", "slower"), found("store", "unsure")), 1),
+        ((found("call", "same"), found("store", "unsure")), 0),
     ],
 )
-def test_the_status_and_headline_count_workloads_that_were_not_compared(
-    findings: tuple[WorkloadResult, ...], status: int, headline: str
-) -> None:
-    report = reported(*findings)
-    assert report.status == status
-    assert to_markdown(report).startswith(f"### {headline}\n")
+def test_the_status_counts_workloads_that_were_not_compared(findings: tuple[WorkloadResult, ...], status: int) -> None:
+    assert reported(*findings).status == status
 
 
 class FakeRank:
