@@ -69,7 +69,7 @@ def run_scenario(scenario: Scenario, seed: int = 0, *, compare: bool = True, min
 def fault(kind: str, *, lasts: float | None = None, **keys: Any) -> ScenarioFault:
     """A fault of type `kind` (`holdfast chaos list`); `keys` say when (`step`, `seconds`, `point` ...) and how.
 
-    A name that both could have is a key of the type: `seconds` of a delay. Raises ValueError that names what is allowed.
+    A name that both could have is a key of the type: `seconds` of a delay. Raises ValueError with what is allowed.
     """
     known = fault_types()
     if kind not in known:

@@ -11,7 +11,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ from holdfast.ft.processes.zygote_client import ForkedProcess
 from holdfast.ft.registers import RegisterAway
 from holdfast.harness.cluster.cluster_ranks import ClusterSettings, Ended, RankResult, RunTimeout, death, values
 from holdfast.harness.cluster.rank_processes import Echo, last_stack, zygote_of_ranks
-from holdfast.harness.cluster.rank_worker import STACK_SIGNAL, pickle_by_value, session_target
+from holdfast.harness.cluster.rank_worker import STACK_SIGNAL, Prepare, pickle_by_value, session_target
 
 if TYPE_CHECKING:
     from holdfast.harness.links.client import Links
@@ -52,10 +52,10 @@ class Job:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
-        prepare: Callable[[], Mapping[str, Any] | None] | None = None,
+        prepare: Sequence[Prepare] = (),
         links: Links | None = None,
     ) -> None:
-        """Start the processes. Each calls `prepare` before its session."""
+        """Start the processes. Each makes the calls of `prepare` before its session."""
         forks.refuse_in_children(self, "the job", ("processes", "directory"))
         self._settings, self._count = settings, count
         self.directory = directory

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
@@ -26,6 +26,7 @@ from holdfast.harness.cluster.cluster_ranks import ClusterRanks, ClusterSettings
 from holdfast.harness.cluster.job import Job
 from holdfast.harness.cluster.rank_processes import RankProcesses
 from holdfast.harness.cluster.rank_threads import RankThreads
+from holdfast.harness.cluster.rank_worker import Prepare
 
 if TYPE_CHECKING:
     from holdfast.ft import Session
@@ -46,7 +47,7 @@ class LocalCluster:
     - `environ`: added to the environment of the processes.
     - `session`: keyword arguments of the `ft.Session` of each process under `start` (`min_size`, `timeouts` ...).
     - `prepare`: called in each process under `start` before its session, when it has no other thread yet; it may return
-      keyword arguments of this process's `ft.Session` alone.
+      keyword arguments of this process's `ft.Session` alone. Or several such calls.
     - `links`: the links between the processes of jobs lead through a proxy, so that `Job.partition` can cut them.
     - `echo`: print the output of ranks, line by line with their names in front. `logs` has it either way.
 
@@ -68,7 +69,7 @@ class LocalCluster:
         environ: Mapping[str, str] | None = None,
         echo: bool = True,
         session: Mapping[str, Any] | None = None,
-        prepare: Callable[[], Mapping[str, Any] | None] | None = None,
+        prepare: Prepare | Sequence[Prepare] | None = None,
         links: bool = False,
     ) -> None:
         size, spares = integer(size, "size"), integer(spares, "spares")
@@ -99,7 +100,7 @@ class LocalCluster:
             launcher=found.info.capabilities.launcher,
         )
         self._session_options = dict(session or {})
-        self._prepare, self._with_links = prepare, links
+        self._prepare, self._with_links = (prepare,) if callable(prepare) else tuple(prepare or ()), links
         self._links: Links | None = None
         self._directory: HeldDirectory | None = None
         self._ranks: ClusterRanks | None = None
@@ -154,7 +155,7 @@ class LocalCluster:
             killable = "its ranks must be killable: use 'shm', 'gloo', 'ucx' or 'mpi'"
             raise Unsupported(f"a job of threads over {self.backend!r}", killable)
         self._jobs = [job for job in self._jobs if not job.closed]
-        directory = Path(tempfile.mkdtemp(prefix="job-", dir=self.logs))
+        directory, links = Path(tempfile.mkdtemp(prefix="job-", dir=self.logs)), self._the_links()
         job = Job(
             self._settings,
             self.size + self.spares,
@@ -163,8 +164,8 @@ class LocalCluster:
             fn,
             args,
             kwargs,
-            prepare=self._prepare_with(self._the_links()),
-            links=self._links,
+            prepare=self._prepare if links is None else (*self._prepare, links.prepare()),
+            links=links,
         )
         self._jobs.append(job)
         return job
@@ -195,20 +196,6 @@ class LocalCluster:
 
             self._links = Links()
         return self._links
-
-    def _prepare_with(self, links: Links | None) -> Callable[[], Mapping[str, Any] | None] | None:
-        """The call that each process of a job makes first."""
-        prepare = self._prepare
-        if links is None:
-            return prepare
-        join = links.prepare()
-
-        def both() -> Mapping[str, Any] | None:
-            options = prepare() if prepare is not None else None
-            join()
-            return options
-
-        return both
 
     def _the_ranks(self) -> ClusterRanks:
         if self._ranks is None:

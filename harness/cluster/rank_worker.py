@@ -19,7 +19,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
@@ -215,19 +215,28 @@ def rank_target(rank: int) -> Callable[[ProcessChannel], None]:
     return target
 
 
+Prepare = Callable[[], Mapping[str, Any] | None]
+"""A call that a process makes before its session, while it has no other thread.
+
+It may return options of this process's session. It is pickled.
+"""
+
+
 def session_target(
-    body: bytes, options: Mapping[str, Any], prepare: Callable[[], Mapping[str, Any] | None] | None = None
+    body: bytes, options: Mapping[str, Any], prepare: Sequence[Prepare] = ()
 ) -> Callable[[ProcessChannel], None]:
     """The target of a process: `body` is the pickled (fn, args, kwargs), `options` are those of its `ft.Session`.
 
-    It calls `prepare` first, while it has no other thread; that may return further options, of this process alone.
+    It makes the calls of `prepare` first.
     """
 
     def target(channel: ProcessChannel) -> None:
         faulthandler.register(STACK_SIGNAL, all_threads=False)
         try:
-            own = prepare() if prepare is not None else None
-            ended = Ended(time.monotonic(), pickle_result(_in_session(body, {**options, **(own or {})})))
+            own = dict(options)
+            for step in prepare:
+                own.update(step() or {})
+            ended = Ended(time.monotonic(), pickle_result(_in_session(body, own)))
         except BaseException as error:
             ended = Ended(time.monotonic(), error=pack_error(error))
         channel.send(ended, timeout=600.0)

@@ -7,6 +7,7 @@ import os
 import socket
 import tempfile
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 from holdfast.comms.errors import HoldfastError
@@ -45,7 +46,7 @@ class Links:
 
     def prepare(self) -> Callable[[], None]:
         """The call that leads a process's links through the proxy; the process makes it before it opens any socket."""
-        return JoinSupervisor(self._path, self._process.pid)
+        return partial(_join, self._path, self._process.pid)
 
     def add(self, rules: Iterable[LinkRule]) -> tuple[int, ...]:
         """Add rules to those that hold; returns their numbers, for `remove`."""
@@ -98,20 +99,14 @@ class Links:
         return answer.traffic
 
 
-class JoinSupervisor:
-    """A call that puts its process under the supervisor that listens at `path`."""
-
-    def __init__(self, path: Path, supervisor: int) -> None:
-        self._path, self._supervisor = path, supervisor
-
-    def __call__(self) -> None:
-        line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connect_unix(line, self._path)
-        listener = seccomp.install(self._supervisor)
-        socket.send_fds(line, [b"!"], [listener])
-        os.close(listener)
-        global _line
-        _line = line
+def _join(path: Path, supervisor: int) -> None:
+    """Put this process under the supervisor that listens at `path`."""
+    global _line
+    _line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connect_unix(_line, path)
+    listener = seccomp.install(supervisor)
+    socket.send_fds(_line, [b"!"], [listener])
+    os.close(listener)
 
 
 _line: socket.socket | None = None

@@ -43,12 +43,13 @@ from holdfast.harness import training
 from holdfast.harness.chaos.fault_type import Undo
 from holdfast.harness.chaos.run.fault_context import FaultContext, serve
 from holdfast.harness.chaos.run.process_set import ProcessSet, Results, RunProcess
-from holdfast.harness.chaos.run.session_processes import SessionProcesses, Step
+from holdfast.harness.chaos.run.session_processes import SessionProcesses
 from holdfast.harness.chaos.run.store_processes import StoreProcesses
 from holdfast.harness.chaos.run.training_processes import ActorHosts, TrainingProcesses, TrainingRecord
 from holdfast.harness.chaos.scenario import Planned, Scenario, Trigger
 from holdfast.harness.chaos.workload import Ddp, ReinforcementLearning, StoreWorkload
 from holdfast.harness.cluster.job import standing_by
+from holdfast.harness.cluster.rank_worker import Prepare
 from holdfast.harness.invariants import Event
 from holdfast.harness.links.client import Links
 from holdfast.harness.links.policy import LinkTraffic
@@ -328,9 +329,9 @@ class ScenarioRun:
         if isinstance(workload, StoreWorkload):
             return StoreProcesses(scenario, workload, self._folder("store"), register), network
         assert self._body is not None
-        prelude: list[Step] = [] if network is None else [network.claim(self._directory / "hosts")]
-        prelude += [] if links is None else [links.prepare()]
-        return SessionProcesses(scenario, self._body, self._args, prelude, register, environ), network
+        prepare: list[Prepare] = [] if network is None else [network.claim(self._directory / "hosts")]
+        prepare += [] if links is None else [links.prepare()]
+        return SessionProcesses(scenario, self._body, self._args, prepare, register, environ), network
 
     def _folder(self, name: str) -> Path:
         folder = self._directory / name

@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +45,7 @@ from holdfast.harness.chaos.scenario import Scenario
 from holdfast.harness.chaos.workload import AllReduce, Ddp, Python
 from holdfast.harness.cluster.job import Job
 from holdfast.harness.cluster.local_cluster import LocalCluster
+from holdfast.harness.cluster.rank_worker import Prepare
 
 RESOURCES_SECONDS = 1.0
 
@@ -246,32 +246,12 @@ BODIES: dict[type, Callable[[Session, Any, int], Any]] = {AllReduce: all_reduce,
 END_SECONDS = 10.0
 
 
-Step = Callable[[], Mapping[str, Any] | None]
-"""A call that a process makes before its session; it may return options of the session."""
+def separate_host() -> None:
+    """Make this process appear to be on a host of its own."""
+    from holdfast.comms.transport import liveness
 
-
-@dataclass(frozen=True, slots=True)
-class Prelude:
-    """The calls that each process of a job makes before its session. It is pickled, so it holds data only."""
-
-    steps: tuple[Step, ...]
-
-    def __call__(self) -> Mapping[str, Any]:
-        options: dict[str, Any] = {}
-        for step in self.steps:
-            options.update(step() or {})
-        return options
-
-
-@dataclass(frozen=True, slots=True)
-class SeparateHost:
-    """Makes a process appear to be on a host of its own."""
-
-    def __call__(self) -> None:
-        from holdfast.comms.transport import liveness
-
-        os.environ[liveness.HOST] = f"host-{os.getpid()}"
-        liveness.this_host.cache_clear()
+    os.environ[liveness.HOST] = f"host-{os.getpid()}"
+    liveness.this_host.cache_clear()
 
 
 class SessionProcesses(ProcessSet):
@@ -282,15 +262,14 @@ class SessionProcesses(ProcessSet):
         scenario: Scenario,
         body: Callable[..., Any],
         args: Sequence[Any],
-        prelude: Sequence[Step],
+        prepare: Sequence[Prepare],
         register: str | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
         spec = scenario.job
-        steps = [*prelude]
         if spec.hosts == "many":
-            steps.append(SeparateHost())
+            prepare = (*prepare, separate_host)
         timeouts = Timeouts(**{name: getattr(spec.timeouts, name) for name in spec.timeouts.__struct_fields__})
         options = {"min_size": spec.min_size, "shards": spec.shards or spec.ranks, "timeouts": timeouts}
         if register is not None:
@@ -308,7 +287,7 @@ class SessionProcesses(ProcessSet):
                     echo=False,
                     environ={"OMP_NUM_THREADS": "1", **spec.environ, **(environ or {})},
                     session=options,
-                    prepare=Prelude(tuple(steps)) if steps else None,
+                    prepare=prepare,
                 )
             )
             if spec.disk is not None:
