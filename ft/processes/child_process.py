@@ -85,10 +85,12 @@ class ChildProcess(ABC):
             text += f"; the end of its output:\n{last}"
         return text
 
-    def close(self) -> None:
-        """Kill the process if it still runs, and close its descriptors. Idempotent."""
+    def close(self, timeout: float = 0.0) -> None:
+        """Kill the process if it still runs after `timeout` seconds, and close its descriptors. Idempotent."""
         if self._closed:
             return
+        if timeout:
+            self._gone(timeout)
         self.kill()
         self.wait(10.0)
         with self._closing:

@@ -14,7 +14,7 @@ from holdfast.ft.launch.launcher import memory_in, mpirun_path
 from holdfast.harness.bench.drivers import GLOO, HOLDFAST, MPICH, OPENMPI
 from holdfast.harness.bench.ranks import Measure, Measurement, be_rank, be_threads
 from holdfast.harness.measure.worker import WorkerBarrier
-from holdfast.harness.measure.workers import Fork, Place, StartedWorker, WorkerGroup, WorkerProgram
+from holdfast.harness.measure.workers import Place, StartedWorker, WorkerGroup, WorkerProgram, fork
 
 PEERS = (GLOO, OPENMPI, MPICH)
 PRELOAD = ("holdfast.comms", "holdfast.harness.bench.ranks", "holdfast.harness.bench.drivers")
@@ -73,9 +73,9 @@ def _start_ranks(contestant: str, ranks: int, place: Place) -> Sequence[StartedW
         command = [*start.words, *recovery, *module, contestant, str(place.folder), str(ranks)]
         return [WorkerProgram(place, command, start.environment)]
     if backend == "inproc":
-        return [Fork(place, contestant, partial(be_threads, contestant, place.folder, ranks), preload=PRELOAD)]
+        return [fork(place, contestant, partial(be_threads, contestant, place.folder, ranks), preload=PRELOAD)]
     return [
-        Fork(place, f"{contestant} {rank}", partial(be_rank, contestant, place.folder, rank, ranks), preload=PRELOAD)
+        fork(place, f"{contestant} {rank}", partial(be_rank, contestant, place.folder, rank, ranks), preload=PRELOAD)
         for rank in range(ranks)
     ]
 

@@ -104,6 +104,24 @@ class LibraryDriver(ABC):
 
         return BoundOp(run_broadcast if operation.name == "broadcast_object" else run_all_gather, prepare, settle)
 
+    def ping_pong(
+        self, send: Callable[[Any, int], object], recv: Callable[[Any, int], object], given: Any, out: Any
+    ) -> Callable[[], object]:
+        """A call of the library's `send(buffer, rank)` and `recv(buffer, rank)`: the lower rank begins."""
+        partner = self.partner
+        if partner is None:
+            return _nothing
+
+        def serve() -> None:
+            send(given, partner)
+            recv(out, partner)
+
+        def give_back() -> None:
+            recv(out, partner)
+            send(out, partner)
+
+        return serve if self.rank < partner else give_back
+
     def refuse(self, operation: Operation) -> BoundOp:
         raise NotImplementedError(f"{operation.name} is not measured on {self.detail}")
 
@@ -292,22 +310,11 @@ class HoldfastDriver(LibraryDriver):
     def _point_to_point(self, operation: Operation, given: torch.Tensor, out: torch.Tensor) -> BoundOp:
         from holdfast.comms import Recv, Send
 
-        comm, partner = self._comm, self.partner
-        if operation.name == "send_recv":
-            pair: list[Send | Recv] = [Send(given, self.next), Recv(out, self.before)]
-            return BoundOp(lambda: comm.batch_send_recv(pair))
-        if partner is None:
-            return BoundOp(lambda: None)
-
-        def serve() -> None:
-            comm.send(given, partner)
-            comm.recv(out, partner)
-
-        def give_back() -> None:
-            comm.recv(out, partner)
-            comm.send(out, partner)
-
-        return BoundOp(serve if self.rank < partner else give_back)
+        comm = self._comm
+        if operation.name == "ping_pong":
+            return BoundOp(self.ping_pong(comm.send, comm.recv, given, out))
+        pair: list[Send | Recv] = [Send(given, self.next), Recv(out, self.before)]
+        return BoundOp(lambda: comm.batch_send_recv(pair))
 
     def _window(self, operation: Operation, given: torch.Tensor, target: Array) -> BoundOp:
         import torch
@@ -415,25 +422,10 @@ class MpiDriver(LibraryDriver):
             case "send_recv":
                 return lambda: comm.Sendrecv(given, self.next, 0, out, self.before, 0)
             case "ping_pong":
-                return self._ping_pong(given, out)
+                return self.ping_pong(comm.Send, comm.Recv, given, out)
             case _:
                 self.refuse(operation)
                 return lambda: None
-
-    def _ping_pong(self, given: list[Any], out: list[Any]) -> Callable[[], None]:
-        comm, partner = self._comm, self.partner
-        if partner is None:
-            return lambda: None
-
-        def serve() -> None:
-            comm.Send(given, partner)
-            comm.Recv(out, partner)
-
-        def give_back() -> None:
-            comm.Recv(out, partner)
-            comm.Send(out, partner)
-
-        return serve if self.rank < partner else give_back
 
     def _window(self, operation: Operation, source: Array, target: Array) -> BoundOp:
         kind, to, back = self._mpi._typedict[source.dtype.char], self.next, self.before

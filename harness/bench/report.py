@@ -98,10 +98,6 @@ def ratios(rows: Sequence[BenchRow], ours: Sequence[str]) -> tuple[OpRatio, ...]
 # On a terminal --------------------------------------------------------------------------------------------------------
 
 
-def _short(contestant: str) -> str:
-    return contestant.removeprefix(HOLDFAST)
-
-
 def _wrong(count: int | None) -> Text:
     if count is None:
         return Text("?")
@@ -114,7 +110,7 @@ def _table(
     ours = list(dict.fromkeys(name for _, name, _ in ratios))
     operation = OPERATIONS[op]
     all_right = () if any(row.wrong for row in rows) else ("#wrong",)
-    speed_ups = [f"{_short(name)} speed-up" for name in ours]
+    speed_ups = [f"{short(name)} speed-up" for name in ours]
     table = figures(
         f"{op}, {counted(ranks, 'rank')}" + (", inputs written anew before each op" if fresh else ""),
         ("size", "library", "p50", "p99", "min", "algbw GB/s", "busbw GB/s", "#wrong", *speed_ups),
@@ -130,7 +126,7 @@ def _table(
         against = [ratios.get((row.nbytes, name, row.contestant)) for name in ours]
         table.add_row(
             "" if row.nbytes == before else format_bytes(row.nbytes),
-            _short(row.contestant),
+            short(row.contestant),
             show_time(row.timing.p50),
             show_time(row.timing.p99),
             show_time(row.timing.min),

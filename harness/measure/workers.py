@@ -82,36 +82,23 @@ class Place:
             each.close()
 
 
-class Fork:
-    """A process that the zygote forked; `target` is what it does. `preload` is imported in the zygote, once."""
+def fork(
+    place: Place,
+    name: str,
+    target: Callable[[], object],
+    *,
+    preload: Sequence[str] = (),
+    threads: int = 1,
+    environ: Mapping[str, str] | None = None,
+) -> ForkedProcess:
+    """Fork a process by the zygote; `target` is what it does. `preload` is imported in the zygote, once."""
 
-    def __init__(
-        self,
-        place: Place,
-        name: str,
-        target: Callable[[], object],
-        *,
-        preload: Sequence[str] = (),
-        threads: int = 1,
-        environ: Mapping[str, str] | None = None,
-    ) -> None:
-        def start(channel: ProcessChannel) -> None:
-            channel.close()
-            target()
+    def start(channel: ProcessChannel) -> None:
+        channel.close()
+        target()
 
-        environ = {"HOLDFAST_CHECK": "0", "OMP_NUM_THREADS": str(threads)} | dict(environ or {})
-        self._process: ForkedProcess = zygote_with(*preload).spawn(
-            start, name=name, output=place.output, threads=threads, environ=environ
-        )
-        self.pid = self._process.pid
-
-    def alive(self) -> bool:
-        return self._process.alive()
-
-    def close(self, timeout: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            self._process.wait(timeout)
-        self._process.close()
+    environ = {"HOLDFAST_CHECK": "0", "OMP_NUM_THREADS": str(threads)} | dict(environ or {})
+    return zygote_with(*preload).spawn(start, name=name, output=place.output, threads=threads, environ=environ)
 
 
 class WorkerProgram:

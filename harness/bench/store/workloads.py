@@ -34,7 +34,7 @@ from holdfast.harness.bench.store.drivers import (
 )
 from holdfast.harness.bench.store.worker import MATRIX, PRODUCTS, Digests, How, Took, be_worker
 from holdfast.harness.measure.rounds import TimedTurn, Workload
-from holdfast.harness.measure.workers import Fork, Place, StartedWorker, Worker, WorkerGroup, WorkerProgram, call
+from holdfast.harness.measure.workers import Place, StartedWorker, Worker, WorkerGroup, WorkerProgram, call, fork
 
 SEED = 1
 PRELOAD = ("holdfast.store", "holdfast.harness.bench.store.worker", "torch.distributed.checkpoint")
@@ -130,7 +130,7 @@ def _start(contestant: str, plan: TeamPlan, roles: Sequence[Role], place: Place)
         ]
     plane, environ = ("ucx", {"UCX_TLS": "tcp,self"}) if plan.apart else ("auto", {})
     return [
-        Fork(
+        fork(
             place,
             f"{contestant} {role}",
             partial(

@@ -12,11 +12,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from holdfast.ft.processes.zygote_client import ForkedProcess
 from holdfast.harness.measure.rounds import TimedTurn, Workload, mirrored, rotated, take_turns, total_wrong
 from holdfast.harness.measure.stats import pairwise
 from holdfast.harness.measure.worker import WorkerBarrier, serve
 from holdfast.harness.measure.workers import (
-    Fork,
     OpFailed,
     Place,
     WorkerFailed,
@@ -24,6 +24,7 @@ from holdfast.harness.measure.workers import (
     WorkerProgram,
     answers,
     call,
+    fork,
 )
 from support.waiting import eventually
 
@@ -60,8 +61,8 @@ def _be(folder: Path, rank: int) -> None:
     serve(folder / "socket", Adder(rank), "adder", rank, "plain Python", asyncio.run)  # type: ignore[arg-type]
 
 
-def _start(ranks: range, place: Place) -> list[Fork]:
-    return [Fork(place, f"adder {rank}", partial(_be, place.folder, rank)) for rank in ranks]
+def _start(ranks: range, place: Place) -> list[ForkedProcess]:
+    return [fork(place, f"adder {rank}", partial(_be, place.folder, rank)) for rank in ranks]
 
 
 # Workers --------------------------------------------------------------------------------------------------------------
