@@ -73,13 +73,20 @@ def train(
     number: int = signal.SIGKILL,
     url: str = "",
     gate: str = "",
+    joined: bool = False,
     checkpoints: str = "",
 ) -> tuple[str, list[tuple[int, float, float]]]:
-    """The digest of the final weights, and loss and norm of each batch that was committed here."""
-    reports = []
+    """The digest of the final weights, and loss and norm of each batch that was committed here.
+
+    If it is `joined`, rank 0 gets the batch of the gate in another epoch only.
+    """
+    reports, epochs = [], set[int | None]()
 
     def take(step: int, over: Any) -> EncodedBatch:
-        while step == GATED and gate and not Path(gate).exists():
+        if step == GATED:
+            epochs.add(session.epoch)
+        waits = joined and session.rank == 0 and len(epochs) == 1
+        while step == GATED and gate and (waits or not Path(gate).exists()):
             over()
             time.sleep(0.01)
         return random_batch(step, config.algorithm.updates)
@@ -106,7 +113,7 @@ def run(
     with LocalCluster(size, backend, spares=spares, session=options) as ranks:
         gate = ranks.logs / "gate"
         number = int(signal.SIGSTOP if stop else signal.SIGKILL)
-        job = ranks.start(train, config_of(strategy, **more), gate=str(gate), number=number, **arguments)
+        job = ranks.start(train, config_of(strategy, **more), gate=str(gate), joined=grow, number=number, **arguments)
         job.wait_for_spares()
         if grow:
             job.wait_for("committed", step=1, timeout=60.0)
