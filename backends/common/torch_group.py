@@ -19,16 +19,13 @@ import torch
 import torch.distributed as dist
 
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Revoked, again
-from holdfast.comms.rendezvous import fetch
+from holdfast.comms.rendezvous.meeting_store import wait_for
 from holdfast.comms.system.files import OwnedDescriptor
 from holdfast.comms.system.waiting import run_within
 from holdfast.comms.transport.base import Context, Transport
 from holdfast.comms.transport.liveness import Liveness
 
 Result = TypeVar("Result")
-
-_MEETING_SECONDS = 0.05
-"""How often a rank that waits for the others looks whether they shall still connect."""
 
 _NOTE_KEY = "ended"
 _NOTE_SECONDS = 0.5
@@ -173,18 +170,19 @@ def wait_for_ranks(context: Context, liveness: Liveness, prefix: str) -> None:
     """
     store, began = context.store, time.monotonic()
     ready = [f"{prefix}ready/{rank}" for rank in range(context.size)]
-    store.set(ready[context.rank], "")
-    missing = list(range(context.size))
-    while missing:
+
+    def look() -> None:
         if (over := context.over()) is not None:
             raise again(over)
-        try:
-            fetch(store, ready[missing[0]], min(context.deadline, time.monotonic() + _MEETING_SECONDS), liveness)
-            del missing[0]
-        except TimeoutError as error:
-            if (now := time.monotonic()) >= context.deadline:
-                late = tuple(rank for rank in missing if not store.check([ready[rank]]))
-                raise OpTimeout("connect", 0, now - began, late) from error
+        if dead := liveness.dead():
+            raise PeerFailed(dead, "its process ended before it came to connect")
+
+    store.set(ready[context.rank], "")
+    try:
+        wait_for(store, ready, context.deadline, look)
+    except TimeoutError as error:
+        late = tuple(rank for rank in range(context.size) if not store.check([ready[rank]]))
+        raise OpTimeout("connect", 0, time.monotonic() - began, late) from error
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

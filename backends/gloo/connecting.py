@@ -22,6 +22,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -154,7 +155,8 @@ ATTEMPT_SECONDS = 5.0
 
 _GRACE_SECONDS = 1.0
 """After a connection broke: how long the kernel may take to report a death, or a rank that the attempt is over."""
-_LOOK_SECONDS = 0.005
+_LOOK_SECONDS = 0.02
+"""How often a rank that connects looks at the others: a look asks for each of them, while all need the processors."""
 _WAIT = timedelta(seconds=0.02)
 
 abandoned_groups: list[Any] = []
@@ -246,7 +248,8 @@ class _Attempt:
         store.longest_wait = timedelta(seconds=limit)
         began = time.monotonic()
         try:
-            group = run_interruptible(lambda: self._construct(store, device, limit), self._look)
+            construct = partial(self._construct, store, device, limit)
+            group = run_interruptible(construct, self._look, every=_LOOK_SECONDS)
             listeners, connections = find_sockets(store.published, store.fetched)
             try:
                 self._wait_for_ranks(group)

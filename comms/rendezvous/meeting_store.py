@@ -11,7 +11,7 @@ from typing import TypeVar
 import msgspec
 import torch.distributed as dist
 
-from holdfast.comms.errors import CorruptData, HoldfastError, OpTimeout, PeerFailed
+from holdfast.comms.errors import CorruptData, OpTimeout, PeerFailed
 from holdfast.comms.system.keys import Seal, check_unsealed
 from holdfast.comms.system.waiting import run_interruptible
 from holdfast.comms.transport.liveness import Liveness
@@ -76,33 +76,43 @@ class MeetingStore(dist.Store):
         self._call(lambda: self._store.set(self._name(key), data))  # type: ignore[arg-type]  # it takes bytes
 
     def get(self, key: str) -> bytes:
-        self.wait([key])
-        return self.read(key)
+        return self.unwrap(key, self._once_set([key], None, lambda: self._store.get(self._name(key))))
 
-    def read(self, key: str) -> bytes:
-        """The value of a key that exists."""
-        return self.unwrap(key, self._call(lambda: self._store.get(self._name(key))))
+    def read_all(self, keys: Sequence[str]) -> list[bytes]:
+        """The values of keys that exist, as stored: see `unwrap`."""
+        return list(self._call(lambda: self._store.multi_get(list(map(self._name, keys)))))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Poll for the keys: torch's own waits cannot be interrupted, and a FileStore's last a second or more."""
-        names = [self._name(key) for key in keys]
+        self._once_set(keys, timeout, lambda: None)
+
+    def _once_set(self, keys: Sequence[str], timeout: timedelta | None, then: Callable[[], T]) -> T:
+        """Poll for the keys: torch's own waits cannot be interrupted, and a FileStore's last a second or more.
+
+        Polls, and calls `then`, in one thread: for each call of the store, that would take most of the time.
+        """
+        names = list(map(self._name, keys))
         until = self._until(self._seconds if timeout is None else timeout.total_seconds())
         enough = threading.Event()
 
-        def look_for_them() -> bool:
+        def look_for_them() -> list[T]:
             pause = _FIRST_PAUSE
             while not self._store.check(names):
                 if enough.is_set() or time.monotonic() >= until:
-                    return False
+                    return []
                 enough.wait(pause)
                 pause = min(2 * pause, _LAST_PAUSE)
-            return True
+            return [then()]
 
         try:
-            if not self._call(look_for_them):
+            if not (found := self._call(look_for_them)):
                 raise TimeoutError(f"no rank has set {', '.join(keys)} in time")
+            return found[0]
         finally:
             enough.set()
+
+    def present(self, keys: Sequence[str]) -> list[str]:
+        """Those of the keys that exist."""
+        return self._call(lambda: [key for key in keys if self._store.check([self._name(key)])])
 
     def check(self, keys: Sequence[str]) -> bool:
         return bool(self._call(lambda: self._store.check([self._name(key) for key in keys])))
@@ -182,11 +192,26 @@ class MeetingStore(dist.Store):
             raise StoreLost(self._suspects, f"the store at {self._where} is gone: {first_line(error)}") from error
 
 
-LOOK_SECONDS = 0.25
-"""The length of one wait at a store. A signal cannot interrupt it."""
-
 MAX_BYTES = 1 << 16
 """The longest value that a rank may publish to the others."""
+
+
+def wait_for(store: dist.Store, keys: Sequence[str], deadline: float, look: Callable[[], object]) -> None:
+    """Poll for keys; raise TimeoutError at `deadline`, and what `look()` raises, which a long wait calls now and then.
+
+    A wait of torch's TCPStore that times out asks the DNS about the store's address, which may take seconds.
+    """
+    pause = _FIRST_PAUSE
+    try:
+        while not store.check(list(keys)):
+            if pause == _LAST_PAUSE:
+                look()
+            if (left := deadline - time.monotonic()) <= 0:
+                raise TimeoutError(f"no rank has set {', '.join(keys)} in time")
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, _LAST_PAUSE)
+    except dist.DistNetworkError as error:
+        raise PeerFailed((), f"the store of {keys[0]!r} is gone: {first_line(error)}") from error
 
 
 def fetch(store: dist.Store, key: str, deadline: float, liveness: Liveness | None = None) -> bytes:
@@ -195,24 +220,16 @@ def fetch(store: dist.Store, key: str, deadline: float, liveness: Liveness | Non
     Raises `PeerFailed` as soon as a peer that `liveness` watches is gone; only a short look may do without, and plugins
     that were built for API 1.0. Raises `CorruptData` for a value of more than `MAX_BYTES`.
     """
-    while True:
-        step = min(deadline - time.monotonic(), LOOK_SECONDS)
-        try:
-            store.wait([key], timedelta(seconds=max(step, 0.001)))
-        except (RuntimeError, TimeoutError) as error:  # stores raise different types on a timeout
-            if isinstance(error, HoldfastError) and not isinstance(error, TimeoutError):
-                raise
-            if isinstance(error, dist.DistNetworkError):
-                raise PeerFailed((), f"the store of {key!r} is gone: {first_line(error)}") from error
-            if liveness is not None and (dead := liveness.dead()):
-                raise PeerFailed(dead, f"its process ended before it published {key!r}") from error
-            if time.monotonic() >= deadline:
-                raise TimeoutError(str(error)) from error
-        else:
-            value = bytes(store.get(key))
-            if len(value) > MAX_BYTES:
-                raise CorruptData(f"{key!r} at the rendezvous has {len(value)} bytes, more than {MAX_BYTES}")
-            return value
+
+    def look() -> None:
+        if liveness is not None and (dead := liveness.dead()):
+            raise PeerFailed(dead, f"its process ended before it published {key!r}")
+
+    wait_for(store, [key], deadline, look)
+    value = bytes(store.get(key))
+    if len(value) > MAX_BYTES:
+        raise CorruptData(f"{key!r} at the rendezvous has {len(value)} bytes, more than {MAX_BYTES}")
+    return value
 
 
 def fetch_as(store: dist.Store, key: str, kind: type[T], deadline: float, liveness: Liveness | None = None) -> T:

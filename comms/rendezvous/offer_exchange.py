@@ -19,7 +19,6 @@ import msgspec
 from holdfast.comms.errors import CorruptData, HoldfastError, Mismatch, OpTimeout, PeerFailed
 from holdfast.comms.rendezvous.meeting_place import MeetingPlace
 from holdfast.comms.rendezvous.meeting_store import (
-    LOOK_SECONDS,
     MAX_BYTES,
     MeetingStore,
     StoreLost,
@@ -39,6 +38,9 @@ _LEFT = "left"
 _LINGER_SECONDS, _LATE_SECONDS = 1.0, 0.25
 """How long a failed rank that serves the store keeps it up for the others: normally, and at the deadline."""
 
+
+_LOOK_SECONDS = 0.25
+"""How long a rank waits for the others before it looks whether they still live, and whether the meeting is over."""
 
 _FORGED_SECONDS, _PAUSE = 2.0, 0.02
 """How long to wait for a rank to replace an offer that does not verify, and how often to read it again."""
@@ -209,17 +211,11 @@ class OfferExchange:
     def _meet(
         self, store: MeetingStore, number: int, prefix: str, offer: Offer, decide: Callable[[Sequence[Offer]], T]
     ) -> Meeting[T]:
-        place = self.place
         self._has_joined = False
         self._take_rank(store, offer)
         self._has_joined = True
         self._count.number = number + 1
-        offers: list[Offer] = []
-        for rank in range(place.size):
-            theirs = offer if rank == place.rank else self._offer_of(rank, store)
-            self._newest[rank] = theirs
-            self._compare(rank, theirs, offer)
-            offers.append(theirs)
+        offers = self._offers_of_all(store, offer)
         decision = decide(offers)
         self._check_alive()
         self._check_over(store)
@@ -266,33 +262,38 @@ class OfferExchange:
             "or a name of its own"
         )
 
-    def _offer_of(self, rank: int, store: MeetingStore) -> Offer:
-        key, patience = f"offer/{rank}", None
-        while True:
+    def _offers_of_all(self, store: MeetingStore, mine: Offer) -> list[Offer]:
+        """Wait for the offers of all ranks; compares each that has come with this rank's own."""
+        self._newest[self.place.rank] = mine
+        offers = {self.place.rank: mine}
+        keys = {f"offer/{rank}": rank for rank in range(self.place.size) if rank != self.place.rank}
+        patience = 0.0
+        while keys:
             try:
-                store.wait([key], timedelta(seconds=LOOK_SECONDS))
-                return decode_offer(key, store.read(key))
-            except CorruptData:
-                patience = patience or min(self._deadline, time.monotonic() + _FORGED_SECONDS)
-                if self._key is None or time.monotonic() >= patience:
-                    raise
-                time.sleep(_PAUSE)
-                continue
+                store.wait(list(keys), timedelta(seconds=_LOOK_SECONDS))
+                come = list(keys)
             except StoreSilent:
                 raise
             except TimeoutError:
-                pass
-            if not store.check([key]):
-                self._note_absent(store)
+                come = store.present(list(keys))
+            for key, data in zip(come, store.read_all(come), strict=True):
+                try:
+                    offers[keys[key]] = self._newest[keys[key]] = decode_offer(key, store.unwrap(key, data))
+                except CorruptData:  # another program may have written it, and the rank replaces it
+                    patience = patience or min(self._deadline, time.monotonic() + _FORGED_SECONDS)
+                    if self._key is None or time.monotonic() >= patience:
+                        raise
+                    time.sleep(_PAUSE)
+                    continue
+                self._absent.discard(rank := keys.pop(key))
+                self._compare(rank, offers[rank], mine)
+            if keys and not come:
                 self._check_over(store)
-            self._check_alive()
-            if time.monotonic() >= self._deadline:
-                self._note_absent(store)
-                raise OpTimeout("connect", 0, self._timeout, sorted(self._absent))
-
-    def _note_absent(self, store: MeetingStore) -> None:
-        """Drop from `_absent` the ranks that came to this meeting; it keeps those that came to none."""
-        self._absent = {rank for rank in self._absent if not store.check([f"offer/{rank}"])}
+            if keys:
+                self._check_alive()
+                if time.monotonic() >= self._deadline:
+                    raise OpTimeout("connect", 0, self._timeout, sorted(self._absent))
+        return [offers[rank] for rank in range(self.place.size)]
 
     def _check_over(self, store: MeetingStore) -> None:
         """If a rank gave up this meeting, raise `PeerFailed` if a rank has died, else `_MeetingOver`."""

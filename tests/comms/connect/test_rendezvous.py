@@ -25,6 +25,7 @@ from holdfast import comms
 from holdfast.comms.connect import KnownMembers, connect_members
 from holdfast.comms.rendezvous import meeting_place as places
 from holdfast.comms.rendezvous import tcp
+from holdfast.comms.rendezvous.meeting_store import MeetingStore
 from holdfast.comms.rendezvous.offer_exchange import Offer, decode_offer
 from holdfast.comms.system.keys import Seal, create_key
 from holdfast.comms.transport.base import Peer
@@ -39,6 +40,30 @@ from support.waiting import eventually
 
 GENEROUS = 8.0
 """The delay beyond a timeout, in seconds, that a loaded machine may have."""
+
+
+@pytest.mark.parametrize("backend", ["inproc", "gloo"])
+def test_more_ranks_ask_the_store_hardly_more_often_each(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gloo itself asks twice for each peer. The polls of a rank that waits do not count."""
+    asked, call = list[object](), MeetingStore._call
+
+    def counted(store: MeetingStore, ask: Callable[[], Any]) -> Any:
+        if "check" not in ask.__qualname__:
+            asked.append(ask)
+        return call(store, ask)
+
+    monkeypatch.setattr(MeetingStore, "_call", counted)
+    each = {}
+    for size in (2, 8):
+        store = dist.HashStore()
+        asked.clear()
+        results = in_threads(
+            size,
+            lambda rank, size=size, store=store: total(comms.connect(backend, rank=rank, size=size, rendezvous=store)),
+        )
+        assert results == [size * (size + 1) / 2] * size
+        each[size] = len(asked) / size
+    assert each[8] - each[2] <= (12.5 if backend == "gloo" else 0.5), each
 
 
 # -- a server that does not answer
