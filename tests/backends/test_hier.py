@@ -27,7 +27,6 @@ from holdfast import comms
 from holdfast.backends.hier.choice import OPS, WITHIN, WITHIN_DEVICES, Choice, HostLayout
 from holdfast.backends.hier.plugin import layered
 from holdfast.backends.hier.transport import HierarchicalTransport, StreamedHierarchy, connect
-from holdfast.backends.nccl import stand_in
 from holdfast.comms import Communicator, HoldfastError, PeerFailed, ReduceOp, Revoked, Unsupported
 from holdfast.comms.algorithms.message_passing import cost
 from holdfast.comms.plugins.registry import registry
@@ -40,6 +39,7 @@ from holdfast.harness import LocalCluster
 from holdfast.harness.conformance.helpers import wait_for_files
 from holdfast.harness.testbed import netns
 from holdfast.harness.testbed.netns import EnterNamespace, Network
+from support import nccl_stand_in as stand_in
 
 OVER_NCCL = f"hier-{stand_in.NAME}"
 

@@ -28,10 +28,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast import comms
-from holdfast.backends.nccl import stand_in as stand_in_plugin
 from holdfast.backends.nccl import transport as nccl
 from holdfast.backends.nccl.device_reduction import DeviceReduction, combine, device_reduction_of
-from holdfast.backends.nccl.stand_in import HostWork, OnTheHost
 from holdfast.comms import (
     BackendUnavailable,
     Communicator,
@@ -50,7 +48,9 @@ from holdfast.comms.plugins.spec import Unavailable
 from holdfast.comms.system.files import url_of
 from holdfast.comms.transport.base import Context
 from holdfast.harness import LocalCluster
+from support import nccl_stand_in as stand_in_plugin
 from support.meeting import run_in_threads
+from support.nccl_stand_in import HostWork, OnTheHost
 from support.waiting import PATIENCE, eventually
 
 Tensor = torch.Tensor

@@ -24,7 +24,6 @@ import torch.distributed as dist
 
 from holdfast.backends.nccl import streams, torch_groups
 from holdfast.backends.nccl import transport as nccl
-from holdfast.backends.nccl.stand_in import LikeNccl, OnTheHost
 from holdfast.backends.nccl.torch_groups import this_thread
 from holdfast.comms import HoldfastError, OpTimeout, PeerFailed, ReduceOp
 from holdfast.comms.collectives import ArgumentChecks
@@ -32,6 +31,7 @@ from holdfast.comms.plugins.registry import registry
 from holdfast.comms.plugins.spec import Available
 from holdfast.comms.transport.base import Peer
 from support.meeting import run_in_threads
+from support.nccl_stand_in import LikeNccl, OnTheHost
 from support.waiting import PATIENCE, eventually
 
 

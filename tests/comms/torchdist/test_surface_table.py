@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 
 from holdfast import comms
-from holdfast.backends.nccl import stand_in
 from holdfast.comms import BackendUnavailable, Communicator, HoldfastError, NotConnected, Revoked, Unsupported
 from holdfast.comms.torchdist import Options
 from holdfast.harness import LocalCluster
+from support import nccl_stand_in as stand_in
 from support.source_tree import ROOT
 from support.torch_groups import ENVIRON
 

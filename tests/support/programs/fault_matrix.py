@@ -48,7 +48,7 @@ SHORT, LONG, MARGIN = 0.5, 30.0, 15.0
 
 REASON = "disk on fire"
 _NAMES_VICTIM = re.compile(rf"\branks? (\d+, )*{VICTIM}\b")
-_PLUGIN = "holdfast.backends.nccl.stand_in"
+_PLUGIN = "support.nccl_stand_in"
 
 
 def _single(comm: Communicator, **how: Any) -> Any:

@@ -1,6 +1,6 @@
-"""The nccl transport over other groups of torch in NCCL's place, for machines without a GPU: tests and the bench.
+"""The nccl transport over other groups of torch in NCCL's place, for machines without a GPU.
 
-A plugin to be registered by hand (`comms.register`): its backend `nccl-stand-in` runs this package's own code, over
+A plugin to be registered by hand (`comms.register`): its backend `nccl-stand-in` runs the code of the nccl backend over
 torch's gloo group and host memory. What NCCL and a GPU do themselves is imitated: a queue runs the ops in order, and a
 call returns once its op is queued; an abort takes as long as NCCL's.
 """
