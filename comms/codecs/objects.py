@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
@@ -44,144 +45,126 @@ class ObjectWork(Generic[Result]):
         return self._work.exception()
 
 
+Move = Callable[[Sequence[Tensor], list[Tensor], float], None]
+"""Runs the op of the transport on the tensors that this rank gives, and into those that it takes."""
+
+
 def broadcast(comm: Communicator, obj: T | None, src: int, timeout: float | None, async_op: bool) -> ObjectWork[T]:
     """Rank `src`'s object on every rank."""
-    sent = _EncodedObject(obj) if comm.rank == src else None
-    received: list[bytes] = []
-
-    def body(deadline: float) -> None:
-        transport = comm.transport
-        length = _length(sent, comm)
-        transport.broadcast(length, src, deadline)
-        buffer = _tensor(sent.data if sent is not None else bytes(abs(int(length.item()))), comm)
-        transport.broadcast(buffer, src, deadline)
-        received.append(_received(int(length.item()), buffer))
-
-    nbytes = 0 if sent is None else sent.size
-    work = comm.issue("broadcast_object", nbytes, body, lambda: f"from {src}", timeout, src, async_op)
-    return ObjectWork(work, lambda: _result(sent, lambda: _decoded(received[0], src)))
+    given = [_Message(obj)] if comm.rank == src else []
+    exchange = _Exchange(
+        comm, given, 1 - len(given), lambda given, taken, end: comm.transport.broadcast((given or taken)[0], src, end)
+    )
+    result: Callable[[list[bytes]], T] = lambda taken: _decoded((taken or [given[0].data])[0], src)  # noqa: E731
+    return exchange.issue("broadcast_object", result, f"from {src}", src, timeout, async_op)
 
 
 def all_gather(comm: Communicator, obj: T, timeout: float | None, async_op: bool) -> ObjectWork[list[T]]:
     """Every rank's object in rank order."""
-    sent = _EncodedObject(obj)
-    received: list[bytes] = []
-
-    def body(deadline: float) -> None:
-        transport = comm.transport
-        lengths = torch.zeros(comm.size, dtype=torch.int64, device=comm.device)
-        transport.all_gather_single(lengths, _length(sent, comm), deadline)
-        sizes = lengths.tolist()
-        outputs = [_tensor(bytes(abs(size)), comm) for size in sizes]
-        transport.all_gather(outputs, _tensor(sent.data, comm), deadline)
-        received.extend(map(_received, sizes, outputs))
-
-    work = comm.issue("all_gather_object", sent.size, body, lambda: "", timeout, async_op=async_op)
-    return ObjectWork(work, lambda: _result(sent, lambda: _decoded_all(received)))
+    exchange = _Exchange(
+        comm, [_Message(obj)], comm.size, lambda given, taken, end: comm.transport.all_gather(taken, given[0], end)
+    )
+    return exchange.issue("all_gather_object", _decoded_all, "", -1, timeout, async_op)
 
 
 def gather(comm: Communicator, obj: T, dst: int, timeout: float | None, async_op: bool) -> ObjectWork[list[T] | None]:
     """Every rank's object in rank order on rank `dst`; None on the others."""
-    sent = _EncodedObject(obj)
-    received: list[bytes] = []
-
-    def body(deadline: float) -> None:
-        transport, root = comm.transport, comm.rank == dst
-        lengths = [_length(None, comm) for _ in range(comm.size * root)]
-        transport.gather(_length(sent, comm), lengths if root else None, dst, deadline)
-        sizes = [int(length.item()) for length in lengths]
-        outputs = [_tensor(bytes(abs(size)), comm) for size in sizes]
-        transport.gather(_tensor(sent.data, comm), outputs if root else None, dst, deadline)
-        received.extend(map(_received, sizes, outputs))
-
-    work = comm.issue("gather_object", sent.size, body, lambda: f"to {dst}", timeout, dst, async_op)
-    return ObjectWork(work, lambda: _result(sent, lambda: _decoded_all(received) if comm.rank == dst else None))
+    count = comm.size if comm.rank == dst else 0
+    exchange = _Exchange(
+        comm, [_Message(obj)], count, lambda given, taken, end: comm.transport.gather(given[0], taken or None, dst, end)
+    )
+    return exchange.issue(
+        "gather_object", lambda taken: _decoded_all(taken) or None, f"to {dst}", dst, timeout, async_op
+    )
 
 
 def scatter(
     comm: Communicator, objects: Sequence[T] | None, src: int, timeout: float | None, async_op: bool
 ) -> ObjectWork[T]:
     """Element i of rank `src`'s list on rank i."""
-    sent = [_EncodedObject(obj) for obj in objects or ()]
-    received: list[bytes] = []
-
-    def body(deadline: float) -> None:
-        transport, root = comm.transport, comm.rank == src
-        length = _length(None, comm)
-        transport.scatter(length, [_length(each, comm) for each in sent] if root else None, src, deadline)
-        buffer = _tensor(bytes(abs(int(length.item()))), comm)
-        transport.scatter(buffer, [_tensor(each.data, comm) for each in sent] if root else None, src, deadline)
-        received.append(_received(int(length.item()), buffer))
-
-    nbytes = sum(each.size for each in sent)
-    work = comm.issue("scatter_object", nbytes, body, lambda: f"from {src}", timeout, src, async_op)
-    refused = next((each for each in sent if each.error is not None), None)
-    return ObjectWork(work, lambda: _result(refused, lambda: _decoded(received[0], src)))
+    given = [_Message(obj) for obj in objects or ()]
+    exchange = _Exchange(
+        comm, given, 1, lambda given, taken, end: comm.transport.scatter(taken[0], given or None, src, end)
+    )
+    return exchange.issue(
+        "scatter_object", lambda taken: _decoded(taken[0], src), f"from {src}", src, timeout, async_op
+    )
 
 
 def send(
     comm: Communicator, obj: object, dst: int, tag: int, timeout: float | None, async_op: bool
 ) -> ObjectWork[None]:
     """Send an object to rank `dst`: two messages under one tag."""
-    sent = _EncodedObject(obj)
-
-    def body(deadline: float) -> None:
-        comm.transport.send(_length(sent, comm), dst, tag, deadline)
-        comm.transport.send(_tensor(sent.data, comm), dst, tag, deadline)
-
-    work = comm.issue("send_object", sent.size, body, None, timeout, dst, async_op)
-    return ObjectWork(work, lambda: _result(sent, lambda: None))
+    exchange = _Exchange(
+        comm, [_Message(obj)], 0, lambda given, taken, end: comm.transport.send(given[0], dst, tag, end)
+    )
+    return exchange.issue("send_object", lambda taken: None, None, dst, timeout, async_op)
 
 
 def recv(comm: Communicator, src: int, tag: int, timeout: float | None, async_op: bool) -> ObjectWork[Any]:
     """Receive the object that rank `src` sent under `tag`."""
-    received: list[bytes] = []
-
-    def body(deadline: float) -> None:
-        length = _length(None, comm)
-        comm.transport.recv(length, src, tag, deadline)
-        buffer = _tensor(bytes(abs(int(length.item()))), comm)
-        comm.transport.recv(buffer, src, tag, deadline)
-        received.append(_received(int(length.item()), buffer))
-
-    work = comm.issue("recv_object", 0, body, None, timeout, src, async_op)
-    return ObjectWork(work, lambda: _decoded(received[0], src))
+    exchange = _Exchange(comm, [], 1, lambda given, taken, end: comm.transport.recv(taken[0], src, tag, end))
+    return exchange.issue("recv_object", lambda taken: _decoded(taken[0], src), None, src, timeout, async_op)
 
 
 _SENT, _REFUSED = b"\0", b"\1"
+"""The first byte of a message: an object follows, or why there is none."""
 
 
-class _EncodedObject:
+class _Message:
     """An object's bytes; or the reason why it cannot be sent, as bytes and as an error."""
 
     def __init__(self, obj: object) -> None:
         self.error: TypeError | None = None
         try:
-            self.data = encode_object(obj)
+            self.data = _SENT + encode_object(obj)
         except TypeError as error:
             self.error = error.with_traceback(None)
-            self.data = str(error).encode(errors="replace") or b"?"
-
-    @property
-    def size(self) -> int:
-        return len(self.data)
+            self.data = _REFUSED + str(error).encode(errors="replace")
 
 
-def _length(sent: _EncodedObject | None, comm: Communicator) -> Tensor:
-    """The length of a message: negative if it says why there is no object, 0 as a place for one."""
-    size = 0 if sent is None else sent.size
-    return torch.tensor([-size if sent is not None and sent.error is not None else size], device=comm.device)
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Exchange:
+    """One op on objects: this rank gives some messages, and takes `count`: by `move`, first lengths, then bytes."""
 
+    comm: Communicator
+    given: Sequence[_Message]
+    count: int
+    move: Move
 
-def _result(sent: _EncodedObject | None, result: Callable[[], Result]) -> Result:
-    """What the op is for, or the error of the object that this rank could not send."""
-    if sent is not None and sent.error is not None:
-        raise again(sent.error)
-    return result()
+    def issue(
+        self,
+        op: str,
+        result: Callable[[list[bytes]], Result],
+        agreed: str | None,
+        root: int,
+        timeout: float | None,
+        async_op: bool,
+    ) -> ObjectWork[Result]:
+        """Issue the op, which returns `result(taken)`, or raises the error of an object that this rank cannot send."""
+        taken: list[bytes] = []
+        nbytes = sum(len(message.data) for message in self.given)
+        work = self.comm.issue(
+            op, nbytes, partial(self._run, taken), None if agreed is None else lambda: agreed, timeout, root, async_op
+        )
 
+        def outcome() -> Result:
+            for message in self.given:
+                if message.error is not None:
+                    raise again(message.error)
+            return result(taken)
 
-def _received(length: int, buffer: Tensor) -> bytes:
-    return (_REFUSED if length < 0 else _SENT) + buffer.cpu().numpy().tobytes()
+        return ObjectWork(work, outcome)
+
+    def _run(self, taken: list[bytes], deadline: float) -> None:
+        given, device = [message.data for message in self.given], self.comm.device
+        lengths = torch.zeros(self.count, dtype=torch.int64, device=device)
+        own = torch.tensor([len(data) for data in given], dtype=torch.int64, device=device)
+        self.move(torch.split(own, 1) if given else (), list(torch.split(lengths, 1)) if self.count else [], deadline)
+        buffers = [torch.empty(length, dtype=torch.uint8, device=device) for length in lengths.tolist()]
+        data = [torch.frombuffer(bytearray(each), dtype=torch.uint8).to(device) for each in given]
+        self.move(data, buffers, deadline)
+        taken.extend(buffer.cpu().numpy().tobytes() for buffer in buffers)
 
 
 def _decoded(message: bytes, rank: int) -> Any:
@@ -195,12 +178,6 @@ def _decoded(message: bytes, rank: int) -> Any:
 
 def _decoded_all(messages: Sequence[bytes]) -> list[Any]:
     return [_decoded(message, rank) for rank, message in enumerate(messages)]
-
-
-def _tensor(data: bytes, comm: Communicator) -> Tensor:
-    if not data:
-        return torch.empty(0, dtype=torch.uint8, device=comm.device)
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(comm.device)
 
 
 _LEAST, _MOST = -(1 << 63), (1 << 64) - 1
