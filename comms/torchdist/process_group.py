@@ -29,8 +29,8 @@ from holdfast.comms.connect import connect
 from holdfast.comms.errors import HoldfastError, OpTimeout, Revoked, Unsupported
 from holdfast.comms.plugins.hints import Hints
 from holdfast.comms.plugins.registry import registry
-from holdfast.comms.quantities import time_left
 from holdfast.comms.system.environment import flag
+from holdfast.comms.tensors.overlap import check_outputs
 from holdfast.comms.torchdist import calls
 from holdfast.comms.torchdist.calls import (
     LIST,
@@ -357,42 +357,19 @@ class HoldfastProcessGroup(dist.ProcessGroup):
         form("op", "timeout", tensor=TENSOR),
     )
     def allreduce(self, call: Call) -> TorchWork:
-        tensors, op = call.outputs, call.opts.reduceOp
-        calls.alike("allreduce", tensors)
-        if tensors[0].layout != torch.strided:
-            summed = calls.total(tensors, reduction(op, tensors[0]))
-            work = self._all_reduce_at_once([summed], tensors, op, call.opts)
-            calls.copy_to_all(summed, tensors)
-            return work
-        if len(tensors) > 1:
-            calls.copy_to_all(calls.total(tensors, reduction(op, tensors[0])), tensors)
-        places = {tensor.data_ptr(): tensor for tensor in tensors}.values()
-        return self._run([self._all_reduce(tensor, op) for tensor in places], tensors, call.opts)
+        tensor = calls.one("allreduce", call.outputs, "tensors")
+        return self._run([self._all_reduce(tensor, call.opts.reduceOp)], call.outputs, call.opts)
 
     @overloads(dist.AllreduceCoalescedOptions, form("opts", tensors=LIST))
     def allreduce_coalesced(self, call: Call) -> TorchWork:
-        tensors, op = call.outputs, call.opts.reduceOp
-        calls.of_one_type("allreduce_coalesced", tensors)
-        if not calls.overlap(tensors):
-            return self._run([self._all_reduce(tensor, op) for tensor in tensors], tensors, call.opts)
-        copies = [tensor.detach().clone() for tensor in tensors]
-        work = self._all_reduce_at_once(copies, tensors, op, call.opts)
-        for tensor, copy in zip(tensors, copies, strict=True):
-            tensor.detach().copy_(copy)
-        return work
+        tensors = call.outputs
+        if not tensors:
+            raise ValueError("allreduce_coalesced: the list of tensors is empty; pass at least one")
+        check_outputs(tensors, [f"tensors[{i}]" for i in range(len(tensors))])
+        return self._run([self._all_reduce(tensor, call.opts.reduceOp) for tensor in tensors], tensors, call.opts)
 
     def _all_reduce(self, tensor: Tensor, op: Any) -> Issue:
         return partial(self.communicator.all_reduce, tensor, reduction(op, tensor))
-
-    def _all_reduce_at_once(self, tensors: Tensors, result: Tensors, op: Any, opts: Any) -> TorchWork:
-        """Reduce tensors synchronously, with one timeout for all. `result` is what the work fills."""
-        with self._turn:
-            limit = self._extend(seconds(opts.timeout) or self._timeout)
-            left, began = time_left(limit), time.perf_counter()
-            for tensor in tensors:
-                self.communicator.all_reduce(tensor, reduction(op, tensor), timeout=left())
-            self._issued += len(tensors)
-            return self._issued_work([DONE], result, limit, began)
 
     def _issued_work(self, works: Sequence[Work], tensors: Any, limit: float, began: float | None = None) -> TorchWork:
         """The work of issued ops. `began`: when the first of synchronous ones began."""
@@ -403,9 +380,7 @@ class HoldfastProcessGroup(dist.ProcessGroup):
 
     @overloads(dist.ReduceOptions, form("opts", tensors=LIST), form("root", "op", "timeout", tensor=TENSOR))
     def reduce(self, call: Call) -> TorchWork:
-        calls.one("reduce", call.outputs, "tensors")
-        calls.root_tensor("reduce", call.outputs, call.opts.rootTensor)
-        (tensor,), root = call.outputs, call.opts.rootRank
+        tensor, root = calls.one_of_root("reduce", call.outputs, call.opts), call.opts.rootRank
         ours = reduction(call.opts.reduceOp, tensor)
         return self._run([partial(self.communicator.reduce, tensor, root, ours)], call.outputs, call.opts)
 
@@ -415,9 +390,8 @@ class HoldfastProcessGroup(dist.ProcessGroup):
         form("op", "timeout", output=TENSOR, input=LIST),
     )
     def reduce_scatter(self, call: Call) -> TorchWork:
-        calls.one("reduce_scatter", call.outputs, "output_tensors")
-        calls.one("reduce_scatter", call.inputs, "input_tensors")
-        (output,), (given,) = call.outputs, call.inputs
+        output = calls.one("reduce_scatter", call.outputs, "output_tensors")
+        given = calls.one("reduce_scatter", call.inputs, "input_tensors")
         ours = reduction(call.opts.reduceOp, output)
         return self._run(
             [partial(self.communicator.reduce_scatter, output, given, ours)],
@@ -446,14 +420,8 @@ class HoldfastProcessGroup(dist.ProcessGroup):
 
     @overloads(dist.BroadcastOptions, form("opts", tensors=LIST), form("root", "timeout", tensor=TENSOR))
     def broadcast(self, call: Call) -> TorchWork:
-        tensors, root, source = call.outputs, call.opts.rootRank, call.opts.rootTensor
-        calls.alike("broadcast", tensors)
-        calls.root_tensor("broadcast", tensors, source)
-        for tensor in tensors:
-            if tensor is not tensors[source]:
-                tensor.detach().copy_(tensors[source])
-
-        return self._run([partial(self.communicator.broadcast, tensor, root) for tensor in tensors], tensors, call.opts)
+        tensor = calls.one_of_root("broadcast", call.outputs, call.opts)
+        return self._run([partial(self.communicator.broadcast, tensor, call.opts.rootRank)], call.outputs, call.opts)
 
     @overloads(
         AllgatherOptions,
@@ -461,23 +429,19 @@ class HoldfastProcessGroup(dist.ProcessGroup):
         form("timeout", output_tensors=LIST, input_tensor=TENSOR),
     )
     def allgather(self, call: Call) -> TorchWork:
-        outputs, inputs = call.outputs, call.inputs
-        calls.pairs("allgather", outputs, inputs)
-        taken = [tensor for outs in outputs for tensor in outs]
-        calls.of_one_size("allgather", [*inputs, *taken])
-        several = len(inputs)
-        issues = [self._all_gather(outs[i::several], tensor) for outs in outputs for i, tensor in enumerate(inputs)]
-        return self._run(issues, outputs if several > 1 else taken, call.opts)
+        outputs = calls.one("allgather", call.outputs, "output_tensors")
+        tensor = calls.one("allgather", call.inputs, "input_tensors")
+        calls.alike("allgather", [tensor, *outputs])
+        return self._run([self._all_gather(outputs, tensor)], outputs, call.opts)
 
     @overloads(AllgatherOptions, form("opts", output_lists=LISTS, input_list=LIST))
     def allgather_coalesced(self, call: Call) -> TorchWork:
         """`outputs[rank][i]` takes that rank's `inputs[i]`."""
         outputs, inputs = call.outputs, call.inputs
-        calls.some("allgather_coalesced", inputs)
-        for of_rank in outputs:
+        for of_rank in outputs or [()]:
             calls.pairs("allgather_coalesced", of_rank, inputs)
         for i, tensor in enumerate(inputs):
-            calls.of_one_size("allgather_coalesced", [tensor, *(of_rank[i] for of_rank in outputs)])
+            calls.alike("allgather_coalesced", [tensor, *(of_rank[i] for of_rank in outputs)])
         issues = [self._all_gather([of_rank[i] for of_rank in outputs], tensor) for i, tensor in enumerate(inputs)]
         return self._run(issues, outputs if len(outputs) > 1 else outputs[0], call.opts)
 
@@ -507,9 +471,8 @@ class HoldfastProcessGroup(dist.ProcessGroup):
     )
     def gather(self, call: Call) -> TorchWork:
         root = call.opts.rootRank
-        calls.one("gather", call.inputs, "input_tensors")
+        tensor = calls.one("gather", call.inputs, "input_tensors")
         outputs = self._of_root("gather", call.outputs, "output_tensors", root)
-        tensor = call.inputs[0]
         return self._run(
             [partial(self.communicator.gather, tensor, outputs, root)],
             outputs or [],
@@ -523,9 +486,8 @@ class HoldfastProcessGroup(dist.ProcessGroup):
     )
     def scatter(self, call: Call) -> TorchWork:
         root = call.opts.rootRank
-        calls.one("scatter", call.outputs, "output_tensors")
+        tensor = calls.one("scatter", call.outputs, "output_tensors")
         inputs = self._of_root("scatter", call.inputs, "input_tensors", root)
-        tensor = call.outputs[0]
         return self._run(
             [partial(self.communicator.scatter, tensor, inputs, root)],
             call.outputs,
