@@ -27,7 +27,7 @@ from holdfast.comms.collectives import ArgumentChecks, CheckedOp, CheckedOps, pl
 from holdfast.comms.errors import HoldfastError, NotConnected, OpTimeout, PeerFailed, Revoked, Unsupported
 from holdfast.comms.executor import Body, Executor, OpSettings
 from holdfast.comms.hooks import Hooks
-from holdfast.comms.onesided.window import ATOMIC_DTYPES, Exposure, Window, WindowInfo, check_exposable, shapes_of_all
+from holdfast.comms.onesided.window import ATOMIC_DTYPES, Window, WindowInfo, check_exposable, shapes_of_all
 from holdfast.comms.ops import OpDescription, Recv, ReduceOp, Send
 from holdfast.comms.plugins.hints import Hints, Value
 from holdfast.comms.plugins.registry import registry
@@ -682,11 +682,11 @@ class Communicator:
         self._windows = [*(other for other in self._windows if not other.closed), window]
         return window
 
-    def _expose(self, tensor: Tensor, timeout: float | None) -> Exposure:
+    def _expose(self, tensor: Tensor, timeout: float | None) -> tuple[WindowMemory, WindowInfo]:
         tensor = self._check.operand(tensor)
         check_exposable(tensor)
         self._memories[:] = [memory for memory in self._memories if not memory.leaving]
-        made: list[Exposure] = []
+        made: list[tuple[WindowMemory, WindowInfo]] = []
 
         def body(deadline: float) -> None:
             shapes = shapes_of_all(self._transport, tensor, deadline)
@@ -694,7 +694,7 @@ class Communicator:
             self._memories.append(memory)  # to be closed, even if Ctrl-C keeps the window from the caller
             sizes = tuple(size // tensor.dtype.itemsize for size in memory.sizes)
             atomics = self._atomics and tensor.dtype in ATOMIC_DTYPES
-            made.append(Exposure(memory, WindowInfo(sizes, shapes, tensor.dtype, self.device, memory.access, atomics)))
+            made.append((memory, WindowInfo(sizes, shapes, tensor.dtype, self.device, memory.access, atomics)))
 
         description = OpDescription("window", tensor.nbytes, detail=tensor.dtype)
         self._executor.issue(description, lambda: body, False, timeout)

@@ -18,7 +18,6 @@ import ctypes
 import errno
 import functools
 import itertools
-import mmap
 import os
 import threading
 import time
@@ -30,7 +29,7 @@ from typing import ClassVar
 import msgspec
 import torch
 
-from holdfast.backends.common.process_memory import HUGE_PAGE, permit_peers, read_process, write_process
+from holdfast.backends.common.process_memory import permit_peers, read_process, write_process
 from holdfast.backends.common.region_table import (
     WRITABLE,
     RegionTable,
@@ -56,7 +55,7 @@ from holdfast.comms.memory_plane import Handle, MemoryPlane, Region
 from holdfast.comms.quantities import integer, seconds
 from holdfast.comms.system import forks
 from holdfast.comms.system.local_causes import MEMORY_HINT
-from holdfast.comms.tensors.memory import ExposedMemory, moved_error
+from holdfast.comms.tensors.memory import ExposedMemory, empty, moved_error
 from holdfast.comms.tensors.packing import plain_tensor
 from holdfast.comms.transport.liveness import region_closed, region_gone, this_host, this_process
 from holdfast.comms.work import Work
@@ -190,12 +189,7 @@ class HostPlane(MemoryPlane):
     def empty(self, nbytes: int, *, mappable: bool = False) -> torch.Tensor:
         if mappable:
             return allocate_shareable(nbytes, self._check_open)
-        if nbytes < HUGE_PAGE:
-            return super().empty(nbytes)
-        memory = mmap.mmap(-1, -(-nbytes // HUGE_PAGE) * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with suppress(OSError):  # the kernel has no huge pages: slower
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
+        return empty(nbytes, torch.uint8)
 
     def improve(self, memory: torch.Tensor) -> None:
         move_to_huge_pages(memory, self._check_open)

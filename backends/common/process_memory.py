@@ -13,6 +13,7 @@ from pathlib import Path
 
 from holdfast.comms import _native
 from holdfast.comms.plugins.spec import Available, Unavailable
+from holdfast.comms.system.files import advise
 from holdfast.comms.system.local_causes import MEMORY_HINT
 from holdfast.comms.tensors.memory import HUGE_PAGE as HUGE_PAGE
 
@@ -39,7 +40,7 @@ def put_on_huge_pages(address: int, nbytes: int, seconds: float) -> int:
         if time.monotonic() > until:
             break
         length = min(_AT_ONCE, end - begin)
-        if _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), _MADV_COLLAPSE) == 0:
+        if advise(begin, length, _MADV_COLLAPSE):
             moved += length
     return moved
 

@@ -27,7 +27,15 @@ import torch
 from holdfast.backends.common.process_memory import HUGE_PAGE, put_on_huge_pages
 from holdfast.backends.common.region_table import forged
 from holdfast.comms.errors import BackendUnavailable, RegionGone
-from holdfast.comms.system.files import SHAREABLE_MEMORY, Mapping, OwnedDescriptor, own_mapping
+from holdfast.comms.system.files import (
+    SHAREABLE_MEMORY,
+    Mapping,
+    OwnedDescriptor,
+    advise,
+    map_pages,
+    own_mapping,
+    unmap_pages,
+)
 from holdfast.comms.system.signal_safety import shared_lock
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import start_time
@@ -35,17 +43,13 @@ from holdfast.comms.transport.liveness import start_time
 SHARE_BYTES = 8 << 20
 """The least bytes of a large read for each thread that shares it: a thread costs 0.1 ms."""
 _POPULATE_READ, _POPULATE_WRITE = 22, 23
+"""Since Linux 5.14; before that the first access is slower."""
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _PROT_NONE = 0
 _SLOWEST_MOVE = 1e9
 """Bytes a second. Where the kernel makes huge pages more slowly than it gives small ones, the rest comes on those."""
 _MOVE_SLACK = 0.02
 """Seconds by which huge pages may be later: a thread that waits for a processor says nothing of the kernel."""
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-_libc.mmap.restype = ctypes.c_void_p
 
 MOST_MAPPED = 256
 """The number of mappings that are kept for further reads: of each publisher of a mesh, all memory that it reuses."""
@@ -82,7 +86,7 @@ def allocate_shareable(nbytes: int, look: Callable[[], None]) -> torch.Tensor:
                     put_on_huge_pages(address + at, piece, math.inf)
                     late += time.monotonic() - began - piece / _SLOWEST_MOVE
                 os.posix_fallocate(descriptor, at, piece)  # the rest: faster than to touch page by page
-                _touch(address + at, piece, _POPULATE_WRITE)
+                advise(address + at, piece, _POPULATE_WRITE)
 
         run_in_threads(-(-size // SHARE_BYTES), thread_count(size), touch)
     except BaseException:
@@ -224,7 +228,7 @@ class MappedMemory:
                 self._mapped[kind] = known
         if known is None:
             known = memory, memory.map(0, memory.nbytes, read_only=read_only)
-            _touch(known[1].data_ptr(), known[1].nbytes, _POPULATE_WRITE if memory.writable else _POPULATE_READ)
+            advise(known[1].data_ptr(), known[1].nbytes, _POPULATE_WRITE if memory.writable else _POPULATE_READ)
             with self._lock:
                 self._mapped = {key: each for key, each in self._mapped.items() if each[0].is_current(key[0])}
                 for oldest in list(self._mapped)[: max(0, len(self._mapped) - MOST_MAPPED + 1)]:
@@ -247,32 +251,22 @@ def check_range(offset: int, nbytes: int, there: int) -> None:
 def _map(descriptor: int, offset: int, nbytes: int, kind: int, writable: bool = True) -> ctypes.Array[ctypes.c_uint8]:
     """Map bytes of a file, from the start of a page on, until the returned array is gone. Its huge pages stay whole."""
     size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    reserved = _mmap(None, size + HUGE_PAGE, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1, 0)
+    reserved = map_pages(
+        None, size + HUGE_PAGE, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1, 0
+    )
     address = reserved + (offset - reserved) % HUGE_PAGE
     try:
         access = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
-        _mmap(address, size, access, kind | _MAP_FIXED, descriptor, offset)
+        map_pages(address, size, access, kind | _MAP_FIXED, descriptor, offset)
     except BaseException:
-        _libc.munmap(reserved, size + HUGE_PAGE)
+        unmap_pages(reserved, size + HUGE_PAGE)
         raise
     for start, end in ((reserved, address), (address + size, reserved + size + HUGE_PAGE)):
         if start < end:
-            _libc.munmap(start, end - start)
+            unmap_pages(start, end - start)
     memory = (ctypes.c_uint8 * nbytes).from_address(address)
     own_mapping(memory, address, Mapping(size, writable))
     return memory
-
-
-def _mmap(address: int | None, nbytes: int, protection: int, flags: int, descriptor: int, offset: int) -> int:
-    found: int | None = _libc.mmap(address, nbytes, protection, flags, descriptor, offset)
-    if found is None or found == ctypes.c_void_p(-1).value:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
-    return found
-
-
-def _touch(address: int, nbytes: int, advice: int) -> None:
-    _libc.madvise(address, nbytes, advice)  # before Linux 5.14 it fails, and the first access is slower
 
 
 def thread_count(nbytes: int) -> int:

@@ -11,6 +11,7 @@ through /proc. It lies in a memfd without a name, so no crash leaves it behind.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import time
 from collections.abc import Sequence
@@ -123,9 +124,10 @@ class SharedSegment:
         layout = layout_of(self.address.rows)
         row, used = 8 * layout.row_words, 8 * layout.stage
         if self._memory is not None and BOARD_SLOTS * layout.size * used <= PREFAULT_BYTES:
-            with contextlib.suppress(OSError):  # an older kernel maps pages on first touch
-                for start in range(0, BOARD_SLOTS * self._board_bytes, row):
-                    advise(self._memory, _POPULATE_WRITE, start, used)
+            address = ctypes.addressof(ctypes.c_uint8.from_buffer(self._memory))
+            for start in range(address, address + BOARD_SLOTS * self._board_bytes, row):
+                if not advise(start, used, _POPULATE_WRITE):
+                    return  # an older kernel maps pages on first touch
 
     def has_room(self, epoch: int, size: int) -> bool:
         """Whether a board of `size` ranks may begin in this segment in `epoch`."""

@@ -90,15 +90,8 @@ class WindowWork(Work, Generic[T]):
         self.run(body)
 
 
-class Exposure:
-    """What `Window.register` makes: a backend's memory of one tensor of each rank, and what is known of it."""
-
-    def __init__(self, memory: WindowMemory, info: WindowInfo) -> None:
-        self.memory, self.info = memory, info
-
-
-Expose = Callable[[Tensor, float | None], Exposure]
-"""Expose a tensor to all ranks, and access theirs; collective."""
+Expose = Callable[[Tensor, float | None], tuple[WindowMemory, WindowInfo]]
+"""Expose a tensor to all ranks, and access theirs; collective. Returns a backend's memory, and what is known of it."""
 
 
 class Window:
@@ -118,7 +111,7 @@ class Window:
         self._ended = False
         self._lanes: dict[tuple[str, int], Lane] = {}
         self._issuing = threading.Lock()
-        self._exposure: Exposure | None = None
+        self._info: WindowInfo | None = None
         self._exposed: ExposedMemory | None = None
         self._calls = _refused_calls(_no_tensor)
         self._closing = self._released = False
@@ -133,17 +126,16 @@ class Window:
         """
         if self._ended:
             raise closed_here()
-        if self._exposure is not None:
+        if self._info is not None:
             raise ValueError("the window has a tensor already; call deregister() first, or make another window")
-        exposure = self._expose(tensor, timeout)
-        memory, info = exposure.memory, exposure.info
+        memory, info = self._expose(tensor, timeout)
         self._memory, self.dtype = memory, info.dtype
         self._itemsize = info.dtype.itemsize
         self._elements = list(info.sizes)
         self._exposed = ExposedMemory(tensor)
         self._bounds = _native.WindowBounds(torch.empty(0, dtype=info.dtype, device="cpu"), tuple(memory.sizes))
         self._closing, self._released = False, False
-        self._exposure = exposure
+        self._info = info
         self._calls = _native.ActiveCalls(closed_here, tensor, partial(_close_moved, memory, self.rank))
 
     def deregister(self, timeout: float | None = None) -> None:
@@ -151,7 +143,7 @@ class Window:
 
         Another tensor may be registered afterwards. Does nothing for a window without a tensor.
         """
-        if self._exposure is None:
+        if self._info is None:
             return
         deadline = self._deadline(timeout)
         for key in list(self._lanes):
@@ -161,27 +153,27 @@ class Window:
                 self._memory.flush(rank, deadline)
         self._meet(max(deadline - time.monotonic(), 0.0))
         self._end_exposure()
-        self._exposure = None
+        self._info = None
         self._calls = _refused_calls(_no_tensor)
 
     @property
     def info(self) -> WindowInfo:
         """What the window exposes. Raises `RegionGone` if no tensor is registered."""
-        if self._exposure is None:
+        if self._info is None:
             raise _no_tensor()
-        return self._exposure.info
+        return self._info
 
     @property
     def memory(self) -> WindowMemory:
         """The backend's part of the window. Raises `RegionGone` if no tensor is registered."""
-        if self._exposure is None:
+        if self._info is None:
             raise _no_tensor()
-        return self._exposure.memory
+        return self._memory
 
     @property
     def closed(self) -> bool:
         """Whether this rank has closed the window."""
-        return self._ended or (self._exposure is not None and self._calls.over)
+        return self._ended or (self._info is not None and self._calls.over)
 
     def map(self, rank: int) -> Tensor:
         """The tensor of `rank` itself, for loads and stores; no call is needed to reach it.
@@ -389,7 +381,7 @@ class Window:
         releases nothing. In a signal's handler that has interrupted a call, the memory is released once that has ended.
         """
         self._ended = True
-        if self._exposure is not None:
+        if self._info is not None:
             self._end_exposure()
         else:
             self._calls = _refused_calls(closed_here)

@@ -160,28 +160,35 @@ def _unmap(key: tuple[int, int], nbytes: int) -> None:
     mapping = _mappings.pop(key, None)
     if mapping is not None and key[0] == os.getpid():
         mapping.before_unmap()
-    _libc.munmap(key[1], nbytes)
+    unmap_pages(key[1], nbytes)
+
+
+def map_pages(address: int | None, nbytes: int, protection: int, flags: int, descriptor: int, offset: int) -> int:
+    """Call mmap; returns the address. Raises OSError."""
+    found: int | None = _libc.mmap(address, nbytes, protection, flags, descriptor, offset)
+    if found in (None, ctypes.c_void_p(-1).value):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    assert found is not None
+    return found
+
+
+unmap_pages = _libc.munmap
 
 
 def map_file(descriptor: int, nbytes: int, *, writable: bool = True) -> memoryview:
     """Map the first bytes of a file, shared, until the returned memory and all views of it are gone."""
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-    address = _libc.mmap(None, nbytes, protection, mmap.MAP_SHARED, descriptor, 0)
-    if address in (None, ctypes.c_void_p(-1).value):
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
+    address = map_pages(None, nbytes, protection, mmap.MAP_SHARED, descriptor, 0)
     memory = (ctypes.c_uint8 * nbytes).from_address(address)
-    weakref.finalize(memory, _libc.munmap, address, nbytes).atexit = False
+    weakref.finalize(memory, unmap_pages, address, nbytes).atexit = False
     view = memoryview(memory).cast("B")
     return view if writable else view.toreadonly()
 
 
-def advise(memory: memoryview, advice: int, start: int, nbytes: int) -> None:
-    """Call madvise on a part of mapped memory. Raises OSError."""
-    address = ctypes.addressof(ctypes.c_uint8.from_buffer(memory)) + start
-    if _libc.madvise(address, nbytes, advice):
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
+def advise(address: int, nbytes: int, advice: int) -> bool:
+    """Call madvise; whether the kernel has done it."""
+    return bool(_libc.madvise(address, nbytes, advice) == 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from holdfast.comms import Communicator, OpTimeout, PeerFailed, RegionGone, Revoked, Unsupported
 from holdfast.comms._native import ActiveCalls, WindowBounds, Words
 from holdfast.comms.onesided.mapped import MappedWindow, WindowLock
-from holdfast.comms.onesided.window import Exposure, Window, WindowInfo
+from holdfast.comms.onesided.window import Window, WindowInfo
 from holdfast.comms.transport.base import WindowMemory, closed_there
 from holdfast.comms.transport.liveness import is_gone, is_stopped
 from holdfast.harness import LocalCluster
@@ -331,8 +331,8 @@ def test_what_was_put_arrives_before_the_ranks_meet_to_withdraw_their_tensors() 
                 raise closed_there(1)
 
     info = WindowInfo((2,) * 3, ((2,),) * 3, torch.float32, torch.device("cpu"), "messages", atomics=False)
-    exposure = Exposure(Posting(lambda window: None), info)
-    window = Window(lambda tensor, timeout: exposure, lambda timeout: happened.append("all meet"), 0, 10.0, None)
+    exposed = Posting(lambda window: None), info
+    window = Window(lambda tensor, timeout: exposed, lambda timeout: happened.append("all meet"), 0, 10.0, None)
     window.register(torch.zeros(2))
     window.deregister()
     assert happened == [0, 1, 2, "all meet"]
