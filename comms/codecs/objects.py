@@ -45,7 +45,7 @@ class ObjectWork(Generic[Result]):
         return self._work.exception()
 
 
-Move = Callable[[Sequence[Tensor], list[Tensor], float], None]
+Move = Callable[[Sequence[Tensor], Sequence[Tensor], float], None]
 """Runs the op of the transport on the tensors that this rank gives, and into those that it takes."""
 
 
@@ -123,8 +123,7 @@ class _Message:
             self.data = _REFUSED + str(error).encode(errors="replace")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Exchange:
+class _Exchange(msgspec.Struct, frozen=True):
     """One op on objects: this rank gives some messages, and takes `count`: by `move`, first lengths, then bytes."""
 
     comm: Communicator
@@ -157,13 +156,17 @@ class _Exchange:
         return ObjectWork(work, outcome)
 
     def _run(self, taken: list[bytes], deadline: float) -> None:
-        given, device = [message.data for message in self.given], self.comm.device
-        lengths = torch.zeros(self.count, dtype=torch.int64, device=device)
-        own = torch.tensor([len(data) for data in given], dtype=torch.int64, device=device)
-        self.move(torch.split(own, 1) if given else (), list(torch.split(lengths, 1)) if self.count else [], deadline)
-        buffers = [torch.empty(length, dtype=torch.uint8, device=device) for length in lengths.tolist()]
-        data = [torch.frombuffer(bytearray(each), dtype=torch.uint8).to(device) for each in given]
-        self.move(data, buffers, deadline)
+        given, count, device, buffers = [message.data for message in self.given], self.count, self.comm.device, []
+        own = [torch.tensor([len(data)], device=device) for data in given]
+        if count:
+            lengths = torch.empty((count, 1), dtype=torch.int64, device=device)
+            self.move(own, lengths.unbind(), deadline)
+            buffers = [torch.empty(length, dtype=torch.uint8, device=device) for (length,) in lengths.tolist()]
+        else:
+            self.move(own, buffers, deadline)
+        self.move(
+            [torch.frombuffer(bytearray(each), dtype=torch.uint8).to(device) for each in given], buffers, deadline
+        )
         taken.extend(buffer.cpu().numpy().tobytes() for buffer in buffers)
 
 
