@@ -78,7 +78,7 @@ torch-suite: $(STAMP)  ## all of torch's own distributed tests that pass over gl
 
 torchcomms-suite: $(STAMP)  ## TorchComms' own integration tests, over holdfast (HOLDFAST_TORCHCOMMS=checkout of its repository)
 	for transport in shm gloo; do \
-	  TEST_FULL_SWEEP=0 $(BIN)/python tests/support/programs/torchcomms_suite.py "$(HOLDFAST_TORCHCOMMS)" $$transport || exit 1; done
+	  TEST_FULL_SWEEP=0 $(BIN)/python docs/experiments/torchcomms_suite.py "$(HOLDFAST_TORCHCOMMS)" $$transport || exit 1; done
 
 # Other versions of torch than that of .venv: an environment each, of what the adapter's tests import. torch's default
 # wheels need their CUDA libraries to be imported, also where there is no GPU: 5 GB each.
@@ -232,7 +232,7 @@ figures-growth:
 figures-blame: $(STAMP)
 	$(BIN)/python -m pytest tests/ft/operations/test_blame.py -k comes_first
 figures-gate:
-	PYTHONPATH=tests $(BIN)/python -m support.programs.gate_calibration HEAD --trials 104 > $(FIGURES)/gate.md
+	$(BIN)/python docs/experiments/gate_calibration.py HEAD --trials 104 > $(FIGURES)/gate.md
 
 docs: $(STAMP)  ## the documentation site in .site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet

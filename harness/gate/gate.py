@@ -270,7 +270,7 @@ def _change(finding: WorkloadResult) -> str:
 
 
 def promise(rule: DecisionRule) -> str:
-    """The error rates of the rule, in words. `tests/support/programs/gate_calibration.py` measures them."""
+    """The error rates of the rule, in words. `docs/experiments/gate_calibration.py` measures them."""
     return (
         f"a slowdown is called one if the whole interval lies above {rule.margin:.0%}; all workloads together call "
         f"equal code slower with a chance of at most {rule.alarm:.0%}, and overlook {rule.effect:.0%} with one of "

@@ -113,6 +113,16 @@ def test_each_way_to_call_a_library_is_measured_at_each_size(arguments: str, way
 
 
 @pytest.mark.thorough
+def test_a_trial_of_the_gate_itself_is_a_run_of_it() -> None:
+    """A head that does half as much again is found, and called so much slower."""
+    asked = f"{ROOT} --trials 1 --only membership --effect 0.5 --most 3"
+    (slowed,) = re.findall(
+        r"\| membership \| 50% \| 1 \| 0 \| 0 \| 0 \| (\S+)% ", run("gate_calibration", *asked.split())
+    )
+    assert float(slowed) == pytest.approx(50, abs=15)
+
+
+@pytest.mark.thorough
 def test_observers_and_sessions_are_measured_beside_bare_communicators() -> None:
     cost = json.loads(run("overhead", "--rounds", "8", "--work", "1", "--json"))
     assert [op["variant"] for op in cost["ops"]] == ["bare", "recorder", "recorder and metrics"]

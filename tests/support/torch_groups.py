@@ -7,6 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -40,6 +41,20 @@ def in_group(cluster: LocalCluster, path: Path, body: Callable[[int, int], T], b
             dist.destroy_process_group()
 
     return cluster.run(run)
+
+
+def on_each_rank_of(fixture: str) -> Callable[[Callable[[int, int], None]], Callable[..., None]]:
+    """A test of `body(rank, size)`: all ranks of the cluster that the fixture gives call it, inside a default group."""
+
+    def decorate(body: Callable[[int, int], None]) -> Callable[..., None]:
+        @pytest.mark.usefixtures(fixture)
+        def test(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+            in_group(request.getfixturevalue(fixture), tmp_path, body)
+
+        test.__doc__ = body.__doc__
+        return test
+
+    return decorate
 
 
 def tiny_model(device: str = "cpu") -> nn.Sequential:

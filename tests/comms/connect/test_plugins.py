@@ -250,7 +250,8 @@ class Observer:
         self.aborts.append(event.error)
 
 
-def test_observers_see_every_op_begin_and_end_and_the_abort(tmp_path: Path) -> None:
+def test_observers_see_every_op_begin_and_end_and_the_abort(fast_paths: None, tmp_path: Path) -> None:
+    """Also those of the fast path, which an op has taken before an observer is there."""
     observer = Observer()
     with comms.connect("inproc", rank=0, size=1, rendezvous=f"file://{tmp_path}/m", name="seen") as comm:
         comm.barrier()

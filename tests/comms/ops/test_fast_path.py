@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from holdfast.comms import Communicator, Mismatch, OpTimeout, ReduceOp, Revoked, Unsupported
 from holdfast.comms._native import FastPath, OpCall, Order
 from holdfast.comms.plugins.registry import registry
-from holdfast.comms.plugins.spec import OpEvent, hookimpl
 from holdfast.comms.tensors.packing import DTYPES
 from holdfast.comms.work import DONE, Work
 from holdfast.harness import LocalCluster
@@ -253,34 +252,6 @@ def test_a_timeout_in_the_fast_path_names_the_op_as_in_the_slow_path(ranks: Loca
     name, number, missing = pair(ranks, names_the_op)[1]
     assert (name, number) == ("all_reduce", 1)
     assert missing in ([0], []), "gloo does not know"
-
-
-class _Watcher:
-    def __init__(self) -> None:
-        self.seen: list[str] = []
-
-    @hookimpl
-    def before_op(self, event: OpEvent) -> None:
-        self.seen.append(event.op)
-
-
-def watched(comm: Communicator) -> list[str]:
-    watcher = _Watcher()
-    perform(comm, "all_reduce", 1, True)
-    registry().register(watcher)
-    try:
-        for op in OPS:
-            perform(comm, op, 1, True)
-    finally:
-        registry().unregister(watcher)
-    perform(comm, "all_reduce", 1, True)
-    return watcher.seen
-
-
-@of_two(["shm"])
-def test_an_observer_that_is_added_later_sees_all_further_ops(ranks: LocalCluster) -> None:
-    for seen in ranks.run(watched):
-        assert seen == list(OPS)
 
 
 class _RecordingJournal:

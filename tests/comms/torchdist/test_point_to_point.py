@@ -19,7 +19,7 @@ import torch.distributed as dist
 from holdfast.comms import Communicator, Mismatch, OpTimeout, PeerFailed, Revoked
 from holdfast.comms.transport.liveness import is_gone
 from holdfast.harness import LocalCluster
-from support.torch_groups import ENVIRON, in_group
+from support.torch_groups import ENVIRON, in_group, on_each_rank_of
 from support.waiting import PATIENCE
 
 BACKENDS = ["shm", "gloo", pytest.param("ucx", marks=pytest.mark.thorough)]
@@ -47,50 +47,44 @@ def take_one_of_each(rank: int, group: dist.ProcessGroup | None = None) -> None:
         dist.barrier()
 
 
-def test_a_receive_after_an_any_source_receive_keeps_its_own_timeout(three: LocalCluster, tmp_path: Path) -> None:
-    def body(rank: int, size: int) -> None:
-        group = dist.new_group(timeout=timedelta(seconds=1))
-        take_one_of_each(rank, group)
+@on_each_rank_of("three")
+def test_a_receive_after_an_any_source_receive_keeps_its_own_timeout(rank: int, size: int) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    take_one_of_each(rank, group)
+    if rank == 0:
+        with pytest.raises(OpTimeout):
+            dist.recv(torch.empty(1), src=1, group=group)
+    dist.barrier()
+
+
+@on_each_rank_of("three")
+def test_a_receive_after_an_any_source_receive_may_have_another_shape(rank: int, size: int) -> None:
+    take_one_of_each(rank)
+    if rank == 1:
+        dist.send(torch.arange(300_000), 0)
+        dist.send(torch.tensor([7.0]), 0)
+    if rank == 0:
+        got, after = torch.empty(300_000, dtype=torch.int64), torch.empty(1)
+        dist.recv(got, src=1)
+        assert dist.recv(after) == 1
+        assert torch.equal(got, torch.arange(300_000)) and after.item() == 7
+    dist.barrier()  # a possible sender must not leave while another rank receives from any source
+
+
+@on_each_rank_of("three")
+def test_concurrent_any_source_receives_get_one_message_each(rank: int, size: int) -> None:
+    sys.setswitchinterval(1e-6)  # provokes more races of threads
+    for _ in range(10):
         if rank == 0:
-            with pytest.raises(OpTimeout):
-                dist.recv(torch.empty(1), src=1, group=group)
+            got = [torch.full((1,), -1.0) for _ in range(4)]
+            for work in [dist.irecv(each) for each in got]:
+                work.wait()
+            assert sorted(each.item() for each in got) == [10, 11, 20, 21]
+        else:
+            for work in [dist.isend(torch.tensor([10.0 * rank + i]), 0) for i in range(2)]:
+                work.wait()
         dist.barrier()
-
-    in_group(three, tmp_path, body)
-
-
-def test_a_receive_after_an_any_source_receive_may_have_another_shape(three: LocalCluster, tmp_path: Path) -> None:
-    def body(rank: int, size: int) -> None:
-        take_one_of_each(rank)
-        if rank == 1:
-            dist.send(torch.arange(300_000), 0)
-            dist.send(torch.tensor([7.0]), 0)
-        if rank == 0:
-            got, after = torch.empty(300_000, dtype=torch.int64), torch.empty(1)
-            dist.recv(got, src=1)
-            assert dist.recv(after) == 1
-            assert torch.equal(got, torch.arange(300_000)) and after.item() == 7
-        dist.barrier()  # a possible sender must not leave while another rank receives from any source
-
-    in_group(three, tmp_path, body)
-
-
-def test_concurrent_any_source_receives_get_one_message_each(three: LocalCluster, tmp_path: Path) -> None:
-    def body(rank: int, size: int) -> None:
-        sys.setswitchinterval(1e-6)  # provokes more races of threads
-        for _ in range(10):
-            if rank == 0:
-                got = [torch.full((1,), -1.0) for _ in range(4)]
-                for work in [dist.irecv(each) for each in got]:
-                    work.wait()
-                assert sorted(each.item() for each in got) == [10, 11, 20, 21]
-            else:
-                for work in [dist.isend(torch.tensor([10.0 * rank + i]), 0) for i in range(2)]:
-                    work.wait()
-            dist.barrier()
-        sys.setswitchinterval(0.005)
-
-    in_group(three, tmp_path, body)
+    sys.setswitchinterval(0.005)
 
 
 @pytest.mark.parametrize("met", [True, False])
@@ -115,73 +109,65 @@ def test_pending_receives_end_with_the_group(three: LocalCluster, tmp_path: Path
     in_group(three, tmp_path, body)
 
 
-def test_a_thousand_tags_use_no_more_descriptors_and_threads_than_one(three: LocalCluster, tmp_path: Path) -> None:
-    def body(rank: int, size: int) -> None:
-        def exchange(tags: Sequence[int]) -> None:
-            """Ranks 0 and 1 send each other a message of each tag, and receive them in the opposite order."""
-            peer = 1 - rank
-            works = [dist.isend(torch.tensor([tag]), peer, tag=tag) for tag in tags]
-            got = {tag: torch.zeros(1, dtype=torch.int64) for tag in reversed(tags)}
-            works += [dist.irecv(tensor, peer, tag=tag) for tag, tensor in got.items()]
-            for work in works:
-                work.wait()
-            assert [tensor.item() for tensor in got.values()] == list(got)
+@on_each_rank_of("three")
+def test_a_thousand_tags_use_no_more_descriptors_and_threads_than_one(rank: int, size: int) -> None:
+    def exchange(tags: Sequence[int]) -> None:
+        """Ranks 0 and 1 send each other a message of each tag, and receive them in the opposite order."""
+        peer = 1 - rank
+        works = [dist.isend(torch.tensor([tag]), peer, tag=tag) for tag in tags]
+        got = {tag: torch.zeros(1, dtype=torch.int64) for tag in reversed(tags)}
+        works += [dist.irecv(tensor, peer, tag=tag) for tag, tensor in got.items()]
+        for work in works:
+            work.wait()
+        assert [tensor.item() for tensor in got.values()] == list(got)
 
-        if rank < 2:
-            exchange([0])
-            limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-            most = max(int(each.name) for each in Path("/proc/self/fd").iterdir())
-            threads = threading.active_count()
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most + 8, limits[1]))
-            try:
-                exchange(range(1000))
-            finally:
-                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-            assert threading.active_count() <= threads
-        dist.barrier()
-
-    in_group(three, tmp_path, body)
+    if rank < 2:
+        exchange([0])
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = max(int(each.name) for each in Path("/proc/self/fd").iterdir())
+        threads = threading.active_count()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most + 8, limits[1]))
+        try:
+            exchange(range(1000))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert threading.active_count() <= threads
+    dist.barrier()
 
 
-def test_a_message_of_another_size_or_dtype_is_an_error_and_the_next_one_arrives(
-    three: LocalCluster, tmp_path: Path
-) -> None:
-    def body(rank: int, size: int) -> None:
-        for sent, taken in (
-            (torch.ones(2), torch.ones(5)),
-            (torch.ones(300_000), torch.ones(2)),
-            (torch.ones(2), torch.ones(2, dtype=torch.int32)),
-        ):
-            if rank == 1:
-                dist.send(sent, 0)
-                dist.send(torch.tensor([3.0]), 0)
-            if rank == 0:
-                with pytest.raises(Mismatch, match="rank 1 sent"):
-                    dist.recv(taken, src=1)
-                after = torch.zeros(1)
-                dist.recv(after, src=1)
-                assert after.item() == 3
-        dist.barrier()
-
-    in_group(three, tmp_path, body)
-
-
-def test_a_receive_that_timed_out_leaves_the_channel_as_it_was(three: LocalCluster, tmp_path: Path) -> None:
-    def body(rank: int, size: int) -> None:
-        group = dist.new_group(timeout=timedelta(seconds=0.5))
-        got = torch.zeros(1)
-        if rank == 0:
-            with pytest.raises(OpTimeout, match="rank 1"):
-                dist.recv(got, src=1, group=group)
-        dist.barrier()
+@on_each_rank_of("three")
+def test_a_message_of_another_size_or_dtype_is_an_error_and_the_next_one_arrives(rank: int, size: int) -> None:
+    for sent, taken in (
+        (torch.ones(2), torch.ones(5)),
+        (torch.ones(300_000), torch.ones(2)),
+        (torch.ones(2), torch.ones(2, dtype=torch.int32)),
+    ):
         if rank == 1:
-            dist.send(torch.ones(1), 0, group=group)
+            dist.send(sent, 0)
+            dist.send(torch.tensor([3.0]), 0)
         if rank == 0:
-            dist.recv(got, src=1, group=group)
-            assert got.item() == 1
-        dist.barrier()
+            with pytest.raises(Mismatch, match="rank 1 sent"):
+                dist.recv(taken, src=1)
+            after = torch.zeros(1)
+            dist.recv(after, src=1)
+            assert after.item() == 3
+    dist.barrier()
 
-    in_group(three, tmp_path, body)
+
+@on_each_rank_of("three")
+def test_a_receive_that_timed_out_leaves_the_channel_as_it_was(rank: int, size: int) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=0.5))
+    got = torch.zeros(1)
+    if rank == 0:
+        with pytest.raises(OpTimeout, match="rank 1"):
+            dist.recv(got, src=1, group=group)
+    dist.barrier()
+    if rank == 1:
+        dist.send(torch.ones(1), 0, group=group)
+    if rank == 0:
+        dist.recv(got, src=1, group=group)
+        assert got.item() == 1
+    dist.barrier()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

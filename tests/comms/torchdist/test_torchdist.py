@@ -18,7 +18,7 @@ from torch import nn
 from holdfast.comms import Communicator, Mismatch, OpTimeout, Unsupported, Work
 from holdfast.comms.executor import Executor
 from holdfast.harness import LocalCluster
-from support.torch_groups import ENVIRON, in_group, losses_of, tiny_model, train_ddp, train_fsdp2
+from support.torch_groups import ENVIRON, in_group, losses_of, on_each_rank_of, tiny_model, train_ddp, train_fsdp2
 
 
 @pytest.fixture(
@@ -61,23 +61,21 @@ def test_ddp_with_powersgd_whose_hook_waits_inside_a_callback(pair: LocalCluster
     assert losses[0][-1] < losses[0][0]
 
 
-def test_dtensor_redistribution(pair: LocalCluster, tmp_path: Path) -> None:
-    def body(rank: int, size: int) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+@on_each_rank_of("pair")
+def test_dtensor_redistribution(rank: int, size: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-        mesh = init_device_mesh("cpu", (size,))
-        whole = torch.arange(7.0 * 6).reshape(7, 6)
-        by_rows = distribute_tensor(whole, mesh, [Shard(0)])
-        assert torch.equal(by_rows.full_tensor(), whole)
-        by_columns = by_rows.redistribute(placements=[Shard(1)])
-        assert by_columns.to_local().shape == (7, 6 // size)
-        assert torch.equal(by_columns.redistribute(placements=[Replicate()]).to_local(), whole)
-        partial = DTensor.from_local(whole, mesh, [Partial()])
-        assert torch.equal(partial.redistribute(placements=[Shard(1)]).full_tensor(), whole * size)
-        assert torch.equal(partial.full_tensor(), whole * size)
-
-    in_group(pair, tmp_path, body)
+    mesh = init_device_mesh("cpu", (size,))
+    whole = torch.arange(7.0 * 6).reshape(7, 6)
+    by_rows = distribute_tensor(whole, mesh, [Shard(0)])
+    assert torch.equal(by_rows.full_tensor(), whole)
+    by_columns = by_rows.redistribute(placements=[Shard(1)])
+    assert by_columns.to_local().shape == (7, 6 // size)
+    assert torch.equal(by_columns.redistribute(placements=[Replicate()]).to_local(), whole)
+    partial = DTensor.from_local(whole, mesh, [Partial()])
+    assert torch.equal(partial.redistribute(placements=[Shard(1)]).full_tensor(), whole * size)
+    assert torch.equal(partial.full_tensor(), whole * size)
 
 
 def test_a_mesh_of_two_by_two_has_groups_of_its_rows_and_columns(four: LocalCluster, tmp_path: Path) -> None:
@@ -137,108 +135,100 @@ def test_a_distributed_checkpoint_is_saved_and_loaded(pair: LocalCluster, tmp_pa
     in_group(pair, tmp_path, body)
 
 
-def test_functional_collectives_plain_and_traced(pair: LocalCluster, tmp_path: Path) -> None:
-    def body(rank: int, size: int) -> None:
-        import torch.distributed._functional_collectives as functional
+@on_each_rank_of("pair")
+def test_functional_collectives_plain_and_traced(rank: int, size: int) -> None:
+    import torch.distributed._functional_collectives as functional
 
-        group = dist.group.WORLD
-        mine = torch.full((2,), float(rank + 1))
-        assert torch.equal(functional.all_reduce(mine, "sum", group), torch.full((2,), 3.0))
-        assert functional.all_gather_tensor(mine, 0, group).tolist() == [1, 1, 2, 2]
-        assert functional.reduce_scatter_tensor(torch.arange(4.0), "sum", 0, group).tolist() == [
-            4.0 * rank,
-            4.0 * rank + 2,
-        ]
-        assert functional.broadcast(mine, 1, group).tolist() == [2, 2]
-        swapped = functional.all_to_all_single(torch.arange(4.0) + 10 * rank, [2, 2], [2, 2], group)
-        assert swapped.tolist() == [2.0 * rank, 2.0 * rank + 1, 10 + 2.0 * rank, 11 + 2.0 * rank]
-        several = functional.all_reduce_coalesced([mine, mine], "max", group)
-        assert [each.tolist() for each in several] == [[2, 2], [2, 2]]
-        gathered = functional.all_gather_into_tensor_coalesced([mine, mine[:1]], group)
-        assert [each.tolist() for each in gathered] == [[1, 1, 2, 2], [1, 2]]
+    group = dist.group.WORLD
+    mine = torch.full((2,), float(rank + 1))
+    assert torch.equal(functional.all_reduce(mine, "sum", group), torch.full((2,), 3.0))
+    assert functional.all_gather_tensor(mine, 0, group).tolist() == [1, 1, 2, 2]
+    assert functional.reduce_scatter_tensor(torch.arange(4.0), "sum", 0, group).tolist() == [
+        4.0 * rank,
+        4.0 * rank + 2,
+    ]
+    assert functional.broadcast(mine, 1, group).tolist() == [2, 2]
+    swapped = functional.all_to_all_single(torch.arange(4.0) + 10 * rank, [2, 2], [2, 2], group)
+    assert swapped.tolist() == [2.0 * rank, 2.0 * rank + 1, 10 + 2.0 * rank, 11 + 2.0 * rank]
+    several = functional.all_reduce_coalesced([mine, mine], "max", group)
+    assert [each.tolist() for each in several] == [[2, 2], [2, 2]]
+    gathered = functional.all_gather_into_tensor_coalesced([mine, mine[:1]], group)
+    assert [each.tolist() for each in gathered] == [[1, 1, 2, 2], [1, 2]]
 
-        @torch.compile(backend="aot_eager", fullgraph=True)
-        def traced(x: torch.Tensor) -> torch.Tensor:
-            return functional.all_reduce(x * 2, "sum", group) + 1
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def traced(x: torch.Tensor) -> torch.Tensor:
+        return functional.all_reduce(x * 2, "sum", group) + 1
 
-        assert traced(mine).tolist() == [7, 7]
-
-    in_group(pair, tmp_path, body)
+    assert traced(mine).tolist() == [7, 7]
 
 
-def test_object_collectives(pair: LocalCluster, tmp_path: Path) -> None:
-    def body(rank: int, size: int) -> None:
-        gathered: list[object] = [None] * size
-        dist.all_gather_object(gathered, {"rank": rank})
-        assert gathered == [{"rank": r} for r in range(size)]
-        given = [[rank, "x"]]
-        dist.broadcast_object_list(given, src=1)
-        assert given == [[1, "x"]]
-        taken: list[object] = [None]
-        dist.scatter_object_list(taken, ["a", "b"] if rank == 0 else None, src=0)
-        assert taken == ["ab"[rank]]
-        out: list[object] | None = [None] * size if rank == 1 else None
-        dist.gather_object(rank, out, dst=1)
-        assert out is None or out == [0, 1]
-        if rank == 0:
-            dist.send_object_list([{"big": "y" * 10_000}], dst=1)
-        else:
-            dist.recv_object_list(taken, src=0)
-            assert taken == [{"big": "y" * 10_000}]
-
-    in_group(pair, tmp_path, body)
+@on_each_rank_of("pair")
+def test_object_collectives(rank: int, size: int) -> None:
+    gathered: list[object] = [None] * size
+    dist.all_gather_object(gathered, {"rank": rank})
+    assert gathered == [{"rank": r} for r in range(size)]
+    given = [[rank, "x"]]
+    dist.broadcast_object_list(given, src=1)
+    assert given == [[1, "x"]]
+    taken: list[object] = [None]
+    dist.scatter_object_list(taken, ["a", "b"] if rank == 0 else None, src=0)
+    assert taken == ["ab"[rank]]
+    out: list[object] | None = [None] * size if rank == 1 else None
+    dist.gather_object(rank, out, dst=1)
+    assert out is None or out == [0, 1]
+    if rank == 0:
+        dist.send_object_list([{"big": "y" * 10_000}], dst=1)
+    else:
+        dist.recv_object_list(taken, src=0)
+        assert taken == [{"big": "y" * 10_000}]
 
 
-def test_coalesced_ops_and_async_handles(pair: LocalCluster, tmp_path: Path) -> None:
-    def body(rank: int, size: int) -> None:
-        from torch.distributed.distributed_c10d import _coalescing_manager
+@on_each_rank_of("pair")
+def test_coalesced_ops_and_async_handles(rank: int, size: int) -> None:
+    from torch.distributed.distributed_c10d import _coalescing_manager
 
-        tensors = [torch.full((n,), float(rank + 1)) for n in (1, 1000)]
-        with _coalescing_manager(async_ops=True) as several:
-            for tensor in tensors:
-                dist.all_reduce(tensor)
-        several.wait()
-        assert all(bool((tensor == 3).all()) for tensor in tensors)
-        work = dist.all_reduce(tensors[1], async_op=True)
-        doubled = work.get_future().then(lambda future: future.value()[0] * 2)
-        assert work.wait() and work.is_completed() and work.is_success()
-        assert bool((doubled.wait() == 12).all())
-        inputs, output = torch.full((3,), float(rank)), torch.empty(3 * size)
-        dist.all_gather_into_tensor(output, inputs)
-        part = torch.empty(3)
-        dist.reduce_scatter_tensor(part, output, op=dist.ReduceOp.AVG)
-        assert bool((part == rank).all())
-
-    in_group(pair, tmp_path, body)
+    tensors = [torch.full((n,), float(rank + 1)) for n in (1, 1000)]
+    with _coalescing_manager(async_ops=True) as several:
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+    several.wait()
+    assert all(bool((tensor == 3).all()) for tensor in tensors)
+    work = dist.all_reduce(tensors[1], async_op=True)
+    doubled = work.get_future().then(lambda future: future.value()[0] * 2)
+    assert work.wait() and work.is_completed() and work.is_success()
+    assert bool((doubled.wait() == 12).all())
+    inputs, output = torch.full((3,), float(rank)), torch.empty(3 * size)
+    dist.all_gather_into_tensor(output, inputs)
+    part = torch.empty(3)
+    dist.reduce_scatter_tensor(part, output, op=dist.ReduceOp.AVG)
+    assert bool((part == rank).all())
 
 
-def test_sends_and_receives_run_concurrently(pair: LocalCluster, tmp_path: Path) -> None:
+@on_each_rank_of("pair")
+def test_sends_and_receives_run_concurrently(rank: int, size: int) -> None:
     """Both ranks send first, payloads too large to buffer; with tags, and with any-source receives."""
 
-    def body(rank: int, size: int) -> None:
-        peer = 1 - rank
-        for count in (1, 300_000):
-            mine, theirs = torch.full((count,), float(rank)), torch.empty(count)
-            for work in [dist.isend(mine, peer), dist.irecv(theirs, peer)]:
-                work.wait()
-            assert bool((theirs == peer).all())
-            operations = [dist.P2POp(dist.irecv, theirs, peer), dist.P2POp(dist.isend, mine, peer)]
-            for work in dist.batch_isend_irecv(operations):
-                work.wait()
-        if rank == 0:
-            late = [dist.isend(torch.full((300_000,), float(tag)), 1, tag=tag) for tag in (5, 6)]
-            for work in late:
-                work.wait()
-            dist.send(torch.tensor([42.0]), 1)
-        else:
-            for tag in (6, 5):
-                got = torch.empty(300_000)
-                dist.recv(got, 0, tag=tag)
-                assert got[0].item() == tag
-            anything = torch.empty(1)
-            assert dist.recv(anything) == 0 and anything.item() == 42
-
-    in_group(pair, tmp_path, body)
+    peer = 1 - rank
+    for count in (1, 300_000):
+        mine, theirs = torch.full((count,), float(rank)), torch.empty(count)
+        for work in [dist.isend(mine, peer), dist.irecv(theirs, peer)]:
+            work.wait()
+        assert bool((theirs == peer).all())
+        operations = [dist.P2POp(dist.irecv, theirs, peer), dist.P2POp(dist.isend, mine, peer)]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+    if rank == 0:
+        late = [dist.isend(torch.full((300_000,), float(tag)), 1, tag=tag) for tag in (5, 6)]
+        for work in late:
+            work.wait()
+        dist.send(torch.tensor([42.0]), 1)
+    else:
+        for tag in (6, 5):
+            got = torch.empty(300_000)
+            dist.recv(got, 0, tag=tag)
+            assert got[0].item() == tag
+        anything = torch.empty(1)
+        assert dist.recv(anything) == 0 and anything.item() == 42
 
 
 def test_monitored_barrier_names_the_missing_ranks(four: LocalCluster, tmp_path: Path) -> None:
@@ -256,16 +246,14 @@ def test_monitored_barrier_names_the_missing_ranks(four: LocalCluster, tmp_path:
     assert "rank 0" in said[1] and "rank 0" in said[3]
 
 
-def test_a_missing_rank_raises_holdfasts_op_timeout(pair: LocalCluster, tmp_path: Path) -> None:
-    def body(rank: int, size: int) -> None:
-        group = dist.new_group(timeout=timedelta(seconds=0.5))
-        if rank == 0:
-            with pytest.raises(OpTimeout):
-                dist.all_reduce(torch.ones(1), group=group)
-        else:
-            time.sleep(1.0)
-
-    in_group(pair, tmp_path, body)
+@on_each_rank_of("pair")
+def test_a_missing_rank_raises_holdfasts_op_timeout(rank: int, size: int) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=0.5))
+    if rank == 0:
+        with pytest.raises(OpTimeout):
+            dist.all_reduce(torch.ones(1), group=group)
+    else:
+        time.sleep(1.0)
 
 
 def test_a_killed_rank_raises_in_the_others_even_inside_backward(process_backend: str, tmp_path: Path) -> None:
@@ -374,21 +362,19 @@ def test_ddps_builtin_fp16_hook_gives_the_results_of_plain_gloo(pair: LocalClust
     assert in_group(pair, tmp_path, body) == in_group(pair, tmp_path, body, "gloo")
 
 
-def test_groups_of_split_group(pair: LocalCluster, tmp_path: Path) -> None:
-    def body(rank: int, size: int) -> None:
-        group = dist.group.WORLD
-        part = group.split_group([1, 0], timeout=timedelta(seconds=20), group_name="part")
-        assert part.group_name == "part"
-        total = torch.full((3,), float(rank))
-        part.broadcast(total, root=1).wait()
-        assert total.tolist() == [1, 1, 1]
-        alone = group.split_group([1])
-        assert (alone is None) == (rank == 0)
-        for each in (alone, part):
-            if each is not None:
-                each.shutdown()
-
-    in_group(pair, tmp_path, body)
+@on_each_rank_of("pair")
+def test_groups_of_split_group(rank: int, size: int) -> None:
+    group = dist.group.WORLD
+    part = group.split_group([1, 0], timeout=timedelta(seconds=20), group_name="part")
+    assert part.group_name == "part"
+    total = torch.full((3,), float(rank))
+    part.broadcast(total, root=1).wait()
+    assert total.tolist() == [1, 1, 1]
+    alone = group.split_group([1])
+    assert (alone is None) == (rank == 0)
+    for each in (alone, part):
+        if each is not None:
+            each.shutdown()
 
 
 def test_the_debug_level_detail_finds_ranks_that_disagree(tmp_path: Path) -> None:
@@ -407,24 +393,20 @@ def test_the_debug_level_detail_finds_ranks_that_disagree(tmp_path: Path) -> Non
         in_group(cluster, tmp_path, body)
 
 
-def test_groups_with_equal_numbers_and_different_members_are_a_mismatch(four: LocalCluster, tmp_path: Path) -> None:
+@on_each_rank_of("four")
+def test_groups_with_equal_numbers_and_different_members_are_a_mismatch(rank: int, size: int) -> None:
     """Ranks 1 and 2 make a group without rank 0; rank 0's next group then takes the same number."""
 
-    def body(rank: int, size: int) -> None:
-        if rank in (1, 2):
-            dist.new_group([1, 2])
-        dist.barrier()
-        if rank == 0:
-            with pytest.raises(
-                Mismatch, match=r"of ranks \[0, 2\] on rank 0, and of ranks \[1, 2\] on rank 1: every rank"
-            ):
-                dist.new_group([0, 2])
-        dist.barrier()
-        tensor = torch.ones(1)
-        dist.all_reduce(tensor)
-        assert tensor == 4
-
-    in_group(four, tmp_path, body)
+    if rank in (1, 2):
+        dist.new_group([1, 2])
+    dist.barrier()
+    if rank == 0:
+        with pytest.raises(Mismatch, match=r"of ranks \[0, 2\] on rank 0, and of ranks \[1, 2\] on rank 1: every rank"):
+            dist.new_group([0, 2])
+    dist.barrier()
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    assert tensor == 4
 
 
 def test_an_op_takes_the_short_path_unless_it_has_a_timeout_of_its_own(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_arguments_that_cannot_work_are_refused(
 
 @pytest.mark.parametrize(
     ("variable", "value"),
-    [(name, "perhaps") for name in ("HOLDFAST_CHECK", "HOLDFAST_MIN_SIZE", "HOLDFAST_SHARDS")]
+    [(name, "perhaps") for name in ("HOLDFAST_CHECK", "HOLDFAST_SIZE", "HOLDFAST_MIN_SIZE", "HOLDFAST_SHARDS")]
     + [("HOLDFAST_MESH", "0")],
 )
 def test_a_variable_that_makes_no_sense_is_refused(
@@ -205,22 +205,6 @@ def test_a_job_begins_with_min_size_members(contract: dict[str, Any]) -> None:
     with Session(**contract, size=2) as session:
         assert one_step(session) == 1
         assert session.size == 1
-
-
-def test_arguments_that_are_not_given_come_from_the_environment(
-    contract: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOLDFAST_JOB", "from-the-environment")
-    monkeypatch.setenv("HOLDFAST_REGISTER", contract["register"])
-    monkeypatch.setenv("HOLDFAST_KEY_FILE", str(contract["key_file"]))
-    monkeypatch.setenv("HOLDFAST_BACKEND", "shm")
-    monkeypatch.setenv("HOLDFAST_SIZE", "one")
-    with pytest.raises(ValueError, match="HOLDFAST_SIZE='one' is not a whole number"):
-        Session()
-    monkeypatch.setenv("HOLDFAST_SIZE", "1")
-    with Session() as session:
-        assert one_step(session) == 1
-        assert session.view is not None and session.view.job.name == "from-the-environment"
 
 
 def test_a_late_process_finds_nothing_to_do_in_a_finished_job(contract: dict[str, Any]) -> None:
@@ -443,21 +427,6 @@ def test_a_source_that_dies_during_the_transfer_is_replaced_without_a_restart(
 
 
 # -- leaving nothing behind
-
-
-def test_a_session_leaves_no_threads_and_no_descriptors(contract: dict[str, Any]) -> None:
-    def open_descriptors() -> int:
-        return len(list(Path("/proc/self/fd").iterdir()))
-
-    with Session(**contract, size=1) as session:  # loads what is loaded once
-        one_step(session)
-    before, threads = open_descriptors(), set(threading.enumerate())
-    for number in range(3):
-        with Session(**{**contract, "register": f"{contract['register']}{number}"}, size=1) as session:
-            one_step(session)
-            assert any(thread.name.startswith("holdfast-") for thread in threading.enumerate())
-    eventually(lambda: set(threading.enumerate()) <= threads)  # a call of the register may end a moment later
-    eventually(lambda: open_descriptors() <= before)
 
 
 def test_a_session_that_cannot_start_leaves_nothing_behind(contract: dict[str, Any]) -> None:

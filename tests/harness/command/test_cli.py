@@ -416,59 +416,6 @@ def test_one_flag_changes_the_transport(
     assert last_losses(done.stdout) == last_losses(undisturbed[0].stdout)
 
 
-@pytest.mark.thorough
-def test_run_over_mpi_puts_a_spare_in_the_place_of_a_killed_rank(tmp_path: Path) -> None:
-    path = script(
-        tmp_path,
-        """
-        import os, pathlib, signal, sys, time, torch
-        from holdfast import ft
-        struck = pathlib.Path(sys.argv[1])
-        with ft.Session() as session:
-            for attempt in session.steps(40):
-                with attempt:
-                    time.sleep(0.02)
-                    if attempt.step == 20 and attempt.rank == 1 and not struck.exists():
-                        struck.touch()
-                        os.kill(os.getpid(), signal.SIGKILL)
-                    total = torch.ones(1)
-                    attempt.comm.all_reduce(total)
-            print("sum", total.item(), "of", session.size)
-        """,
-    )
-    done = holdfast("run", "-n", "2", "--spares", "1", "--backend", "mpi", path, tmp_path / "struck")
-    assert done.returncode == 0, done.stdout
-    assert "was ended by SIGKILL" in done.stdout
-    assert sorted(line[4:] for line in done.stdout.splitlines() if "sum" in line) == ["sum 2.0 of 2"] * 2
-
-
-def test_run_survives_a_kill_with_the_same_bits(
-    tmp_path: Path, undisturbed: tuple[subprocess.CompletedProcess[str], Path]
-) -> None:
-    killer = tmp_path / "killer.py"
-    killer.write_text(
-        textwrap.dedent("""
-            import os, runpy, signal, sys
-            from holdfast import ft
-            steps = ft.Session.steps
-
-            def deadly(session, total):
-                for attempt in steps(session, total):
-                    if attempt.step == 50 and attempt.rank == 1:
-                        os.kill(os.getpid(), signal.SIGKILL)
-                    yield attempt
-
-            ft.Session.steps = deadly
-            sys.argv = sys.argv[1:]
-            runpy.run_path(sys.argv[0], run_name="__main__")
-        """)
-    )
-    broken = holdfast("run", "-n", "2", killer, EXAMPLE, "--steps", "100")
-    assert broken.returncode == 0, broken.stdout
-    assert "was ended by SIGKILL" in broken.stdout
-    assert last_losses(broken.stdout) == last_losses(undisturbed[0].stdout)[:1]
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_all_processes_end_with_the_launcher(tmp_path: Path, number: int) -> None:
     """One that is killed: tests/ft/operations/test_launch.py."""
@@ -543,6 +490,3 @@ def test_run_names_the_ranks_that_it_ended_after_the_last_step(
     assert launched(tmp_path, lingering, grace=grace) == 1
     assert "[0] still ran" in (output := capsys.readouterr().out)
     assert "rank 0 was ended by SIGTERM" in output
-
-
-# -- run: what ranks leave behind

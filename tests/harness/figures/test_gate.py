@@ -38,7 +38,6 @@ from holdfast.harness.gate.sides import NoSuchSide, Side, build, differing_pins
 from holdfast.harness.measure.stats import paired_ratio, t_cdf, t_quantile
 from holdfast.harness.measure.workers import OpFailed, WorkerFailed
 from support.programs.forked_programs import said
-from support.programs.gate_calibration import calibrate
 from support.source_tree import PACKAGES, ROOT
 from support.waiting import eventually
 
@@ -219,21 +218,6 @@ def test_the_gate_finds_the_workload_that_became_slower_and_no_other(tmp_path: P
     verdicts = {finding["workload"]: finding["verdict"] for finding in json.loads(result.stdout)["findings"]}
     assert verdicts["long-way"] == "slower"
     assert verdicts["membership"] != "slower"
-
-
-@pytest.mark.thorough
-def test_a_trial_of_the_gate_itself_is_a_run_of_it(tmp_path: Path) -> None:
-    side = build(str(ROOT), ROOT, tmp_path / "here")
-    found = calibrate((side, side), DecisionRule(first=2, most=3), 1, ["membership"], injected=0.5)
-    assert (found.trials, found.workloads, found.power) == (1, 1, 1.0)
-    assert [rate.injected for rate in found.rates] == [0.0, 0.5]
-    assert found.rates[1].mean == pytest.approx(0.5, abs=0.15)
-
-
-def test_a_slowdown_that_cannot_be_put_in_exactly_is_refused() -> None:
-    side = Side("a", "a", Path(), Path())
-    with pytest.raises(ValueError, match=r"a multiple of 0\.05"):
-        calibrate((side, side), DecisionRule(), 1, injected=0.02)
 
 
 def test_a_side_that_does_not_run_its_own_code_is_an_error(tmp_path: Path) -> None:

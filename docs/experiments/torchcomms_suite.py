@@ -1,4 +1,4 @@
-"""Runs TorchComms' own integration tests over holdfast: `torchcomms_suite.py CHECKOUT TRANSPORT [FILE ...]`.
+"""Do TorchComms' own integration tests pass? `python docs/experiments/torchcomms_suite.py CHECKOUT TRANSPORT`.
 
 CHECKOUT is a checkout of TorchComms, whose tests are not in any package. The classes below, over a `Communicator`, take
 the place of its module in C++: each method calls the one of ours that does the same. Ranks run the tests side by side
@@ -7,6 +7,7 @@ in CPU memory. Prints how many pass, and each that fails, or is skipped, with it
 
 from __future__ import annotations
 
+import argparse
 import enum
 import gc
 import importlib
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import types
 import unittest
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from datetime import timedelta
 from pathlib import Path
@@ -162,6 +163,17 @@ class TorchCommWindow:
         return self._tensor
 
 
+def _op(ours: str, *names: str) -> Callable[..., TorchWork]:
+    """TorchComms' method of these arguments, then `async_op`, hints and a timeout, which calls the op `ours`."""
+
+    def method(self: TorchComm, *given: Any, **named: Any) -> TorchWork:
+        values = dict(zip((*names, "async_op", "hints", "timeout"), given, strict=False)) | named
+        arguments = [values[name] for name in names]
+        return self._issue(ours, *arguments, async_op=values["async_op"], timeout=values.get("timeout"))
+
+    return method
+
+
 class TorchComm:
     """TorchComms' communicator over ours. Hints, which are of other backends, are not passed on."""
 
@@ -223,65 +235,19 @@ class TorchComm:
         limit = timeout.total_seconds() if timeout else None
         return TorchWork(getattr(self._comm, op)(*given, async_op=async_op, timeout=limit))
 
-    def send(self, tensor: Any, dst: int, async_op: bool, hints: Any = None, timeout: Any = None) -> TorchWork:
-        return self._issue("send", tensor, dst, async_op=async_op, timeout=timeout)
-
-    def recv(self, tensor: Any, src: int, async_op: bool, hints: Any = None, timeout: Any = None) -> TorchWork:
-        return self._issue("recv", tensor, src, async_op=async_op, timeout=timeout)
-
-    def broadcast(self, tensor: Any, root: int, async_op: bool, hints: Any = None, timeout: Any = None) -> TorchWork:
-        return self._issue("broadcast", tensor, root, async_op=async_op, timeout=timeout)
-
-    def all_reduce(self, tensor: Any, op: Any, async_op: bool, hints: Any = None, timeout: Any = None) -> TorchWork:
-        return self._issue("all_reduce", tensor, op, async_op=async_op, timeout=timeout)
-
-    def reduce(
-        self, tensor: Any, root: int, op: Any, async_op: bool, hints: Any = None, timeout: Any = None
-    ) -> TorchWork:
-        return self._issue("reduce", tensor, root, op, async_op=async_op, timeout=timeout)
-
-    def all_gather(
-        self, tensor_list: Any, tensor: Any, async_op: bool, hints: Any = None, timeout: Any = None
-    ) -> TorchWork:
-        return self._issue("all_gather", tensor_list, tensor, async_op=async_op, timeout=timeout)
-
-    all_gather_v = all_gather
-
-    def all_gather_single(
-        self, output: Any, tensor: Any, async_op: bool, hints: Any = None, timeout: Any = None
-    ) -> TorchWork:
-        return self._issue("all_gather_single", output, tensor, async_op=async_op, timeout=timeout)
-
-    def reduce_scatter(
-        self, output: Any, input_list: Any, op: Any, async_op: bool, hints: Any = None, timeout: Any = None
-    ) -> TorchWork:
-        return self._issue("reduce_scatter", output, input_list, op, async_op=async_op, timeout=timeout)
-
-    reduce_scatter_v = reduce_scatter
-
-    def reduce_scatter_single(
-        self, output: Any, tensor: Any, op: Any, async_op: bool, hints: Any = None, timeout: Any = None
-    ) -> TorchWork:
-        return self._issue("reduce_scatter_single", output, tensor, op, async_op=async_op, timeout=timeout)
-
-    def all_to_all(
-        self, output_tensor_list: Any, input_tensor_list: Any, async_op: bool, hints: Any = None, timeout: Any = None
-    ) -> TorchWork:
-        return self._issue("all_to_all", output_tensor_list, input_tensor_list, async_op=async_op, timeout=timeout)
-
-    def all_to_all_single(
-        self, output: Any, tensor: Any, async_op: bool, hints: Any = None, timeout: Any = None
-    ) -> TorchWork:
-        return self._issue("all_to_all_single", output, tensor, async_op=async_op, timeout=timeout)
-
-    def all_to_all_v_single(
-        self, output: Any, tensor: Any, output_split_sizes: Any, input_split_sizes: Any, async_op: bool, **more: Any
-    ) -> TorchWork:
-        sizes = output_split_sizes, input_split_sizes
-        return self._issue("all_to_all_single", output, tensor, *sizes, async_op=async_op, **more)
-
-    def barrier(self, async_op: bool, hints: Any = None, timeout: Any = None) -> TorchWork:
-        return self._issue("barrier", async_op=async_op, timeout=timeout)
+    send = _op("send", "tensor", "dst")
+    recv = _op("recv", "tensor", "src")
+    broadcast = _op("broadcast", "tensor", "root")
+    all_reduce = _op("all_reduce", "tensor", "op")
+    reduce = _op("reduce", "tensor", "root", "op")
+    all_gather = all_gather_v = _op("all_gather", "tensor_list", "tensor")
+    all_gather_single = _op("all_gather_single", "output", "tensor")
+    reduce_scatter = reduce_scatter_v = _op("reduce_scatter", "output", "input_list", "op")
+    reduce_scatter_single = _op("reduce_scatter_single", "output", "tensor", "op")
+    all_to_all = _op("all_to_all", "output_tensor_list", "input_tensor_list")
+    all_to_all_single = _op("all_to_all_single", "output", "tensor")
+    all_to_all_v_single = _op("all_to_all_single", "output", "tensor", "output_split_sizes", "input_split_sizes")
+    barrier = _op("barrier")
 
     def scatter(
         self, output_tensor: Any, input_tensor_list: Any, root: int, async_op: bool, hints: Any = None, **more: Any
@@ -410,7 +376,7 @@ def run_rank(checkout: Path, files: Sequence[str], out: Path) -> None:
         out.write_text(json.dumps(outcomes.found))
 
 
-def main(checkout: str, transport: str, *files: str) -> int:
+def main(checkout: str, transport: str, files: Sequence[str]) -> int:
     """Start the ranks, and print what all agree passes."""
     if not Path(checkout, "comms", "torchcomms", "tests", "integration", "py").is_dir():
         print(
@@ -459,9 +425,14 @@ def tcp_port() -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "rank":
+    if sys.argv[1:2] == ["rank"]:
         _, _, place, out, *names = sys.argv
         with Path(os.devnull).open("w") as quiet, redirect_stdout(quiet), redirect_stderr(quiet):
             run_rank(Path(place), names, Path(out, f"{os.environ['RANK']}.json"))
     else:
-        sys.exit(main(*sys.argv[1:]))
+        parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+        parser.add_argument("checkout")
+        parser.add_argument("transport")
+        parser.add_argument("files", nargs="*", help="such as AllReduceTest; without any, all that can run on a CPU")
+        asked = parser.parse_args()
+        sys.exit(main(asked.checkout, asked.transport, asked.files))

@@ -1,7 +1,7 @@
-"""Measures the gate itself: how often it calls equal code slower, and how often it finds an injected slowdown.
+"""How often does the gate err? `python docs/experiments/gate_calibration.py COMMIT`.
 
 A trial is a whole run of the gate with one commit on both sides: once as it is, and once with a head that does 5% more
-ops than the base. It prints Markdown: `python -m support.programs.gate_calibration COMMIT --trials 104`.
+ops than the base. It prints as Markdown how often equal code was called slower, and how often the slowdown was found.
 """
 
 from __future__ import annotations
@@ -158,13 +158,14 @@ def markdown(found: Calibration) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Measure as the command line says; 0 if the error rates are kept."""
-    parser = argparse.ArgumentParser(prog="support.programs.gate_calibration")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("commit")
     parser.add_argument("--trials", type=int, default=104)
     parser.add_argument("--only", action="append", default=[])
     parser.add_argument("--effect", type=float, default=0.05)
+    parser.add_argument("--most", type=int, default=DecisionRule().most, help="pairs of processes of a trial, at most")
     asked = parser.parse_args(arguments)
-    rule = DecisionRule(effect=asked.effect)
+    rule = DecisionRule(effect=asked.effect, first=min(DecisionRule().first, asked.most), most=asked.most)
     with HeldDirectory("holdfast-gate-") as folder:
         sides = [build(asked.commit, Path(), folder.path / name) for name in ("base", "head")]
         progress = lambda text: print(text, file=sys.stderr)  # noqa: E731
