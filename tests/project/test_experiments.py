@@ -113,12 +113,12 @@ def test_each_way_to_call_a_library_is_measured_at_each_size(arguments: str, way
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(300)
 def test_a_trial_of_the_gate_itself_is_a_run_of_it() -> None:
     """A head that does half as much again is found, and called so much slower."""
     asked = f"{ROOT} --trials 1 --only membership --effect 0.5 --most 3"
-    (slowed,) = re.findall(
-        r"\| membership \| 50% \| 1 \| 0 \| 0 \| 0 \| (\S+)% ", run("gate_calibration", *asked.split())
-    )
+    printed = run("gate_calibration", *asked.split(), timeout=280.0)
+    (slowed,) = re.findall(r"\| membership \| 50% \| 1 \| 0 \| 0 \| 0 \| (\S+)% ", printed)
     assert float(slowed) == pytest.approx(50, abs=15)
 
 
