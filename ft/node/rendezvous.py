@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch.distributed as dist
 
-from holdfast.comms.errors import CorruptData, Revoked, again
+from holdfast.comms.errors import CorruptData, Revoked, Unsupported, again
 from holdfast.ft.control.errors import KeyTimeout, RemoteError
 from holdfast.ft.control.rpc import Handler
 
@@ -140,16 +140,6 @@ class RendezvousTable:
             values = self._of(epoch)
             return all(key in values for key in keys)
 
-    def delete(self, epoch: int, key: str) -> bool:
-        """Remove the key from this copy alone; whether it was there."""
-        with self._lock:
-            return self._of(epoch).pop(key, None) is not None
-
-    def count(self, epoch: int) -> int:
-        """The number of keys."""
-        with self._lock:
-            return len(self._of(epoch))
-
     def items(self, epoch: int) -> dict[str, bytes]:
         """All keys and values of the epoch."""
         with self._lock:
@@ -231,26 +221,21 @@ CALLS: Mapping[str, _Call] = {
     "append": _Call(tuple[int, str, bytes], NoneType),
     "compare_set": _Call(tuple[int, str, bytes, bytes], bytes),
     "check": _Call(tuple[int, list[str]], bool),
-    "delete": _Call(tuple[int, str], bool),
-    "count": _Call(tuple[int], int),
 }
 """The methods of `RendezvousTable` that the first member answers."""
 
-REPEATABLE = frozenset({"kv.check", "kv.count"})
+REPEATABLE = frozenset({"kv.check"})
 """The remote calls that can be made again when it is not known whether the first one was executed."""
 
-FORGET = "kv.forget"
-"""Goes down the tree, where the others go up: the first member has removed a key."""
-
 encode = msgspec.msgpack.Encoder().encode
-_deletion = msgspec.msgpack.Decoder(CALLS["delete"].arguments)
 
 
 class RendezvousStore(dist.Store):
     """One epoch of a rendezvous table as a `torch.distributed.Store`; `PrefixStore` and every backend can use it.
 
     `copy` is this member's copy of the table. `ask` reaches that of the first member; by default `copy` is that one.
-    The methods have the names that torch calls; `timeout` (seconds) bounds those that wait.
+    The methods have the names that torch calls; `timeout` (seconds) bounds those that wait. Keys are not deleted or
+    counted: no group of torch needs it, and an epoch's keys go with it.
     """
 
     def __init__(self, copy: RendezvousTable, epoch: int, timeout: float = 30.0, ask: Ask | None = None) -> None:
@@ -284,10 +269,10 @@ class RendezvousStore(dist.Store):
         return bytes(self._ask("compare_set", self._epoch, key, _bytes(expected_value), _bytes(desired_value)))
 
     def delete_key(self, key: str) -> bool:
-        return bool(self._ask("delete", self._epoch, key))
+        raise Unsupported("the deletion of a key of a session's store", "its keys go with their epoch")
 
     def num_keys(self) -> int:
-        return int(self._ask("count", self._epoch))
+        raise Unsupported("the number of keys of a session's store", "ask for the keys that you need by check()")
 
     def append(self, key: str, value: str | bytes) -> None:
         self._ask("append", self._epoch, key, _bytes(value))
@@ -338,29 +323,19 @@ def ask_remotely(call: Callable[[str, bytes, float], bytes], timeout: float) -> 
 Forward = Callable[[int, str, bytes], Awaitable[bytes | None]]
 """(epoch, method, body): passes a call on towards the first member of the epoch; None if this process is it."""
 
-Delete = Callable[[int, str], Awaitable[bool]]
-"""(epoch, key): removes a key from this copy of the table and those below it; whether it was there."""
 
-
-def handlers(table: RendezvousTable, forward: Forward, delete: Delete) -> dict[str, Handler]:
+def handlers(table: RendezvousTable, forward: Forward) -> dict[str, Handler]:
     """The handlers of an RPC server for the remote calls that `ask_remotely` makes."""
 
     def serve(name: str) -> Handler:
         decode = msgspec.msgpack.Decoder(CALLS[name].arguments).decode
-        work: Callable[..., Any] = delete if name == "delete" else getattr(table, name)
+        work: Callable[..., Any] = getattr(table, name)
 
         async def handler(peer: str, body: bytes) -> bytes:
             arguments = decode(body)
             answer = await forward(arguments[0], f"kv.{name}", body)
-            if answer is not None:
-                return answer
-            result = work(*arguments)
-            return encode(await result if isinstance(result, Awaitable) else result)
+            return encode(work(*arguments)) if answer is None else answer
 
         return handler
 
-    async def forget(peer: str, body: bytes) -> bytes:
-        """What the first member has removed is removed here, and below."""
-        return encode(await delete(*_deletion.decode(body)))
-
-    return {**{f"kv.{name}": serve(name) for name in CALLS}, FORGET: forget}
+    return {f"kv.{name}": serve(name) for name in CALLS}

@@ -35,8 +35,8 @@ from holdfast.ft.node.connections import MemberConnections
 from holdfast.ft.node.epoch_guard import EpochGuard
 from holdfast.ft.node.node import Node
 from holdfast.ft.node.register import RegisterThreads
-from holdfast.ft.node.rendezvous import REPEATABLE, RendezvousStore, ask_here, ask_remotely
-from holdfast.ft.node.table_sharing import TableCalls, neighbours
+from holdfast.ft.node.rendezvous import REPEATABLE, RendezvousStore, ask_remotely
+from holdfast.ft.node.table_sharing import neighbours
 from holdfast.ft.ports import Ports
 from holdfast.ft.settings import Settings, candidate_job, one_host_backends
 from holdfast.ft.telemetry.event_log import EventLog
@@ -102,8 +102,8 @@ class Runtime:
             self._reach,
             settings.register,
         )
-        self._table = TableCalls(self.node.sharing, self.links.call, self._patience)
-        handlers.update({**self._table.handlers(), **messages.handlers(self.node.hear)})
+        table = self.node.sharing.handlers(self.links.call, self._patience)
+        handlers.update({**table, **messages.handlers(self.node.hear)})
         self.node.watch()
         self.node.begin(view)
 
@@ -124,7 +124,7 @@ class Runtime:
     def store(self, view: View) -> dist.Store:
         """The store with which the members of `view` build its communicator."""
         rank, table, timeout = view.rank_of(self.identity), self.node.sharing.table, self._patience
-        ask = self._ask_here
+        ask = None
         if rank:
             ask = ask_remotely(functools.partial(self._call, neighbours(view, rank)[0], view.epoch), timeout)
         return RendezvousStore(table, view.epoch, timeout, ask)
@@ -170,12 +170,6 @@ class Runtime:
             if error.kind in CONNECTION_ERRORS:  # further up
                 raise ConnectionLost(member.id, str(error)) from error
             raise
-
-    def _ask_here(self, method: str, epoch: int, *arguments: Any) -> Any:
-        """Ask the rendezvous table of this process, the first member. A deletion is one in all members' copies."""
-        if method == "delete":
-            return self._within_epoch(epoch, self._table.delete(epoch, *arguments), self._patience)
-        return ask_here(self.node.sharing.table)(method, epoch, *arguments)
 
     def _within_epoch(self, epoch: int, call: Coroutine[Any, Any, T], timeout: float) -> T:
         """Run `call` in the node's thread, and wait for it. Raises `Revoked` when the epoch ends."""

@@ -1,9 +1,7 @@
 """Keeps the members' copies of the rendezvous table alike.
 
-What a member sets goes to its neighbours in a tree over the members, which pass it on (`TableSharing`). What several
-members may change goes up the tree to the first member, after what the caller has set before (`TableCalls`). A deletion
-goes up, too, and then down the tree, and has happened once every copy has answered: what is set under that key after it
-stays.
+What a member sets goes to its neighbours in a tree over the members, which pass it on. What several members may change
+goes up the tree to the first member, after what the caller has set before.
 
 Hosts form a tree by their first members, in the order of the view; the members of a host hang below its first one, in a
 tree again. Each member has at most `2 * ARITY` below it, and the depth grows with the logarithm of the members. What a
@@ -25,7 +23,7 @@ from holdfast.comms.errors import Revoked
 from holdfast.ft.control.rpc import Handler
 from holdfast.ft.membership.view import Member, View
 from holdfast.ft.node import messages
-from holdfast.ft.node.rendezvous import FORGET, RendezvousTable, encode, handlers
+from holdfast.ft.node.rendezvous import RendezvousTable, handlers
 from holdfast.ft.ports import MemberLinks, Time, Timer
 
 CHUNK_BYTES = 256 << 10
@@ -77,18 +75,17 @@ class TreeRelay(Generic[Batch]):
 
 
 class TableSharing:
-    """The copy of one member. `epoch` is that of its newest view; `parent` and `below` are next to it in the tree."""
+    """The copy of one member. `epoch` is that of its newest view; `parent` is above it in the tree."""
 
     def __init__(self, identity: str, time: Time, links: MemberLinks) -> None:
         self.table = RendezvousTable(self._changed)
         self.epoch = 0
         self.parent: Member | None = None
-        self.below: tuple[Member, ...] = ()
         self._identity, self._time, self._links = identity, time, links
         self._relay: TreeRelay[tuple[str, ...]] = TreeRelay((), pauses=False)
         self._sources: dict[int, dict[str, str]] = {}
         self._timer: Timer | None = None
-        self._waiting: list[Callable[[], None]] = []
+        self._waiting: list[asyncio.Event] = []
 
     def begin(self, view: View) -> None:
         """Share with the members of `view`: also what was set or received for its epoch before."""
@@ -96,7 +93,6 @@ class TableSharing:
         rank = view.rank_of(self._identity)
         next_to = () if rank is None else neighbours(view, rank)
         self.parent = next_to[0] if rank else None
-        self.below = next_to[1:] if rank else next_to
         pauses = len(view.members) > ARITY + 1
         self._relay = TreeRelay([member.id for member in next_to], pauses)
         self.epoch = view.epoch
@@ -107,11 +103,30 @@ class TableSharing:
         self._flush_later()
         waiting, self._waiting = self._waiting, []
         for begun in waiting:
-            begun()
+            begun.set()
 
-    def when_begun(self, begun: Callable[[], None]) -> None:
-        """Call `begun` when the next view begins."""
-        self._waiting.append(begun)
+    def handlers(
+        self, call: Callable[[Member, str, bytes, float], Awaitable[bytes]], timeout: float
+    ) -> dict[str, Handler]:
+        """The handlers of the remote calls of `RendezvousStore`, which pass them on towards the first member.
+
+        `call(member, method, body, timeout)` calls a neighbour; `timeout` (seconds) bounds each.
+        """
+
+        async def forward(epoch: int, method: str, body: bytes) -> bytes | None:
+            async with asyncio.timeout(timeout):
+                while self.epoch < epoch:  # the caller has its view before this process
+                    begun = asyncio.Event()
+                    self._waiting.append(begun)
+                    await begun.wait()
+            if self.epoch != epoch:
+                raise Revoked(epoch, "a later epoch has begun")
+            if self.parent is None:
+                return None
+            self.flush()
+            return await call(self.parent, method, body, timeout)
+
+        return handlers(self.table, forward)
 
     def drop_before(self, epoch: int, reason: str = "a later epoch has begun") -> None:
         """Drop what was set in all epochs before `epoch`."""
@@ -167,58 +182,6 @@ class TableSharing:
         with contextlib.suppress(Revoked):
             for items in chunks(self.table.values(self.epoch, keys)):
                 self._links.notify(neighbour, *messages.notice(messages.Share(self.epoch, items)))
-
-
-class TableCalls:
-    """Serves the calls to the copy `sharing` of one member.
-
-    `call(member, method, body, timeout)` calls a neighbour; `timeout` (seconds) bounds each.
-    """
-
-    def __init__(
-        self, sharing: TableSharing, call: Callable[[Member, str, bytes, float], Awaitable[bytes]], timeout: float
-    ) -> None:
-        self._sharing, self._call, self._timeout = sharing, call, timeout
-
-    def handlers(self) -> dict[str, Handler]:
-        """The handlers of the remote calls of `RendezvousStore`."""
-        return handlers(self._sharing.table, self.forward, self.delete)
-
-    async def forward(self, epoch: int, method: str, body: bytes) -> bytes | None:
-        """Pass a call on towards the first member of `epoch`; None if this process is it.
-
-        Waits until this process has the view of the epoch. Raises `Revoked` if that is over, TimeoutError, and what
-        `MemberConnections.call` raises.
-        """
-        await self._begin_of(epoch)
-        if self._sharing.parent is None:
-            return None
-        self._sharing.flush()
-        return await self._call(self._sharing.parent, method, body, self._timeout)
-
-    async def delete(self, epoch: int, key: str) -> bool:
-        """Remove a key from this copy and those below it, at the first member from all; whether it was there.
-
-        Raises what `forward` raises.
-        """
-        await self._begin_of(epoch)
-        found = self._sharing.table.delete(epoch, key)
-        request = encode((epoch, key))
-        calls = [self._call(member, FORGET, request, self._timeout) for member in self._sharing.below]
-        for outcome in await asyncio.gather(*calls, return_exceptions=True):
-            if isinstance(outcome, BaseException):
-                raise outcome
-        return found
-
-    async def _begin_of(self, epoch: int) -> None:
-        """Wait until this process has the view of the epoch. Raises `Revoked` if that is over."""
-        async with asyncio.timeout(self._timeout):
-            while self._sharing.epoch < epoch:
-                begun = asyncio.Event()
-                self._sharing.when_begun(begun.set)
-                await begun.wait()
-        if self._sharing.epoch != epoch:
-            raise Revoked(epoch, "a later epoch has begun")
 
 
 def neighbour_ranks(view: View, rank: int) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from holdfast.comms.errors import OpTimeout, Revoked
+from holdfast.comms.errors import OpTimeout, Revoked, Unsupported
 from holdfast.comms.system.keys import KeyRefused, create_key, load_key
 from holdfast.ft.control.errors import KeyTimeout, RemoteError
 from holdfast.ft.node.rendezvous import Ask, RendezvousStore, RendezvousTable, ask_here, ask_remotely, handlers
@@ -31,20 +31,11 @@ async def here(epoch: int, method: str, body: bytes) -> None:
     """Calls are answered in this process."""
 
 
-def removing(table: RendezvousTable) -> Callable[[int, str], Awaitable[bool]]:
-    async def delete(epoch: int, key: str) -> bool:
-        return table.delete(epoch, key)
-
-    return delete
-
-
 @contextlib.contextmanager
 def served(table: RendezvousTable) -> Iterator[RpcThread]:
     """A client of a server of this table."""
     with (
-        rpc_server_thread(
-            key=KEY, job="job", identity="host", handlers=handlers(table, here, removing(table))
-        ) as server,
+        rpc_server_thread(key=KEY, job="job", identity="host", handlers=handlers(table, here)) as server,
         RpcThread(server.address, key=KEY, job="job", identity="guest") as client,
     ):
         yield client
@@ -111,15 +102,22 @@ def test_the_rendezvous_store_answers_as_torchs_stores_do(store: RendezvousStore
                 one.compare_set("c", "first", "second"),
                 one.compare_set("none", "expected", "desired"),
                 one.check(["none"]),
-                one.delete_key("a"),
-                one.delete_key("a"),
-                one.num_keys(),
                 one.has_extended_api(),
                 one.wait(["m", "n"]),
                 one.wait(["m"], timedelta(seconds=1)),
             ]
         )
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("prefixed", [False, True], ids=["plain", "prefixed"])
+def test_deletions_and_counts_of_keys_are_refused_by_name(store: RendezvousStore, prefixed: bool) -> None:
+    one: Any = dist.PrefixStore("p", store) if prefixed else store
+    one.set("a", "1")
+    for use in (lambda: one.delete_key("a"), lambda: one.num_keys()):
+        with pytest.raises(Unsupported, match="of a session's store"):
+            use()
+    assert one.get("a") == b"1"
 
 
 def test_get_waits_until_the_key_is_set(store: RendezvousStore, table: RendezvousTable) -> None:
@@ -182,7 +180,7 @@ def test_epochs_have_separate_keys_and_a_dropped_one_raises_revoked(
     later.join()
     assert over.value.epoch == 1
     assert time.monotonic() - started < PATIENCE
-    for use in (lambda: old.get("key"), lambda: old.set("key", "x"), lambda: old.add("n", 1), old.num_keys):
+    for use in (lambda: old.get("key"), lambda: old.set("key", "x"), lambda: old.add("n", 1)):
         with pytest.raises(Revoked):
             use()
     assert new.get("key") == b"new"
@@ -208,11 +206,11 @@ def test_adding_to_a_value_that_is_no_number_is_refused(copies: Copies) -> None:
 
 def test_a_malformed_request_is_refused_and_changes_nothing(table: RendezvousTable) -> None:
     with served(table) as client:
-        for method in handlers(table, here, removing(table)):
+        for method in handlers(table, here):
             for body in (b"", b"\x90", b"\x91\xa1x", b"\x93\1\2\3", bytes(9)):
                 with pytest.raises(RemoteError, match="Error"):
                     client.call(method, body)
-    assert table.count(EPOCH) == 0
+    assert table.items(EPOCH) == {}
 
 
 def all_reduce(store: dist.Store, rank: int) -> list[float]:
