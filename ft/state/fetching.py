@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -98,56 +97,39 @@ class Fetcher:
         Raises `PeerFailed` if no rank is left that has a block, and the error of `over()` once that is not None. Blocks
         that have arrived by then are kept.
         """
-        done = Fetched()
-        waiting: queue.SimpleQueue[Block] = queue.SimpleQueue()
-        wanted = 0
+        reader = _Reader(plane, timeout, over, before, self._kept)
+        wanted = []
         for block in blocks:
             kept = self._kept.get(block.digest)
             if kept is not None and kept.numel() == block.into.numel():
                 block.into.copy_(kept)
-                done.kept += kept.numel()
+                reader.done.kept += kept.numel()
             else:
-                waiting.put(block)
-                wanted += 1
-        readers = min(MOST_READERS, wanted)
-        task = _Task(plane, waiting, done, self._kept, timeout, over, before)
-        if readers <= 1:
-            task.work()
+                wanted.append(block)
+        if len(wanted) <= 1:
+            list(map(reader.read, wanted))
         else:
-            with ThreadPoolExecutor(readers, "holdfast-fetch") as pool:
-                for reader in [pool.submit(task.work) for _ in range(readers)]:
-                    reader.result()
-        return done
+            with ThreadPoolExecutor(min(MOST_READERS, len(wanted)), "holdfast-fetch") as pool:
+                list(pool.map(reader.read, wanted))  # the first error cancels the blocks that no thread has begun
+        return reader.done
 
 
 @dataclass(slots=True)
-class _Task:
+class _Reader:
+    """Reads the blocks of one fetch, from several threads."""
+
     plane: MemoryPlane
-    waiting: queue.SimpleQueue[Block]
-    done: Fetched
-    kept: dict[bytes, torch.Tensor]
     timeout: float
     over: Callable[[], HoldfastError | None]
     before: Callable[[], None]
+    kept: dict[bytes, torch.Tensor]
+    done: Fetched = field(default_factory=Fetched)
     lock: threading.Lock = field(default_factory=threading.Lock)
     turn: int = 0
-    failed: bool = False
 
-    def work(self) -> None:
-        """Read blocks from the queue until it is empty or a reader has failed."""
-        try:
-            while not self.failed:
-                try:
-                    block = self.waiting.get_nowait()
-                except queue.Empty:
-                    return
-                self.before()
-                self._read(block)
-        except BaseException:
-            self.failed = True
-            raise
-
-    def _read(self, block: Block) -> None:
+    def read(self, block: Block) -> None:
+        """Read a block from the first of its sources that gives it."""
+        self.before()
         for source in self._in_order(block.sources):
             why = self.over()
             if why is not None:
