@@ -90,8 +90,6 @@ class Watch(Protocol):
 
     def follow(self, members: Iterable[Member]) -> None: ...
 
-    def fence(self, member: Member) -> bool: ...
-
     def close(self) -> None: ...
 
 
@@ -129,8 +127,8 @@ class Processes(Protocol):
     def cpu_ticks(self, pid: int) -> int:
         """The processor time that a process has used."""
 
-    def kill(self, pid: int) -> None:
-        """Send SIGKILL. Raises OSError."""
+    def kill(self, peer: Peer) -> None:
+        """Send SIGKILL to a process that may have ended already. Raises OSError if it was not sent."""
 
     def page(self) -> Page:
         """A new heartbeat page for this process."""

@@ -118,9 +118,5 @@ class Detector:
         """Seconds since the last sign of life of a process; None if this detector does not watch it."""
         return None
 
-    def fence(self, member: Member) -> bool:
-        """End a process of this host by SIGKILL; False if this detector cannot."""
-        return False
-
     def close(self) -> None:
         """Release all resources. No method is called afterwards."""

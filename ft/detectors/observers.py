@@ -66,11 +66,6 @@ class SuspicionGraph:
     def in_doubt(self) -> bool:
         return bool(self._edges) or self._cut_off_since is not None
 
-    @property
-    def cut_off(self) -> bool:
-        """Whether this process has stopped because it hears too few members."""
-        return self._cut_off_since is not None
-
     def follow(self, view: View | None, watched: Iterable[Member]) -> None:
         """Evaluate the members of `view` from now on; this process watches `watched`."""
         if view is None or self._view is None or view.epoch != self._view.epoch:

@@ -159,15 +159,6 @@ class ProcessWatch:
         if gone:
             self._loop.call_soon(self._on_deaths, tuple(gone))
 
-    def fence(self, member: Member) -> bool:
-        """SIGKILL a watched process; False if it is not watched. Its death is reported like any other."""
-        followed = self._followed.get(member.id)
-        if followed is None:
-            return False
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(followed.process, signal.SIGKILL)
-        return True
-
     def close(self) -> None:
         """Stop watching."""
         for member_id in list(self._followed):
@@ -334,12 +325,21 @@ class HostProcesses:
     page = HeartbeatPage
     open_page = HeartbeatPageReader
 
-    def kill(self, pid: int) -> None:
-        os.kill(pid, signal.SIGKILL)
+    def kill(self, peer: Peer) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            try:
+                if (fd := open_pidfd(peer)) is not None:
+                    with contextlib.closing(OwnedDescriptor(fd)):
+                        signal.pidfd_send_signal(fd, signal.SIGKILL)
+            except ProcessLookupError:
+                raise
+            except OSError:  # pidfds are refused, or no descriptor is left: by its number, if that is still its own
+                if not is_gone(peer):
+                    os.kill(peer.pid, signal.SIGKILL)
 
 
 class PidfdDetector(Detector):
-    """Proves deaths within milliseconds. Can also fence."""
+    """Proves deaths within milliseconds."""
 
     def __init__(self, context: DetectorContext) -> None:
         super().__init__(context)
@@ -347,9 +347,6 @@ class PidfdDetector(Detector):
 
     def follow(self, view: View | None, watched: tuple[Member, ...]) -> None:
         self._watch.follow(watched)
-
-    def fence(self, member: Member) -> bool:
-        return self._watch.fence(member)
 
     def close(self) -> None:
         self._watch.close()

@@ -52,7 +52,7 @@ class Detectors:
         """`send(member_id, body)` reaches `received` in another process; None: in all connected ones."""
         self._me = context.me
         self._heartbeat = context.timeouts.heartbeat
-        self._time, self._processes = context.loop, context.processes
+        self._time = context.loop
         self._send = send
         self.places: dict[str, OpPosition] = {}
         """The last known positions of the members of this host in their ops."""
@@ -151,15 +151,6 @@ class Detectors:
             return
         now = self._time.time()
         self._each(lambda detector: detector.failed(view, failure, now))
-
-    def fence(self, member: Member) -> None:
-        """Send SIGKILL to a process of this host, by its number if no detector can. Raises OSError if it was not sent.
-
-        A process that has ended already is no error: its end is reported like any other.
-        """
-        if not any(self._each(lambda detector: detector.fence(member))) and not self._processes.is_gone(member.peer):
-            with contextlib.suppress(ProcessLookupError):
-                self._processes.kill(member.peer.pid)
 
     def needless(self) -> set[str]:
         """The ids of the processes that read the signs of life of this one.

@@ -313,7 +313,7 @@ class Node:
                 self._handle_deaths((death_of(member),))
             return
         try:
-            self._detectors.fence(member)
+            self._processes.kill(member.peer)
         except OSError as error:
             if not isinstance(last, events.FenceFailed):
                 why = f"SIGKILL to pid {member.peer.pid}: {error.strerror or error}"

@@ -315,7 +315,7 @@ class SimulatedProcesses:
 
     def __init__(self, process: SimulatedProcess) -> None:
         self._process = process
-        self.followed = SimulatedWatch(process, self.kill)
+        self.followed = SimulatedWatch(process)
         self.heartbeat = SimulatedPage(process)
 
     def watch(self, on_deaths: OnDeaths) -> SimulatedWatch:
@@ -341,21 +341,21 @@ class SimulatedProcesses:
     def cpu_ticks(self, pid: int) -> int:
         return 0
 
-    def kill(self, pid: int) -> None:
+    def kill(self, peer: Peer) -> None:
         """Send SIGKILL, which strikes a moment later. Raises OSError while the kernel refuses it."""
         world = self._process.world
         if world.refusing[self._process.host]:
             raise PermissionError(errno.EPERM, "Operation not permitted")
-        world.after(world.network.local, world.kill, world.processes[pid - 1], "fenced")
+        world.after(world.network.local, world.kill, world.processes[peer.pid - 1], "fenced")
 
 
 class SimulatedWatch:
     """Reports the ends of the processes of one host that it follows."""
 
-    __slots__ = ("_followed", "_kill", "_process", "on_deaths")
+    __slots__ = ("_followed", "_process", "on_deaths")
 
-    def __init__(self, process: SimulatedProcess, kill: Callable[[int], None]) -> None:
-        self._process, self._kill = process, kill
+    def __init__(self, process: SimulatedProcess) -> None:
+        self._process = process
         self._followed: dict[str, Member] = {}
         self.on_deaths: OnDeaths = lambda deaths: None
 
@@ -377,12 +377,6 @@ class SimulatedWatch:
 
     def _report(self, member: Member) -> None:
         self.on_deaths((death_of(member),))
-
-    def fence(self, member: Member) -> bool:
-        if member.id not in self._followed:
-            return False
-        self._kill(member.peer.pid)
-        return True
 
     def close(self) -> None:
         self._followed = {}

@@ -508,7 +508,7 @@ def own_infos() -> list[DetectorInfo]:
 LOST = [
     pytest.param(name, method, marks=() if name == "pidfd" or method == "make" else pytest.mark.thorough)
     for name in ("pidfd", "heartbeat", "observers")
-    for method in ("probe", "make", "follow", "beat", "look", "heard", "fence")
+    for method in ("probe", "make", "follow", "beat", "look", "heard")
 ]
 """Each method is guarded alike for all detectors; what takes the place of a lost one differs."""
 
@@ -563,7 +563,7 @@ def test_a_detector_that_is_lost_is_reported_and_other_evidence_takes_its_place(
             child.stop()
             await until(Stalled, "child")
             await until(Suspicion, "away")
-            detectors.fence(members[1])
+            HostProcesses().kill(members[1].peer)
             await until(ProvenDeaths, "child")
             detectors.close()
 
@@ -623,3 +623,28 @@ def test_in_a_calm_epoch_a_mate_gets_one_message_in_five_heartbeats() -> None:
     for early, late in found:
         assert early >= CALM_BEATS / 4, "after a change of the view a message goes with each heartbeat"
         assert 2 <= late < COUNTED / 2
+
+
+@pytest.mark.parametrize("forbidden", ["", "os.pidfd_open", "signal.pidfd_send_signal"])
+def test_a_process_is_ended_and_never_another_one_with_its_number(
+    forbidden: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> Any:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    def body(pipe: Connection) -> None:
+        pipe.send(this_process())
+        pipe.recv()
+
+    with children() as start:
+        peer = start(body).hear()
+        if forbidden:
+            monkeypatch.setattr(forbidden, refused)
+        HostProcesses().kill(Peer(peer.host, peer.pid, peer.started + 1))
+        assert not HostProcesses.is_gone(peer)
+        HostProcesses().kill(peer)
+        deadline = time.monotonic() + PATIENCE
+        while not HostProcesses.is_gone(peer):
+            assert time.monotonic() < deadline, "it lives"
+            time.sleep(0.001)
+        HostProcesses().kill(peer)
