@@ -150,7 +150,7 @@ def test_an_episode_takes_few_calls_and_a_token_none() -> None:
     print(f"\n{short / EPISODES:.1f} calls an episode of 2 tokens, {long / EPISODES:.1f} of 200")
     assert sum(len(each.episodes) for each in groups) == EPISODES
     assert short < MOST_CALLS_AN_EPISODE * EPISODES
-    assert long < 1.02 * short
+    assert long - short < EPISODES * 198 / 10, "198 tokens more are no calls; a late timer is some"
 
 
 @pytest.mark.parametrize("tokens", [2, 200])
