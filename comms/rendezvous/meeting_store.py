@@ -192,26 +192,45 @@ class MeetingStore(dist.Store):
             raise StoreLost(self._suspects, f"the store at {self._where} is gone: {first_line(error)}") from error
 
 
+_MOMENT = 0.05
+"""Seconds between two looks of a long wait."""
+
 MAX_BYTES = 1 << 16
 """The longest value that a rank may publish to the others."""
 
 
 def wait_for(store: dist.Store, keys: Sequence[str], deadline: float, look: Callable[[], object]) -> None:
-    """Poll for keys; raise TimeoutError at `deadline`, and what `look()` raises, which a long wait calls now and then.
+    """Wait for keys; raise TimeoutError at `deadline`, and what `look()` raises, which a long wait calls now and then.
 
-    A wait of torch's TCPStore that times out asks the DNS about the store's address, which may take seconds.
+    A store written in Python, such as that of a session, says when a key is set. torch's own are polled: a wait of
+    TCPStore that times out asks the DNS about the store's address, which may take seconds.
     """
-    pause = _FIRST_PAUSE
+    keys = list(keys)
     try:
-        while not store.check(list(keys)):
-            if pause == _LAST_PAUSE:
-                look()
-            if (left := deadline - time.monotonic()) <= 0:
+        while not _wait_a_moment(store, keys, deadline):
+            look()
+            if time.monotonic() >= deadline:
                 raise TimeoutError(f"no rank has set {', '.join(keys)} in time")
-            time.sleep(min(pause, left))
-            pause = min(2 * pause, _LAST_PAUSE)
     except dist.DistNetworkError as error:
         raise PeerFailed((), f"the store of {keys[0]!r} is gone: {first_line(error)}") from error
+
+
+def _wait_a_moment(store: dist.Store, keys: list[str], deadline: float) -> bool:
+    """Whether the keys are there by `deadline`, and within `_MOMENT`."""
+    until = min(deadline, time.monotonic() + _MOMENT)
+    if type(store).wait is not dist.Store.wait:
+        try:
+            store.wait(keys, timedelta(seconds=max(until - time.monotonic(), 0.001)))
+        except TimeoutError:
+            return False
+        return True
+    pause = _FIRST_PAUSE
+    while not store.check(keys):
+        if (left := until - time.monotonic()) <= 0:
+            return False
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, _LAST_PAUSE)
+    return True
 
 
 def fetch(store: dist.Store, key: str, deadline: float, liveness: Liveness | None = None) -> bytes:

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from holdfast import comms
 from holdfast.comms.connect import KnownMembers, connect_members
 from holdfast.comms.rendezvous import meeting_place as places
 from holdfast.comms.rendezvous import tcp
-from holdfast.comms.rendezvous.meeting_store import MeetingStore
+from holdfast.comms.rendezvous.meeting_store import MeetingStore, fetch
 from holdfast.comms.rendezvous.offer_exchange import Offer, decode_offer
 from holdfast.comms.system.keys import Seal, create_key
 from holdfast.comms.transport.base import Peer
@@ -491,3 +492,41 @@ def test_any_text_is_accepted_or_refused_with_a_hint(host: str) -> None:
         assert check_interface(host) == host
     except ValueError as error:
         assert "name the" in str(error)
+
+
+class ToldOfKeys(dist.Store):
+    """A store that says when a key is set, as that of a session does; to check one asks another process."""
+
+    def __init__(self, set_after: int) -> None:
+        super().__init__()
+        self.waits, self._set_after = list[float](), set_after
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        self.waits.append(timeout.total_seconds())
+        if len(self.waits) <= self._set_after:
+            raise TimeoutError
+
+    def check(self, keys: list[str]) -> bool:
+        raise AssertionError("it is not polled")
+
+    def get(self, key: str) -> bytes:
+        return key.encode()
+
+
+def test_a_store_that_says_when_a_key_is_set_is_not_polled() -> None:
+    store = ToldOfKeys(set_after=3)
+    assert fetch(store, "key", time.monotonic() + 60.0) == b"key"
+    assert len(store.waits) == 4 and max(store.waits) <= 0.05, "between two waits it looks at the others"
+    with pytest.raises(TimeoutError, match="has set key"):
+        fetch(ToldOfKeys(set_after=1000), "key", time.monotonic() - 1.0)
+
+
+def test_a_store_of_torch_is_polled() -> None:
+    """A wait of a TCPStore that times out asks the DNS about its address."""
+    store = dist.HashStore()
+    setter = threading.Timer(0.1, store.set, ("key", "value"))
+    setter.start()
+    assert fetch(store, "key", time.monotonic() + 60.0) == b"value"
+    setter.join()
+    with pytest.raises(TimeoutError, match="has set other"):
+        fetch(store, "other", time.monotonic() + 0.1)
