@@ -212,7 +212,8 @@ def test_faults_whose_moment_never_came_fail_the_run_by_name(chaos: Any) -> None
 def link_faults(**traffic: int) -> list[str]:
     """What is not as expected in a run with `lossy` and a cut that did not end; `traffic` was counted."""
     raw = RawRun(0.0, traffic=(LinkTraffic(source="1", target="2", plane="data", connections=1, bytes=9, **traffic),))
-    made = (chaos_module.lossy(0.1, step=1).what, chaos_module.cut(1, lasts=50.0, step=1).what)
+    fault = chaos_module.fault
+    made = (fault("lossy", share=0.1, step=1).what, fault("cut", source=1, lasts=50.0, step=1).what)
     raw.faults = [
         RunFault(Planned(number=number, type="", when=Trigger(step=1), what=what), time=1.0)
         for number, what in enumerate(made, start=1)
