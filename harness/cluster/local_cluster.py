@@ -134,7 +134,7 @@ class LocalCluster:
         `RankDied` (also a `PeerFailed`); no return within the cluster's timeout as `RunTimeout`, with the place
         where the ranks were.
         """
-        result: list[T] = values(self._call(fn, args, kwargs, abort=True))
+        result: list[T] = values(self._the_ranks().call(fn, args, kwargs, abort=True))
         return result
 
     def outcomes(
@@ -144,7 +144,7 @@ class LocalCluster:
 
         For functions that break things: it shows how each survivor handles the death of another.
         """
-        return self._call(fn, args, kwargs, abort=False)
+        return self._the_ranks().call(fn, args, kwargs, abort=False)
 
     def start(self, fn: Callable[Concatenate[Session, P], Any], *args: P.args, **kwargs: P.kwargs) -> Job:
         """Call `fn(session, *args, **kwargs)` under an `ft.Session` in size + spares processes of their own.
@@ -204,8 +204,3 @@ class LocalCluster:
             else:
                 self._ranks = RankProcesses(self._settings, self.logs)
         return self._ranks
-
-    def _call(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, abort: bool
-    ) -> list[RankResult]:
-        return self._the_ranks().call(fn, args, kwargs, abort=abort)

@@ -13,7 +13,7 @@ from holdfast.harness.conformance.helpers import capabilities
 from holdfast.harness.conformance.planes import *  # noqa: F403
 from holdfast.harness.conformance.reductions import *  # noqa: F403
 from holdfast.harness.conformance.run import KIT
-from holdfast.harness.conformance.windows import *  # noqa: F403  # noqa: F403  # noqa: F403
+from holdfast.harness.conformance.windows import *  # noqa: F403
 
 
 @pytest.fixture(scope="module")
