@@ -121,7 +121,6 @@ class ReplicaEvent(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     time: float
-    service: str
     replica: str
     slot: int
     kind: ReplicaEventKind
@@ -370,10 +369,6 @@ class ReplicaSet:
                 waiting.set_result(chosen)
                 del self._waiting[waiting]
 
-    def took_over(self, replica: ServiceReplica, lost: str, seconds: float) -> None:
-        """Tell that a replica answered a call, which a lost one had before."""
-        self._tell(replica, "took_over", lost, seconds)
-
     async def close(self) -> None:
         """End all replicas; waiting calls raise `ServiceClosed`. Idempotent."""
         self._end(ServiceClosed(self.name))
@@ -401,7 +396,7 @@ class ReplicaSet:
                 over = failures >= self.options.start_failures and not passing
                 if over:
                     self._end(ServiceFailed(self.name, failures, describe(error)))
-                self._tell(replica, "start_failed", describe(error), passing=passing)
+                self.tell(replica, "start_failed", describe(error), passing=passing)
                 if over:
                     return
                 if not elsewhere:
@@ -409,7 +404,7 @@ class ReplicaSet:
             else:
                 failures = 0
                 replica.health = "ready"
-                self._tell(replica, "ready", seconds=time.monotonic() - replica.began)
+                self.tell(replica, "ready", seconds=time.monotonic() - replica.began)
                 self._unready.discard(slot)
                 if not self._unready:
                     self._started.set()
@@ -428,7 +423,7 @@ class ReplicaSet:
     def _was_lost(self, replica: ServiceReplica, served: bool) -> None:
         if served:
             self.lost += 1
-            self._tell(replica, "lost", replica.why)
+            self.tell(replica, "lost", replica.why)
 
     def _end(self, error: HoldfastError) -> None:
         self._over = self._over or error
@@ -437,7 +432,7 @@ class ReplicaSet:
                 waiting.set_exception(again(self._over))
         self._started.set()
 
-    def _tell(
+    def tell(
         self,
         replica: ServiceReplica,
         kind: ReplicaEventKind,
@@ -445,11 +440,11 @@ class ReplicaSet:
         seconds: float = 0.0,
         passing: bool = False,
     ) -> None:
+        """Give the observer an event."""
         if self.options.observer is not None:
             self.options.observer(
                 ReplicaEvent(
                     time=time.monotonic(),
-                    service=self.name,
                     replica=replica.name,
                     slot=replica.slot,
                     kind=kind,
@@ -532,7 +527,7 @@ class ServiceEndpoint:
                         tries += 1
                         answer = await replica.call(name, *args, timeout=self.deadline, **kwargs)
                         if lost:
-                            self._replicas.took_over(replica, lost, time.monotonic() - began)
+                            self._replicas.tell(replica, "took_over", lost, time.monotonic() - began)
                         return answer
                     except ActorProcessLost as error:
                         if not self.endpoint.idempotent or tries >= most:
