@@ -23,11 +23,12 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def rebuild(kind: type[BaseException], args: tuple[Any, ...], fields: dict[str, Any]) -> BaseException:
-    """Rebuild an exception from its parts, without `__init__`, which may take other arguments than `args`."""
+    """Rebuild an exception from its parts, without an `__init__` of Python, which may take other arguments."""
     builtin = kind
     while builtin.__flags__ & _HEAP_TYPE and builtin.__base__ is not None:
         builtin = builtin.__base__
     error: BaseException = builtin.__new__(kind, *args)
+    builtin.__init__(error, *args)  # type: ignore[misc]  # a UnicodeDecodeError has its fields from here
     error.args = args
     error.__dict__.update(fields)
     return error
@@ -50,7 +51,9 @@ def again(error: BaseException) -> BaseException:
     Raising the stored error itself would keep alive the frames it passes through, and all that they refer to.
     """
     fields = {name: value for name, value in error.__dict__.items() if name != "__notes__"}
-    copy = rebuild(type(error), error.args, fields)
+    args = OSError.__reduce__(error)[1] if isinstance(error, OSError) else error.args  # they leave out a file's name
+    copy = rebuild(type(error), args, fields)
+    copy.args = error.args
     copy.__cause__, copy.__suppress_context__ = error.__cause__, error.__suppress_context__
     return copy
 

@@ -17,7 +17,16 @@ import pytest
 import torch
 
 from holdfast import comms
-from holdfast.comms import BackendUnavailable, Communicator, HoldfastError, OpTimeout, PeerFailed, Revoked, Unsupported
+from holdfast.comms import (
+    BackendUnavailable,
+    Communicator,
+    HoldfastError,
+    OpTimeout,
+    PeerFailed,
+    Revoked,
+    Unsupported,
+    errors,
+)
 from holdfast.ft import Session, Timeouts
 from holdfast.ft.events import Event
 from holdfast.ft.processes import zygote_client
@@ -436,6 +445,9 @@ def test_errors_travel_with_all_fields(error: Exception) -> None:
     assert type(there) is type(error)
     assert str(there) == str(error)
     assert there.__dict__ == error.__dict__
+    raised_again = errors.again(error)
+    assert type(raised_again) is type(error) and raised_again.args == error.args
+    assert str(raised_again) == str(error) and raised_again.__dict__ == error.__dict__
     failure = rank_failure(3, there, "the trace")
     assert isinstance(failure, type(error))
     assert isinstance(failure, RankFailed)
