@@ -28,7 +28,7 @@ def rebuild(kind: type[BaseException], args: tuple[Any, ...], fields: dict[str, 
     while builtin.__flags__ & _HEAP_TYPE and builtin.__base__ is not None:
         builtin = builtin.__base__
     error: BaseException = builtin.__new__(kind, *args)
-    builtin.__init__(error, *args)  # type: ignore[misc]  # a UnicodeDecodeError has its fields from here
+    builtin.__init__(error, *args)  # a UnicodeDecodeError has its fields from here
     error.args = args
     error.__dict__.update(fields)
     return error
@@ -51,7 +51,9 @@ def again(error: BaseException) -> BaseException:
     Raising the stored error itself would keep alive the frames it passes through, and all that they refer to.
     """
     fields = {name: value for name, value in error.__dict__.items() if name != "__notes__"}
-    args = OSError.__reduce__(error)[1] if isinstance(error, OSError) else error.args  # they leave out a file's name
+    args: Any = error.args
+    if isinstance(error, OSError):  # its args leave out the name of the file
+        args = OSError.__reduce__(error)[1]
     copy = rebuild(type(error), args, fields)
     copy.args = error.args
     copy.__cause__, copy.__suppress_context__ = error.__cause__, error.__suppress_context__
