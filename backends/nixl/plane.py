@@ -13,6 +13,7 @@ NIXL has no atomics with which the owner's `close` could wait for a writer on an
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import os
 import secrets
@@ -52,7 +53,8 @@ _WAIT = Wait(spins=10, yields=0, sleep_seconds=_SLEEP_SECONDS)
 
 _UNREACHABLE = "NIXL cannot reach the process that exposed this region any more"
 
-_agents: weakref.WeakSet[NixlAgent] = weakref.WeakSet()
+_agents: weakref.WeakSet[Any] = weakref.WeakSet()
+"""NIXL's own agents. One may outlive its plane: until the collector runs, or in the traceback of an error."""
 _forked = False
 """Whether this process was forked beside an agent of its parent: UCX waits for its thread, which is missing here."""
 
@@ -61,8 +63,9 @@ _forked = False
 def _keep_all() -> None:
     """Keep all agents alive in a forked child: destroying one would spoil memory that the parent still uses.
 
-    That includes agents that the parent has dropped and the collector has yet to find. NIXL's UCX ended the parent with
-    a segmentation fault.
+    That includes agents that the parent has dropped and the collector has yet to find. A child that destroyed one took
+    its sockets out of the set of events that both processes share, and NIXL's UCX aborted the child, and later the
+    parent.
     """
     global _forked
     kept = list(_agents)
@@ -130,7 +133,6 @@ class NixlAgent:
         if _forked:
             hint = "fork before NIXL is used, or close its planes first, or start a new interpreter"
             raise BackendUnavailable("nixl", "this process was forked from one that was using NIXL", hint)
-        _agents.add(self)
         self.name, self._over, self.lock = secrets.token_hex(6), over, threading.RLock()
         self._registered: list[Any] = []
         self._stage: torch.Tensor | None = None
@@ -143,6 +145,7 @@ class NixlAgent:
             try:
                 settings = nixl.nixl_agent_config(enable_prog_thread=True, backends=[])
                 self._api: Any = nixl.nixl_agent(self.name, settings)
+                _agents.add(self._api.agent)
                 self._api.create_backend("UCX", {"ucx_error_handling_mode": "peer"})
             except Exception as error:
                 reason = f"the UCX backend of NIXL does not start over {over.tls}: {error}"
@@ -210,7 +213,7 @@ class NixlAgent:
         try:
             return self._api.initialize_xfer("READ", local, remote, address.peer.decode())
         except Exception as error:
-            raise RegionGone(_UNREACHABLE) from error
+            raise RegionGone(_UNREACHABLE) from error.with_traceback(None)
 
     def _run(self, transfer: Any, region: _RemoteRegion, block: BlockCopy) -> None:
         """Copy what was prepared, to the stage. Raises `RegionGone`, `OpTimeout`.
@@ -225,7 +228,7 @@ class NixlAgent:
             try:
                 state = call(transfer)
             except Exception as error:
-                state, failure = "ERR", error
+                state, failure = "ERR", error.with_traceback(None)  # it would keep the agent
             return state != "PROC"
 
         def ended() -> bool:
@@ -265,7 +268,8 @@ class NixlAgent:
         try:
             found = self._api.add_remote_agent(metadata)
         except Exception as error:
-            raise RegionGone(f"NIXL cannot reach the process that exposed this region: {error}") from error
+            why = f"NIXL cannot reach the process that exposed this region: {error}"
+            raise RegionGone(why) from error.with_traceback(None)
         if found not in (name, name.encode()):
             raise RegionGone(
                 f"the region is of NIXL agent {name!r}, and {found!r} answers at its address: that process is gone"
@@ -290,8 +294,10 @@ class NixlAgent:
             self._stage = None
             while self._registered:
                 self._api.deregister_memory(self._registered.pop())
+            left = weakref.ref(self._api.agent) if self._api is not None else lambda: None
             self._api = None
-            _agents.discard(self)
+            if left() is not None:  # the traceback of an error refers to it, in a circle
+                gc.collect()
 
 
 class NixlPlane(NetworkPlane):
