@@ -129,11 +129,10 @@ class _Reader:
 
     def read(self, block: Block) -> None:
         """Read a block from the first of its sources that gives it."""
+        self._check_over()  # also of the blocks that wait when a fetch ends, so that none of them is begun
         self.before()
         for source in self._in_order(block.sources):
-            why = self.over()
-            if why is not None:
-                raise again(why)
+            self._check_over()
             try:
                 self.plane.read(source.handle, block.into, source.offset, timeout=self.timeout).wait()
                 if digest(block.into) != block.digest:
@@ -149,6 +148,11 @@ class _Reader:
         ranks = sorted({source.rank for source in block.sources})
         reasons = "; ".join(self.done.lost.get(rank, "") for rank in ranks)
         raise PeerFailed(ranks, f"nobody is left who has a part of the state: {reasons}")
+
+    def _check_over(self) -> None:
+        why = self.over()
+        if why is not None:
+            raise again(why)
 
     def _in_order(self, sources: Sequence[Source]) -> list[Source]:
         """The sources in the order to ask them: without lost ranks, and each time with another one first."""

@@ -193,7 +193,7 @@ def test_scenarios_are_many_and_differ_and_lie_in_the_root_too() -> None:
         (AWAY, ('register = "etcd"', "register_nodes = 2"), 9, "job.register_nodes: 2 is not allowed: expected 1, 3"),
         (AWAY, ('register = "etcd"', "register_nodes = 3"), 9, 'register_nodes = 3: only register = "etcd" has more'),
         (AWAY, ('"etcd"', '"tcp"\nhosts = "namespaces"'), 9, 'register = "tcp" listens on this host'),
-        (AWAY, ('"stopped"', '"asleep"'), 13, "how: 'asleep' is not allowed: expected 'leader-killed'"),
+        (AWAY, ('"stopped"', '"asleep"'), 13, "how: 'asleep' is not allowed: expected 'gone', 'leader-killed'"),
         (
             AWAY,
             ('"stopped"', '"locked"'),
