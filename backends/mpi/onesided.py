@@ -156,7 +156,7 @@ class MpiChannel(Channel):
             arrivals.clear()
             return False
         arrivals.popleft()
-        self._receiving.settle()
+        self._receiving.forget_completed()
         self._requests.received(source, first.head, first.body)
         if isinstance(first.body.obj, bytearray) and len(first.body.obj) == PIECE_BYTES:
             self._spare.append(first.body.obj)

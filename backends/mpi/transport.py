@@ -545,7 +545,7 @@ class MpiTransport(MessageTransport):
                 if isinstance(error, MPI.Exception):
                     raise self._explain(op, seq, error) from error
                 raise
-        self._messages.settle()
+        self._messages.forget_completed()
 
     def _complete_one(self, message: _P2PMessage, deadline: float, op: str, seq: int) -> None:
         test = partial(self._is_complete, message, op)

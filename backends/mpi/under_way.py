@@ -26,8 +26,12 @@ class UnderWay:
         """Take over a request that was begun elsewhere."""
         self.requests.append((request, memory))
 
+    def forget_completed(self) -> None:
+        """Release what its owner has found complete. Asks MPI nothing: the owner must learn of an error by itself."""
+        self.requests[:] = [each for each in self.requests if each[0] != MPI.REQUEST_NULL]
+
     def settle(self) -> None:
-        """Release what has ended."""
+        """Release what has ended, with success or not: of requests that have no owner."""
         self.requests[:] = [each for each in self.requests if not _released(each[0])]
 
     def abandon(self) -> None:

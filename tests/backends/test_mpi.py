@@ -67,6 +67,28 @@ def test_ctrl_c_loses_no_request_that_has_begun(two: LocalCluster) -> None:
     assert two.run(_note_a_request_at_ctrl_c) == [1, 1]
 
 
+def _forget_a_receive_that_fails(comm: Communicator) -> tuple[int, int]:
+    from holdfast.backends.mpi.under_way import UnderWay
+
+    class Failing:
+        def Test(self) -> bool:  # noqa: N802  (MPI's name)
+            raise AssertionError("its owner would take the failed receive for a complete one")
+
+    under_way: Any = UnderWay()
+    under_way.keep(Failing(), b"memory")
+    under_way.forget_completed()
+    kept = len(under_way.requests)
+    from mpi4py import MPI
+
+    under_way.requests[:] = [(MPI.Request(), b"memory")]  # as its owner's test leaves it
+    under_way.forget_completed()
+    return kept, len(under_way.requests)
+
+
+def test_a_request_that_has_an_owner_is_not_tested_by_another(two: LocalCluster) -> None:
+    assert two.run(_forget_a_receive_that_fails) == [(1, 0), (1, 0)]
+
+
 @pytest.fixture(scope="module")
 def three() -> Iterator[LocalCluster]:
     """The same, with three ranks."""
