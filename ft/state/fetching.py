@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -97,42 +98,60 @@ class Fetcher:
         Raises `PeerFailed` if no rank is left that has a block, and the error of `over()` once that is not None. Blocks
         that have arrived by then are kept.
         """
-        reader = _Reader(plane, timeout, over, before, self._kept)
-        wanted = []
+        done = Fetched()
+        waiting: queue.SimpleQueue[Block] = queue.SimpleQueue()
+        wanted = 0
         for block in blocks:
             kept = self._kept.get(block.digest)
             if kept is not None and kept.numel() == block.into.numel():
                 block.into.copy_(kept)
-                reader.done.kept += kept.numel()
+                done.kept += kept.numel()
             else:
-                wanted.append(block)
-        if len(wanted) <= 1:
-            list(map(reader.read, wanted))
+                waiting.put(block)
+                wanted += 1
+        readers = min(MOST_READERS, wanted)
+        task = _Task(plane, waiting, done, self._kept, timeout, over, before)
+        if readers <= 1:
+            task.work()
         else:
-            with ThreadPoolExecutor(min(MOST_READERS, len(wanted)), "holdfast-fetch") as pool:
-                list(pool.map(reader.read, wanted))  # the first error cancels the blocks that no thread has begun
-        return reader.done
+            with ThreadPoolExecutor(readers, "holdfast-fetch") as pool:
+                for reader in [pool.submit(task.work) for _ in range(readers)]:
+                    reader.result()
+        return done
 
 
 @dataclass(slots=True)
-class _Reader:
-    """Reads the blocks of one fetch, from several threads."""
-
+class _Task:
     plane: MemoryPlane
+    waiting: queue.SimpleQueue[Block]
+    done: Fetched
+    kept: dict[bytes, torch.Tensor]
     timeout: float
     over: Callable[[], HoldfastError | None]
     before: Callable[[], None]
-    kept: dict[bytes, torch.Tensor]
-    done: Fetched = field(default_factory=Fetched)
     lock: threading.Lock = field(default_factory=threading.Lock)
     turn: int = 0
+    failed: bool = False
 
-    def read(self, block: Block) -> None:
-        """Read a block from the first of its sources that gives it."""
-        self._check_over()  # also of the blocks that wait when a fetch ends, so that none of them is begun
-        self.before()
+    def work(self) -> None:
+        """Read blocks from the queue until it is empty or a reader has failed."""
+        try:
+            while not self.failed:
+                try:
+                    block = self.waiting.get_nowait()
+                except queue.Empty:
+                    return
+                self.before()
+                self._read(block)
+        except BaseException:
+            self.failed = True
+            raise
+
+    def _read(self, block: Block) -> None:
         for source in self._in_order(block.sources):
-            self._check_over()
+            why = self.over()
+            if why is not None:
+                raise again(why)
             try:
                 self.plane.read(source.handle, block.into, source.offset, timeout=self.timeout).wait()
                 if digest(block.into) != block.digest:
@@ -148,11 +167,6 @@ class _Reader:
         ranks = sorted({source.rank for source in block.sources})
         reasons = "; ".join(self.done.lost.get(rank, "") for rank in ranks)
         raise PeerFailed(ranks, f"nobody is left who has a part of the state: {reasons}")
-
-    def _check_over(self) -> None:
-        why = self.over()
-        if why is not None:
-            raise again(why)
 
     def _in_order(self, sources: Sequence[Source]) -> list[Source]:
         """The sources in the order to ask them: without lost ranks, and each time with another one first."""
