@@ -159,13 +159,16 @@ class ActorProcess(ABC):
         await self._identity(timeout)
 
     async def stop(self, timeout: float = 10.0) -> None:
-        """Call the actor's method `close`, if it has one; after `timeout` seconds kill. Idempotent."""
+        """Call the actor's method `close` once, if it has one; after `timeout` seconds kill. Idempotent."""
         deadline = time.monotonic() + timeout
-        self._stopping = True
-        if self.alive and self._made and callable(getattr(self._kind, "close", None)):
-            with contextlib.suppress(ActorProcessLost, EndpointFailed):  # whatever comes of it, the process ends next
-                await self.call("close", timeout=timeout)
-        self._leave()
+        first, self._stopping = not self._stopping, True
+        if first:  # another stop waits for this one: the process must not leave in the middle of a second `close`
+            try:
+                if self.alive and self._made and callable(getattr(self._kind, "close", None)):
+                    with contextlib.suppress(ActorProcessLost, EndpointFailed):  # whatever comes of it, it ends next
+                        await self.call("close", timeout=timeout)
+            finally:
+                self._leave()
         try:
             async with asyncio.timeout(deadline - time.monotonic()):
                 await self._released.wait()

@@ -147,7 +147,7 @@ async def test_a_stopped_process_answers_no_ping_and_can_be_ended(make_engine: M
     assert told == [STOPPED]
 
 
-async def test_a_stop_calls_close_and_is_told_as_such(make_engine: MakeEngine, tmp_path: Path) -> None:
+async def test_stops_call_close_once_and_are_told_as_such(make_engine: MakeEngine, tmp_path: Path) -> None:
     told: list[str] = []
     note = tmp_path / "note"
     async with make_engine() as engine:

@@ -65,7 +65,8 @@ class Counter:
     def close(self) -> None:
         """Leave a note that this was called."""
         if self._log:
-            Path(self._log).write_text("closed")
+            with Path(self._log).open("a") as log:
+                log.write("closed")
 
 
 class Stillborn:
