@@ -23,7 +23,6 @@ from holdfast.rl.errors import (
     EnvironmentFailed,
     EnvironmentHung,
     EnvironmentLied,
-    FailureKind,
     UnknownEnvironment,
 )
 
@@ -41,78 +40,12 @@ class TextCodec(Protocol):
         """The text of what the policy drew; a stop token at the end is left out before."""
 
 
-class EpisodeTurn(msgspec.Struct, frozen=True, kw_only=True):
-    """A turn of the policy: the completion that it drew, its text as the action, and the environment's answer."""
-
-    completion: Completion
-    action: str
-    observation: Observation
-    answer: tuple[int, ...]
-    """The tokens of the observation; none where the episode ended."""
-
-
-class Transcript(msgspec.Struct, frozen=True, kw_only=True):
-    """An episode that was played.
-
-    `finish` is "length" if the limit of tokens cut a completion of it. Else it is "stop" if the environment ended the
-    episode, "turns" if a limit of the episode did.
-    """
-
-    environment: str
-    seed: int
-    first: Observation
-    prompt: tuple[int, ...]
-    turns: tuple[EpisodeTurn, ...]
-    finish: EpisodeFinish
-
-    @property
-    def reward(self) -> float:
-        """The sum of the steps' rewards."""
-        return float(sum(turn.observation.reward or 0.0 for turn in self.turns))
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        """All tokens after the prompt."""
-        return tuple(token for turn in self.turns for token in (*turn.completion.tokens, *turn.answer))
-
-    @property
-    def mask(self) -> tuple[bool, ...]:
-        """Of each token, whether the policy drew it."""
-        return tuple(
-            drawn
-            for turn in self.turns
-            for drawn in (*[True] * len(turn.completion.tokens), *[False] * len(turn.answer))
-        )
-
-    def episode(self, prompt: Prompt) -> Episode:
-        """The record to learn from. The environment's tokens have log-probability 0, and the version 0."""
-        return Episode(
-            prompt=prompt,
-            tokens=self.tokens,
-            logprobs=tuple(p for turn in self.turns for p in (*turn.completion.logprobs, *[0.0] * len(turn.answer))),
-            versions=tuple(v for turn in self.turns for v in (*turn.completion.versions, *[0] * len(turn.answer))),
-            mask=self.mask,
-            reward=self.reward,
-            finish=self.finish,
-            turns=max(1, len(self.turns)),
-        )
-
-
-class FailedEpisode(msgspec.Struct, frozen=True, kw_only=True):
-    """An episode that the environment broke off after some turns. It teaches nothing, and costs nothing else."""
-
-    environment: str
-    seed: int
-    kind: FailureKind
-    why: str
-    turns: int
-
-
 class EpisodePlay:
     """An episode while it is played: `act` takes what the policy drew after `seen`, until there is a `result`.
 
-    What the environment does wrong makes the result a FailedEpisode, also a first observation that is over, empty or
-    too long, and a text that the codec cannot encode. Errors of decoding what the policy drew are raised.
+    What the environment does wrong is the result, not raised, also a first observation that is over, empty or too long,
+    and a text that the codec cannot encode. Errors of decoding what the policy drew are raised. `number` is that of the
+    episode's prompt, which is what the environment shows first.
 
     An environment that died, hangs or is busy is tried again, `attempts` times in all: another one is brought to the
     same place by the same seed and actions, so that no token is drawn again. `on_retry` is called with each failure
@@ -124,21 +57,27 @@ class EpisodePlay:
         session: EnvironmentSession,
         codec: TextCodec,
         *,
+        number: int,
         seed: int,
         max_turns: int,
         max_tokens: int | None = None,
         attempts: int = 1,
         on_retry: Callable[[EnvironmentFailed], None] = lambda failure: None,
     ) -> None:
-        self.seed = seed
         self.seen: tuple[int, ...] = ()
-        self.result: Transcript | FailedEpisode | None = None
+        self.result: Episode | EnvironmentFailed | None = None
         self._session, self._codec, self._on_retry = session, codec, on_retry
+        self._number, self._seed = number, seed
         self._max_turns, self._max_tokens = max_turns, max_tokens
         self._left = attempts
         self._first = Observation()
-        self._begun: tuple[int, ...] = ()
-        self._turns = list[EpisodeTurn]()
+        self._begun = 0
+        """The tokens of the prompt, which `seen` begins with."""
+        self._turns = list[tuple[str, Observation]]()
+        """Each action, and the environment's answer."""
+        self._logprobs, self._versions, self._mask = list[float](), list[int](), list[bool]()
+        """Those of the tokens after the prompt; 0 for tokens of the environment."""
+        self._cut = False
 
     @property
     def over(self) -> bool:
@@ -149,7 +88,8 @@ class EpisodePlay:
         """Begin the episode: the prompt is what the environment shows first."""
         try:
             self._first = first = await self._observed(None)
-            self.seen = self._begun = self._encode(first.text)
+            self.seen = self._encode(first.text)
+            self._begun = len(self.seen)
             if first.done or not self.seen:
                 raise self._lied("the episode is over at once" if first.done else "no first observation")
             if self._max_tokens is not None and len(self.seen) >= self._max_tokens:
@@ -157,7 +97,7 @@ class EpisodePlay:
                     f"its first observation is {counted(len(self.seen), 'token')} long: no room for a turn"
                 )
         except EnvironmentFailed as error:
-            self._fail(error)
+            self.result = error
 
     async def act(self, completion: Completion) -> None:
         """Take a turn of the policy, and the environment's answer to it."""
@@ -165,16 +105,24 @@ class EpisodePlay:
         action = self._codec.decode(drawn[:-1] if completion.finish == "stop" else drawn)
         try:
             observation = await self._observed(action)
-            turn = EpisodeTurn(completion=completion, action=action, observation=observation, answer=())
-            self._turns.append(turn)
+            self._turns.append((action, observation))
+            self._add(drawn, completion.logprobs, completion.versions, mine=True)
+            self._cut |= completion.finish == "length"
             if observation.done:
-                self._end("stop")
-                return
-            self._turns[-1] = msgspec.structs.replace(turn, answer=self._encode(observation.text))
-            self.seen += (*drawn, *self._turns[-1].answer)
-            self._end_at_limit()
+                return self._end("stop")
+            answer = self._encode(observation.text)
+            self._add(answer, [0.0] * len(answer), [0] * len(answer), mine=False)
+            too_long = self._max_tokens is not None and len(self.seen) >= self._max_tokens
+            if too_long or len(self._turns) >= self._max_turns:
+                self._end("turns")
         except EnvironmentFailed as error:
-            self._fail(error)
+            self.result = error
+
+    def _add(self, tokens: tuple[int, ...], logprobs: Sequence[float], versions: Sequence[int], *, mine: bool) -> None:
+        self.seen += tokens
+        self._logprobs += logprobs
+        self._versions += versions
+        self._mask += [mine] * len(tokens)
 
     async def _observed(self, action: str | None) -> Observation:
         """What the environment shows after an action, or at first. Raises EnvironmentFailed."""
@@ -183,7 +131,7 @@ class EpisodePlay:
             try:
                 if again:
                     await self._replay()
-                return await (self._session.reset(self.seed) if action is None else self._session.step(action))
+                return await (self._session.reset(self._seed) if action is None else self._session.step(action))
             except (EnvironmentDied, EnvironmentHung, EnvironmentBusy) as error:
                 self._left -= 1
                 if self._left <= 0:
@@ -193,9 +141,9 @@ class EpisodePlay:
 
     async def _replay(self) -> None:
         """Bring another environment to where the one before was. Raises EnvironmentFailed."""
-        same = await self._session.reset(self.seed) == self._first
-        for turn in self._turns:
-            same = same and await self._session.step(turn.action) == turn.observation
+        same = await self._session.reset(self._seed) == self._first
+        for action, answer in self._turns:
+            same = same and await self._session.step(action) == answer
         if not same:
             raise self._lied("its answers to the same seed and actions were others before: more than these decides")
 
@@ -208,32 +156,18 @@ class EpisodePlay:
     def _lied(self, why: str) -> EnvironmentLied:
         return EnvironmentLied(self._session.environment, "step" if self._turns else "reset", why)
 
-    def _end_at_limit(self) -> None:
-        too_long = self._max_tokens is not None and len(self.seen) >= self._max_tokens
-        if too_long or len(self._turns) >= self._max_turns:
-            self._end("turns")
-
     def _end(self, finish: EpisodeFinish) -> None:
-        cut = any(each.completion.finish == "length" for each in self._turns)
-        played = Transcript(
-            environment=self._session.environment,
-            seed=self.seed,
-            first=self._first,
-            prompt=self._begun,
-            turns=tuple(self._turns),
-            finish="length" if cut else finish,
-        )
-        if is_usable_reward(played.reward):
-            self.result = played
-        else:
-            self._fail(self._lied(f"the rewards add up to {played.reward}"))
-
-    def _fail(self, error: EnvironmentFailed) -> None:
-        self.result = FailedEpisode(
-            environment=self._session.environment,
-            seed=self.seed,
-            kind=error.kind,
-            why=str(error),
+        reward = float(sum(answer.reward or 0.0 for _, answer in self._turns))
+        if not is_usable_reward(reward):
+            raise self._lied(f"the rewards add up to {reward}")
+        self.result = Episode(
+            prompt=Prompt(number=self._number, tokens=self.seen[: self._begun], text=self._first.text),
+            tokens=self.seen[self._begun :],
+            logprobs=tuple(self._logprobs),
+            versions=tuple(self._versions),
+            mask=tuple(self._mask),
+            reward=reward,
+            finish="length" if self._cut else finish,
             turns=len(self._turns),
         )
 
@@ -246,12 +180,13 @@ async def play(
     seed: int,
     max_turns: int,
     max_tokens: int | None = None,
-) -> Transcript | FailedEpisode:
+    number: int = 0,
+) -> Episode | EnvironmentFailed:
     """Play one episode: at most `max_turns`, and about `max_tokens` with the prompt (the last turn may exceed them).
 
     Errors of the policy are raised. See `EpisodePlay`.
     """
-    playing = EpisodePlay(session, codec, seed=seed, max_turns=max_turns, max_tokens=max_tokens)
+    playing = EpisodePlay(session, codec, number=number, seed=seed, max_turns=max_turns, max_tokens=max_tokens)
     await playing.begin()
     while playing.result is None:
         await playing.act(await act(playing.seen))
@@ -316,11 +251,10 @@ class GameInPlay:
         """The episodes that did not fail, and in which the policy drew a token."""
         found = []
         for each in self._plays:
-            if isinstance(each.result, FailedEpisode):
-                self._on_failure(EpisodeFailure(self._number, each.result.why, again=False))
+            if isinstance(each.result, EnvironmentFailed):
+                self._on_failure(EpisodeFailure(self._number, str(each.result), again=False))
             elif each.result is not None and any(each.result.mask):
-                played = each.result
-                found.append(played.episode(Prompt(number=self._number, tokens=played.prompt, text=played.first.text)))
+                found.append(each.result)
         return found
 
     def result(self) -> Group | FailedGroup:
@@ -332,7 +266,7 @@ class GameInPlay:
             self._on_failure(EpisodeFailure(self._number, reason, again=False))
         group: Group | FailedGroup
         if len(alike) < 2:
-            failed = tuple(each.result.why for each in self._plays if isinstance(each.result, FailedEpisode))
+            failed = tuple(str(each.result) for each in self._plays if isinstance(each.result, EnvironmentFailed))
             group = FailedGroup(number=self._number, reasons=failed or ("the policy drew no token",))
         else:
             group = Group(number=self._number, prompt=alike[0].prompt, episodes=alike)
@@ -366,8 +300,8 @@ class EnvironmentGames:
         async with self._source.session() as session:
             play = self._play(0, session, self._seed_of(0))
             await play.begin()
-        if isinstance(play.result, FailedEpisode):
-            raise UnknownEnvironment(self._source.environment, play.result.why)
+        if isinstance(play.result, EnvironmentFailed):
+            raise UnknownEnvironment(self._source.environment, str(play.result))
 
     @asynccontextmanager
     async def begin(self, number: int) -> AsyncIterator[GameInPlay]:
@@ -397,6 +331,7 @@ class EnvironmentGames:
         return EpisodePlay(
             session,
             self._codec,
+            number=number,
             seed=seed,
             max_turns=self._environment.max_turns,
             max_tokens=self._room,

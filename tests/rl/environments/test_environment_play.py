@@ -1,4 +1,4 @@
-"""`play`: transcripts are records to learn from, and what an environment does wrong is a failed episode."""
+"""`play`: episodes are records to learn from, and what an environment does wrong is a failed episode."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.rl.config.run_config import objective
-from holdfast.rl.data.episode import Completion, Finish, Group, Prompt
+from holdfast.rl.data.episode import Completion, Episode, Finish, Group
 from holdfast.rl.environments.builtin import GuessNumberEnvironment
 from holdfast.rl.environments.environment import Action, Environment, Observation
 from holdfast.rl.environments.local import LocalPool
-from holdfast.rl.environments.play import Act, FailedEpisode, Transcript, play
-from holdfast.rl.errors import FailureKind
+from holdfast.rl.environments.play import Act, play
+from holdfast.rl.errors import EnvironmentFailed, FailureKind
 from holdfast.rl.grpo.batch import BatchColumns, counted_tokens
 from support.rl.environment_servers import Misbehaving
 from support.rl.event_loop import run
@@ -57,37 +57,33 @@ async def bisect(tokens: tuple[int, ...]) -> Completion:
 
 def played(
     factory: Callable[[], Environment], act: Act, *, seed: int = 0, max_turns: int = 10, max_tokens: int | None = None
-) -> Transcript | FailedEpisode:
-    async def body() -> Transcript | FailedEpisode:
+) -> Episode | EnvironmentFailed:
+    async def body() -> Episode | EnvironmentFailed:
         async with LocalPool(factory, "test", timeout=0.5) as pool, pool.session() as session:
             return await play(session, act, Characters(), seed=seed, max_turns=max_turns, max_tokens=max_tokens)
 
     return run(body())
 
 
-def transcript(result: Transcript | FailedEpisode) -> Transcript:
-    assert isinstance(result, Transcript), result
+def whole(result: Episode | EnvironmentFailed) -> Episode:
+    assert isinstance(result, Episode), result
     return result
 
 
 @given(st.integers(0, 2**31))
 def test_an_episode_masks_what_the_policy_drew(seed: int) -> None:
-    result = transcript(played(GuessNumberEnvironment, bisect, seed=seed))
-    assert result.reward == 1.0
-    assert result.finish == "stop"
-    prompt = Prompt(number=seed, tokens=result.prompt)
-    episode = result.episode(prompt)
+    episode = whole(played(GuessNumberEnvironment, bisect, seed=seed))
+    assert (episode.reward, episode.finish) == (1.0, "stop")
+    assert episode.prompt.tokens == tuple(f"{episode.prompt.text}\n".encode())
     drawn = bytes(token for token, mine in zip(episode.tokens, episode.mask, strict=True) if mine).decode()
     heard = bytes(token for token, mine in zip(episode.tokens, episode.mask, strict=True) if not mine).decode()
-    assert drawn.split() == [turn.action for turn in result.turns]
+    assert all(each.isdigit() for each in drawn.split()) and len(drawn.split()) == episode.turns
     assert set(heard.split()) <= {"higher", "lower"}
-    assert len(heard.split()) == len(result.turns) - 1, "the last answer is not for the policy"
-    assert episode.turns == len(result.turns)
+    assert len(heard.split()) == episode.turns - 1, "the last answer is not for the policy"
 
 
 def test_logprobs_and_versions_are_those_of_the_tokens() -> None:
-    result = transcript(played(Misbehaving, saying("a", "end")))
-    episode = result.episode(Prompt(number=0, tokens=result.prompt))
+    episode = whole(played(Misbehaving, saying("a", "end")))
     assert bytes(episode.tokens) == b"a\n1\nend\n"
     assert episode.mask == (True, True, False, False, True, True, True, True)
     assert episode.versions == (1, 1, 0, 0, 2, 2, 2, 2)
@@ -97,8 +93,8 @@ def test_logprobs_and_versions_are_those_of_the_tokens() -> None:
 
 def test_an_episode_without_an_end_ends_at_the_limit_of_turns_or_tokens() -> None:
     for limits, turns in (({"max_turns": 4}, 4), ({"max_tokens": 8}, 2)):
-        result = transcript(played(Misbehaving, saying(*["go"] * 9), **limits))
-        assert (result.finish, len(result.turns), result.reward) == ("turns", turns, 0.5 * turns)
+        result = whole(played(Misbehaving, saying(*["go"] * 9), **limits))
+        assert (result.finish, result.turns, result.reward) == ("turns", turns, 0.5 * turns)
 
 
 @pytest.mark.parametrize("cut", [None, 0, 1])
@@ -111,9 +107,8 @@ def test_dapo_leaves_out_an_episode_with_a_completion_that_was_cut_and_no_other(
         turn, text = next(said)
         return completion(text, finish="length" if turn == cut else "stop")
 
-    result = transcript(played(Misbehaving, act, max_turns=2))
-    prompt = Prompt(number=0, tokens=result.prompt)
-    group = Group(number=0, prompt=prompt, episodes=(result.episode(prompt),))
+    result = whole(played(Misbehaving, act, max_turns=2))
+    group = Group(number=0, prompt=result.prompt, episodes=(result,))
     mask = counted_tokens(BatchColumns.of([group]), objective("dapo"))
     assert int(mask.sum()) == (0 if cut is not None else sum(result.mask))
 
@@ -123,9 +118,8 @@ def test_a_fault_is_a_failed_episode(how: str, kind: FailureKind) -> None:
     Misbehaving.release.clear()
     result = played(Misbehaving, saying("go", how))
     Misbehaving.release.set()
-    assert isinstance(result, FailedEpisode)
-    assert (result.kind, result.turns) == (kind, 1)
-    assert result.why.startswith("step of environment test: ")
+    assert isinstance(result, EnvironmentFailed)
+    assert (result.kind, result.call, result.environment) == (kind, "step", "test")
 
 
 class Scripted(Environment):
@@ -152,7 +146,7 @@ class Scripted(Environment):
 )
 def test_what_cannot_be_learnt_from_is_a_failed_episode(observations: list[Observation], why: str) -> None:
     result = played(lambda: Scripted(*observations), saying("a", "b", "c"), max_turns=3)
-    assert isinstance(result, FailedEpisode)
+    assert isinstance(result, EnvironmentFailed)
     assert result.kind == "lied"
     assert why in result.why
 
@@ -163,9 +157,8 @@ def test_whatever_an_environment_returns_an_episode_or_its_failure_is_the_result
 ) -> None:
     observations = [Observation(text=text, reward=reward, done=done) for reward, done, text in script]
     result = played(lambda: Scripted(*observations), saying(*["go"] * 9))
-    if isinstance(result, Transcript):
-        episode = result.episode(Prompt(number=0, tokens=result.prompt))
-        assert episode.mask.count(True) == 3 * len(result.turns)
+    if isinstance(result, Episode):
+        assert result.mask.count(True) == 3 * result.turns
 
 
 def test_an_error_of_the_policy_is_raised_and_the_session_freed() -> None:
