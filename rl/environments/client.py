@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
+from types import TracebackType
+from typing import Any, Self
 from urllib.parse import urlsplit, urlunsplit
 
-import msgspec
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, WebSocketException
 
@@ -18,7 +19,7 @@ from holdfast.ft.console.units import counted
 from holdfast.rl.environments import messages
 from holdfast.rl.environments.environment import Action, Observation, State
 from holdfast.rl.environments.messages import TEXT, TextFields
-from holdfast.rl.environments.session import EnvironmentSession, SessionSource
+from holdfast.rl.environments.session import EnvironmentSession
 from holdfast.rl.errors import (
     EnvironmentBusy,
     EnvironmentDied,
@@ -64,7 +65,8 @@ class EnvironmentClient(EnvironmentSession):
         self._url = websocket_url(url)
         self._texts = texts
         self._connection: ClientConnection | None = None
-        self._answered = False  # whether the last request had an answer, an error too
+        self.answered = False
+        """Whether the last request had an answer, an error too."""
 
     async def connect(self) -> None:
         """Connect now, to find out whether the server is there. Raises EnvironmentFailed."""
@@ -100,7 +102,7 @@ class EnvironmentClient(EnvironmentSession):
         except messages.MalformedMessage as error:
             raise EnvironmentRefused(self.environment, call, error.why) from error
         connection = await self._connected()
-        self._answered = False
+        self.answered = False
         try:
             # A server that refuses the session says why and closes: what it said is read below.
             with contextlib.suppress(ConnectionClosed):
@@ -110,7 +112,7 @@ class EnvironmentClient(EnvironmentSession):
             raise EnvironmentDied(self.environment, call, f"the connection is lost: {describe(error)}") from error
         except messages.MalformedMessage as error:
             raise EnvironmentLied(self.environment, call, error.why) from error
-        self._answered = True
+        self.answered = True
         if isinstance(reply, messages.ErrorReply):
             said = reply.data
             raise _KINDS.get(said.code, EnvironmentRefused)(self.environment, call, f"{said.message} ({said.code})")
@@ -169,27 +171,32 @@ BUSY_SECONDS = 0.2
 """How long a server counts as full after it said so; other clients free places at any time."""
 
 
-class ServerStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A server as a pool sees it. `failures` counts the sessions that it lost."""
+class PooledServer:
+    """A server as a pool sees it. `failures` counts the sessions that it lost, `sessions` those that take a place."""
 
-    url: str
-    up: bool
-    sessions: int
-    failures: int
-    last_failure: str
+    def __init__(self, url: str, address: str) -> None:
+        self.url, self.address = url, address
+        self.up, self.busy_until = True, 0.0
+        self.sessions, self.failures, self.last_failure = 0, 0, ""
+        self.idle: list[EnvironmentClient] = []
+        """Sessions that are kept for the next lease."""
+
+    @property
+    def in_use(self) -> int:
+        """Its sessions without those that are kept."""
+        return self.sessions - len(self.idle)
 
 
-class EnvironmentPool(SessionSource):
-    """Leases sessions at the server with the fewest, at most `limit` at each.
+class EnvironmentPool:
+    """Leases sessions at the server with the fewest, at most `limit` at each, and frees each of them in any case.
 
-    A session that fails marks its server as down, unless the failure is one of that episode alone. From then on a task
+    A call of an environment may take `timeout` seconds; a reset, which may have to wait for a place, `wait` more. A
+    session that fails marks its server as down, unless the failure is one of that episode alone. From then on a task
     in the background looks whether it takes connections again; until then it gets no session.
 
     With `keep`, a session that is freed stays open for the next lease: a connection costs more than a short episode.
     Its place stays taken at the server, so keep none at servers that others use too.
     """
-
-    attempts = 3
 
     def __init__(
         self,
@@ -201,14 +208,19 @@ class EnvironmentPool(SessionSource):
         texts: TextFields = TEXT,
         keep: bool = False,
     ) -> None:
-        self._servers: dict[str, _PooledServer] = {}
-        self._keep = keep
-        self.texts = texts
-        self._limit = limit
+        self.timeout, self.wait = timeout, wait
+        self._servers: dict[str, PooledServer] = {}
+        self._texts, self._keep, self._limit = texts, keep, limit
         self._changed = asyncio.Event()
         self._probes: set[asyncio.Task[None]] = set()
+        self._closing: set[asyncio.Task[None]] = set()
         self.set_servers(urls)
-        super().__init__(",".join(self._servers), timeout=timeout, wait=wait)
+        self.environment = ",".join(self._servers)
+
+    @property
+    def servers(self) -> tuple[PooledServer, ...]:
+        """The servers in use, as this pool sees them."""
+        return tuple(self._servers.values())
 
     def set_servers(self, urls: Iterable[str]) -> None:
         """From now on use these servers. Sessions at others go on until they are closed."""
@@ -216,21 +228,16 @@ class EnvironmentPool(SessionSource):
         if not wanted:
             raise UnknownEnvironment("", "a pool needs at least one server")
         known = {server.address: server for server in self._servers.values()}
-        self._servers = {url: known.get(address) or _PooledServer(url, address) for address, url in wanted.items()}
+        self._servers = {url: known.get(address) or PooledServer(url, address) for address, url in wanted.items()}
         for address in known.keys() - wanted.keys():
             self._drop_idle(known[address])
-        self._change()
+        self._changed.set()
 
-    def status(self) -> tuple[ServerStatus, ...]:
-        """Each server, as this pool sees it."""
-        return tuple(
-            ServerStatus(
-                url=url, up=each.up, sessions=each.in_use, failures=each.failures, last_failure=each.last_failure
-            )
-            for url, each in self._servers.items()
-        )
+    def session(self) -> PooledSession:
+        """A session, to be used as `async with`. It takes a place at its first reset."""
+        return PooledSession(self)
 
-    async def lease(self) -> EnvironmentSession:
+    async def lease(self) -> tuple[PooledServer, EnvironmentClient]:
         """A session at a server that took the connection. Waits, and raises EnvironmentFailed after `wait` seconds."""
         deadline = time.monotonic() + self.wait
         while True:
@@ -239,39 +246,80 @@ class EnvironmentPool(SessionSource):
                 await self._wait_for_change(deadline)
                 continue
             if server.idle:
-                return server.idle.pop()
-            client = _PooledClient(self, server)
+                return server, server.idle.pop()
+            client = self._client(server)
+            server.sessions += 1
             try:
                 await client.connect()
-            except EnvironmentFailed:
-                await client.close()
-                if time.monotonic() >= deadline:
+            except BaseException as error:
+                self.release(server, client, error)
+                if not isinstance(error, EnvironmentFailed) or time.monotonic() >= deadline:
                     raise
-            except BaseException:
-                await client.close()
-                raise
             else:
-                return client
+                return server, client
 
-    async def give_back(self, session: EnvironmentSession) -> None:
-        """Keep a session for the next lease, or close it."""
-        if not (self._keep and isinstance(session, _PooledClient) and session.usable and self._has(session.server)):
-            await session.close()
-            return
-        session.server.idle.append(session)
-        self._change()
+    def give_back(self, server: PooledServer, client: EnvironmentClient) -> asyncio.Task[None] | None:
+        """Keep a session that has not failed for the next lease, or close it in a task, which is returned."""
+        if not (self._keep and client.usable and server.up and server in self.servers):
+            return self.release(server, client)
+        server.idle.append(client)
+        self._changed.set()
+        return None
+
+    def release(
+        self, server: PooledServer, client: EnvironmentClient, error: BaseException | None = None
+    ) -> asyncio.Task[None]:
+        """Free a leased session, which may have failed by `error`; does not wait.
+
+        A server that does not answer is down, and one that can begin no episode. A step that fails says nothing.
+        """
+        if isinstance(error, EnvironmentFailed):
+            server.last_failure = f"{error.call}: {error.why}"
+            if error.kind == "busy":
+                server.busy_until = time.monotonic() + BUSY_SECONDS
+            else:
+                server.failures += 1
+                if server.up and not (client.answered and error.call == "step"):
+                    server.up = False
+                    self._drop_idle(server)
+                    self._begin(self._probe(server), self._probes)
+        return self._begin(self._free(server, client), self._closing)
 
     async def close(self) -> None:
-        """Stop looking for servers, and wait until all released sessions are closed."""
+        """Stop looking for servers, and wait until all released sessions are closed. Those still in use go on."""
         self._keep = False
         for server in self._servers.values():
             self._drop_idle(server)
         for probe in self._probes:
             probe.cancel()
-        await asyncio.gather(*self._probes, return_exceptions=True)
-        await super().close()
+        while waiting := self._probes | self._closing:
+            await asyncio.wait(waiting)
 
-    def _pick(self) -> _PooledServer | None:
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def _client(self, server: PooledServer) -> EnvironmentClient:
+        return EnvironmentClient(server.url, timeout=self.timeout, texts=self._texts)
+
+    def _begin(self, work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+        return task
+
+    async def _free(self, server: PooledServer, client: EnvironmentClient) -> None:
+        try:
+            await client.close()
+        finally:
+            server.sessions -= 1
+            self._changed.set()
+
+    def _pick(self) -> PooledServer | None:
         now = time.monotonic()
         usable = [
             each
@@ -280,13 +328,10 @@ class EnvironmentPool(SessionSource):
         ]
         return min(usable, key=lambda server: server.in_use, default=None)
 
-    def _has(self, server: _PooledServer) -> bool:
-        return server.up and server in self._servers.values()
-
-    def _drop_idle(self, server: _PooledServer) -> None:
+    def _drop_idle(self, server: PooledServer) -> None:
         """Close the sessions that are kept at a server."""
         while server.idle:
-            self.release(server.idle.pop())
+            self.release(server, server.idle.pop())
 
     async def _wait_for_change(self, deadline: float) -> None:
         """Wait until a session is freed or a server is back. Raises EnvironmentFailed at the deadline."""
@@ -300,45 +345,18 @@ class EnvironmentPool(SessionSource):
             said = "; ".join(f"{each.url}: {each.last_failure}" for each in self._servers.values())
             raise EnvironmentDied(self.environment, "reset", f"no server was there for {self.wait:.3g} s: {said}")
         retry = min((each.busy_until for each in busy if each.busy_until > now), default=deadline)
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(retry, deadline) - now):
                 await self._changed.wait()
-        except TimeoutError:
-            pass
 
-    def _change(self) -> None:
-        self._changed.set()
-
-    def freed(self, server: _PooledServer) -> None:
-        """A session at this server is closed."""
-        server.sessions -= 1
-        self._change()
-
-    def failed(self, server: _PooledServer, error: EnvironmentFailed, *, answered: bool) -> None:
-        """A session at this server failed, by its own answer or without one.
-
-        A server that does not answer is down, and one that can begin no episode. A step that fails says nothing.
-        """
-        server.last_failure = f"{error.call}: {error.why}"
-        if error.kind == "busy":
-            server.busy_until = time.monotonic() + BUSY_SECONDS
-            return
-        server.failures += 1
-        if server.up and not (answered and error.call == "step"):
-            server.up = False
-            self._drop_idle(server)
-            probe = asyncio.ensure_future(self._probe(server))
-            self._probes.add(probe)
-            probe.add_done_callback(self._probes.discard)
-
-    async def _probe(self, server: _PooledServer) -> None:
+    async def _probe(self, server: PooledServer) -> None:
         """Mark a server as up once it begins an episode, or says that it has no place for one more."""
         pause = FIRST_PROBE
-        while server in self._servers.values():
+        while server in self.servers:
             await asyncio.sleep(pause)
             pause = min(2 * pause, LAST_PROBE)
             try:
-                async with EnvironmentClient(server.url, timeout=self.timeout, texts=self.texts) as client:
+                async with self._client(server) as client:
                     await client.reset(0)
             except EnvironmentBusy:
                 pass
@@ -346,40 +364,57 @@ class EnvironmentPool(SessionSource):
                 server.last_failure = f"{error.call}: {error.why}"
                 continue
             server.up = True
-            self._change()
+            self._changed.set()
             return
 
 
-class _PooledServer:
-    """What a pool knows of a server."""
-
-    def __init__(self, url: str, address: str) -> None:
-        self.url, self.address = url, address
-        self.up, self.busy_until = True, 0.0
-        self.sessions, self.failures, self.last_failure = 0, 0, ""
-        self.idle: list[_PooledClient] = []
-
-    @property
-    def in_use(self) -> int:
-        """Its sessions without those that are kept for the next lease."""
-        return self.sessions - len(self.idle)
+_ATTEMPTS = 3
+"""How many environments a reset tries: an episode that has not begun can begin elsewhere."""
 
 
-class _PooledClient(EnvironmentClient):
-    """A client that tells its pool when it fails and when it is closed."""
+class PooledSession(EnvironmentSession):
+    """A session of a pool. After a failure, reset it: the next episode is played by another environment."""
 
-    def __init__(self, pool: EnvironmentPool, server: _PooledServer) -> None:
-        super().__init__(server.url, timeout=pool.timeout, texts=pool.texts)
-        self._pool, self.server = pool, server
-        server.sessions += 1
+    def __init__(self, pool: EnvironmentPool) -> None:
+        super().__init__(pool.environment, pool.timeout)
+        self._pool = pool
+        self._leased: tuple[PooledServer, EnvironmentClient] | None = None
+
+    async def reset(self, seed: int) -> Observation:
+        """Begin an episode, with another environment if the one before has failed. Raises EnvironmentFailed."""
+        if self._phase == "failed" and not self._calling:
+            self._phase = "new"
+        return await super().reset(seed)
+
+    async def _reset(self, seed: int) -> Observation:
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                if self._leased is None:
+                    self._leased = await self._pool.lease()
+                return await self._leased[1].reset(seed)
+            except EnvironmentFailed as error:
+                self._abandon(error)
+                if attempt == _ATTEMPTS:
+                    raise
+        raise AssertionError("unreachable")
+
+    async def _step(self, action: Action) -> Observation:
+        assert self._leased is not None, "a running episode has an environment"
+        return await self._leased[1].step(action)
+
+    async def _state(self) -> State:
+        return await self._leased[1].state() if self._leased is not None else State()
+
+    def _limit(self, call: str) -> float:
+        # The leased session and the lease have limits of their own, and better messages: these come first.
+        return self._timeout + 1.0 + self._pool.wait * (call == "reset")
 
     def _abandon(self, error: BaseException) -> None:
-        super()._abandon(error)
-        if isinstance(error, EnvironmentFailed):
-            self._pool.failed(self.server, error, answered=self._answered)
+        leased, self._leased = self._leased, None
+        if leased is not None:
+            self._pool.release(*leased, error)
 
     async def _close(self, failed: bool) -> None:
-        try:
-            await super()._close(failed)
-        finally:
-            self._pool.freed(self.server)
+        leased, self._leased = self._leased, None
+        if leased is not None and (closing := self._pool.give_back(*leased)) is not None:
+            await closing

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from holdfast.comms.errors import describe
 from holdfast.rl.environments.environment import Action, Environment, Observation, State
-from holdfast.rl.environments.session import EnvironmentSession, SessionSource
-from holdfast.rl.errors import EnvironmentBusy, EnvironmentDied, EnvironmentFailed
+from holdfast.rl.environments.session import EnvironmentSession
+from holdfast.rl.errors import EnvironmentDied, EnvironmentFailed
 from holdfast.rl.telemetry import WorkLog
 
 T = TypeVar("T")
@@ -163,34 +163,3 @@ class LocalSession(EnvironmentSession):
                 raise EnvironmentDied(self.environment, call, f"it raised {describe(error)}") from error
 
         return await self._thread.run(guarded)
-
-
-class LocalPool(SessionSource):
-    """Sessions of an environment of this process, at most `limit` at a time; further ones wait up to `wait` seconds.
-
-    An environment that hangs keeps its place until its call returns: only a process can be killed.
-    """
-
-    attempts = 1
-
-    def __init__(
-        self,
-        factory: Callable[[], Environment],
-        environment: str,
-        *,
-        limit: int = 64,
-        timeout: float = 30.0,
-        wait: float = 60.0,
-    ) -> None:
-        super().__init__(environment, timeout=timeout, wait=wait)
-        self.limit, self._factory = limit, factory
-        self._places = asyncio.Semaphore(limit)
-
-    async def lease(self) -> EnvironmentSession:
-        try:
-            async with asyncio.timeout(self.wait):
-                await self._places.acquire()
-        except TimeoutError as error:
-            why = f"no place of {self.limit} was free for {self.wait:.3g} s"
-            raise EnvironmentBusy(self.environment, "reset", why) from error
-        return LocalSession(self._factory, self.environment, timeout=self.timeout, on_end=self._places.release)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -16,7 +16,7 @@ from holdfast.rl.data.episode import Completion, Episode, EpisodeFinish, Group, 
 from holdfast.rl.data.prompts import Tokenizer, seed_of
 from holdfast.rl.data.replay_buffer import FailedGroup
 from holdfast.rl.environments.environment import Observation
-from holdfast.rl.environments.session import EnvironmentSession, SessionSource
+from holdfast.rl.environments.session import EnvironmentSession
 from holdfast.rl.errors import (
     EnvironmentBusy,
     EnvironmentDied,
@@ -25,6 +25,9 @@ from holdfast.rl.errors import (
     EnvironmentLied,
     UnknownEnvironment,
 )
+
+if TYPE_CHECKING:
+    from holdfast.rl.environments.client import EnvironmentPool
 
 Act = Callable[[tuple[int, ...]], Awaitable[Completion]]
 """The policy: from all tokens of the episode so far to the tokens of its next turn."""
@@ -282,7 +285,7 @@ class EnvironmentGames:
 
     def __init__(
         self,
-        source: SessionSource,
+        source: EnvironmentPool,
         codec: TextCodec,
         config: RunConfig,
         limit: int,

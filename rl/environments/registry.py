@@ -1,4 +1,4 @@
-"""Environments by name: `guess?high=9`, `python:FILE.py:NAME`, `ws://host:port`."""
+"""Environments by name: `guess?high=9`, `python:FILE.py:NAME`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import msgspec
 from holdfast.rl.config.named_code import NoSuchCode, load_code
 from holdfast.rl.environments.builtin import ArithmeticEnvironment, GuessNumberEnvironment
 from holdfast.rl.environments.environment import Environment, checked
-from holdfast.rl.environments.local import LocalPool
-from holdfast.rl.environments.session import SessionSource
+from holdfast.rl.environments.local import LocalSession
+from holdfast.rl.environments.session import EnvironmentSession
 from holdfast.rl.errors import UnknownEnvironment
 
 _factories: dict[str, Callable[..., Environment]] = {
@@ -43,7 +43,7 @@ def environment_factory(name: str) -> Callable[[], Environment]:
     kind, _, code = whole.partition(":")
     factory = _own(code, name) if kind == PYTHON else _factories.get(whole)
     if factory is None:
-        raise UnknownEnvironment(name, f"there are {', '.join(names())}, and servers: ws://host:port")
+        raise UnknownEnvironment(name, f"there are {', '.join(names())}")
     signature = inspect.signature(factory, eval_str=True)
     try:
         arguments = {
@@ -68,16 +68,9 @@ def check_environment(name: str) -> None:
         environment.close()
 
 
-def open_sessions(name: str, *, timeout: float = 30.0, wait: float = 60.0, limit: int = 64) -> SessionSource:
-    """Sessions of an environment by name: in this process, or at the servers of `ws://host:port,ws://host:port`.
-
-    Use it within an event loop. Raises UnknownEnvironment.
-    """
-    if name.startswith(("ws://", "wss://", "http://", "https://")):
-        from holdfast.rl.environments.client import EnvironmentPool
-
-        return EnvironmentPool(name.split(","), timeout=timeout, wait=wait, limit=limit)
-    return LocalPool(environment_factory(name), name, timeout=timeout, wait=wait, limit=limit)
+def open_session(name: str, *, timeout: float = 30.0) -> EnvironmentSession:
+    """A session of an environment by name, in this process. Use it within an event loop. Raises UnknownEnvironment."""
+    return LocalSession(environment_factory(name), name, timeout=timeout)
 
 
 def _own(code: str, name: str) -> Callable[..., Environment]:

@@ -18,7 +18,6 @@ from holdfast.rl.config.run_config import EnvironmentConfig, RunConfig
 from holdfast.rl.environments.client import EnvironmentClient, EnvironmentPool
 from holdfast.rl.environments.registry import check_environment, environment_factory
 from holdfast.rl.environments.server import EnvironmentServer
-from holdfast.rl.environments.session import SessionSource
 from holdfast.rl.errors import EnvironmentFailed, UnknownEnvironment
 from holdfast.rl.run.services import RunServices
 from holdfast.rl.telemetry import WorkReport
@@ -93,7 +92,7 @@ class EnvironmentServers:
         self._urls: dict[str, str] = {}
         self._pool: EnvironmentPool | None = None
 
-    async def start(self) -> SessionSource:
+    async def start(self) -> EnvironmentPool:
         """Start what must run. Raises `UnknownEnvironment`."""
         config, name = self._config, full_name(self._config)
         if not config.servers:

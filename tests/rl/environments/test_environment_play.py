@@ -12,7 +12,7 @@ from holdfast.rl.config.run_config import objective
 from holdfast.rl.data.episode import Completion, Episode, Finish, Group
 from holdfast.rl.environments.builtin import GuessNumberEnvironment
 from holdfast.rl.environments.environment import Action, Environment, Observation
-from holdfast.rl.environments.local import LocalPool
+from holdfast.rl.environments.local import LocalSession
 from holdfast.rl.environments.play import Act, play
 from holdfast.rl.errors import EnvironmentFailed, FailureKind
 from holdfast.rl.grpo.batch import BatchColumns, counted_tokens
@@ -59,7 +59,7 @@ def played(
     factory: Callable[[], Environment], act: Act, *, seed: int = 0, max_turns: int = 10, max_tokens: int | None = None
 ) -> Episode | EnvironmentFailed:
     async def body() -> Episode | EnvironmentFailed:
-        async with LocalPool(factory, "test", timeout=0.5) as pool, pool.session() as session:
+        async with LocalSession(factory, "test", timeout=0.5) as session:
             return await play(session, act, Characters(), seed=seed, max_turns=max_turns, max_tokens=max_tokens)
 
     return run(body())

@@ -64,15 +64,15 @@ async def test_a_stopped_server_costs_one_deadline_and_is_used_again_when_it_goe
                     await session.step("go")
                 for seed in range(3):
                     assert await episode(session, seed) == 4
-                assert [each.up for each in pool.status()] == [False, True]
+                assert [each.up for each in pool.servers] == [False, True]
             stopped.resume()
             await until_up(pool)
             sessions = [pool.session() for _ in range(4)]
             assert await asyncio.gather(*[episode(each, 0) for each in sessions]) == [4] * 4
-            assert [each.sessions for each in pool.status()] == [2, 2]
+            assert [each.in_use for each in pool.servers] == [2, 2]
             for session in sessions:
                 await session.close()
-            assert [each.sessions for each in pool.status()] == [0, 0]
+            assert [each.in_use for each in pool.servers] == [0, 0]
 
 
 async def test_episodes_go_on_at_another_server_while_one_is_killed_again_and_again() -> None:
@@ -102,7 +102,7 @@ async def test_episodes_go_on_at_another_server_while_one_is_killed_again_and_ag
             stop.set()
             await asyncio.gather(*players)
             assert failed <= 3 * 6, "a death costs the episodes that ran there"
-            assert [each.sessions for each in pool.status()] == [0, 0]
+            assert [each.in_use for each in pool.servers] == [0, 0]
 
 
 async def test_without_a_server_a_reset_waits_and_then_says_what_it_tried() -> None:
@@ -158,7 +158,7 @@ async def test_a_pool_waits_for_a_free_session_and_one_that_stays_full_is_busy()
         await one.close()
         assert await waiting == 4
         await two.close()
-        assert pool.status()[0].failures == 0
+        assert pool.servers[0].failures == 0
 
 
 async def test_a_server_that_can_begin_no_episode_is_avoided() -> None:
@@ -170,12 +170,12 @@ async def test_a_server_that_can_begin_no_episode_is_avoided() -> None:
     ):
         async with pool.session() as session:
             assert await episode(session, 0) == 4
-        assert [each.up for each in pool.status()] == [False, True]
-        assert "reset: reward=nan is no finite number" in pool.status()[0].last_failure
+        assert [each.up for each in pool.servers] == [False, True]
+        assert "reset: reward=nan is no finite number" in pool.servers[0].last_failure
         for _ in range(5):
             async with pool.session() as session:
                 assert await episode(session, 0) == 4
-        assert pool.status()[0].failures == 1
+        assert pool.servers[0].failures == 1
 
 
 async def test_a_step_that_raises_is_no_reason_to_avoid_a_server() -> None:
@@ -185,10 +185,10 @@ async def test_a_step_that_raises_is_no_reason_to_avoid_a_server() -> None:
                 await session.reset(0)
                 with pytest.raises(EnvironmentDied, match="ZeroDivisionError"):
                     await session.step("raise")
-                assert pool.status()[0].up
+                assert pool.servers[0].up
         await pool.close()
-        assert pool.status()[0].sessions == 0
-        assert pool.status()[0].failures == 5
+        assert pool.servers[0].in_use == 0
+        assert pool.servers[0].failures == 5
 
 
 async def test_servers_are_exchanged_while_sessions_run() -> None:
@@ -204,31 +204,30 @@ async def test_servers_are_exchanged_while_sessions_run() -> None:
         async with pool.session() as other:
             await other.reset(0)
             assert two.health().sessions == 1
-        assert [each.url for each in pool.status()] == [two.url]
+        assert [each.url for each in pool.servers] == [two.url]
 
 
 async def test_a_session_that_is_kept_plays_the_next_episode_and_ends_with_its_server() -> None:
     with server_process("misbehaving") as server:
         async with EnvironmentPool([server.url], keep=True, timeout=20.0) as pool:
-            first = await pool.lease()
-            assert await episode(first, 0) == 4
-            await pool.give_back(first)
             async with pool.session() as session:
-                assert await episode(session, 1) == 4
-            second = await pool.lease()
-            assert second is first and pool.status()[0].sessions == 1
-            await second.reset(0)
-            with pytest.raises(EnvironmentDied):
-                await second.step("raise")
-            await pool.give_back(second)
-            third = await pool.lease()
-            assert third is not first, "one that failed is never used again"
-            await pool.give_back(third)
+                assert await episode(session, 0) == 4
+            [kept] = pool.servers[0].idle
+            async with pool.session() as session:
+                assert await episode(session, 1) == 4 and not pool.servers[0].idle
+            assert pool.servers[0].idle == [kept]
+            async with pool.session() as session:
+                await session.reset(0)
+                with pytest.raises(EnvironmentDied):
+                    await session.step("raise")
+                await session.reset(0)
+            [other] = pool.servers[0].idle
+            assert other is not kept, "one that failed is never used again"
             server.kill()
             server.start()
             async with pool.session() as session:
                 assert await episode(session, 2) == 4, "the one that was kept is lost, and another takes its place"
-            assert pool.status()[0].sessions == 0
+            assert pool.servers[0].in_use == 0
 
 
 async def test_a_pool_without_servers_is_refused() -> None:
@@ -238,5 +237,5 @@ async def test_a_pool_without_servers_is_refused() -> None:
 
 async def until_up(pool: EnvironmentPool) -> None:
     async with asyncio.timeout(40.0):
-        while not all(each.up for each in pool.status()):
+        while not all(each.up for each in pool.servers):
             await asyncio.sleep(0.01)

@@ -23,7 +23,7 @@ pytest.importorskip("websockets", reason="pip install 'holdfast[rl]'")
 from holdfast.rl.environments.builtin import GuessNumberEnvironment
 from holdfast.rl.environments.client import EnvironmentClient, websocket_url
 from holdfast.rl.environments.environment import Action, Environment, Observation, checked
-from holdfast.rl.environments.local import LocalPool, LocalSession
+from holdfast.rl.environments.local import LocalSession
 from holdfast.rl.environments.server import EnvironmentServer
 from holdfast.rl.environments.session import EnvironmentSession
 from holdfast.rl.errors import (
@@ -255,37 +255,6 @@ async def test_a_server_ends_at_once_though_an_environment_hangs() -> None:
     with pytest.raises(EnvironmentDied):
         await hanging
     await client.close()
-
-
-async def test_a_local_pool_waits_for_a_place_and_then_is_busy() -> None:
-    async with (
-        LocalPool(Misbehaving, "test", limit=1, wait=0.2) as pool,
-        pool.session() as one,
-        pool.session() as two,
-    ):
-        await one.reset(0)
-        with pytest.raises(EnvironmentBusy, match=r"no place of 1 was free for 0\.2 s"):
-            await two.reset(0)
-        await one.close()
-        await two.reset(0)
-
-
-async def test_a_leased_session_begins_anew_after_a_failure() -> None:
-    made: list[Environment] = []
-
-    def factory() -> Environment:
-        made.append(Misbehaving())
-        return made[-1]
-
-    async with LocalPool(factory, "test") as pool, pool.session() as session:
-        await session.reset(0)
-        with pytest.raises(EnvironmentDied):
-            await session.step("raise")
-        with pytest.raises(EnvironmentRefused):
-            await session.step("go")
-        await session.reset(0)
-        assert (await session.step("go")).text == "1"
-    assert len(made) == 2
 
 
 GARBAGE = ["", "x", "{}", "[]", '{"type":"fly"}', '{"type":"step"}', '{"type":"reset","data":{"seed":"one"}}', "NaN"]

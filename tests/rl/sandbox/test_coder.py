@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from holdfast.rl.config.named_code import load_code
 from holdfast.rl.environments.environment import Action
-from holdfast.rl.environments.registry import environment_factory, open_sessions
+from holdfast.rl.environments.registry import environment_factory, open_session
 from holdfast.rl.environments.sandbox import Sandbox
 from holdfast.rl.errors import EpisodeOver, UnknownEnvironment
 from support.source_tree import ROOT
@@ -70,7 +70,7 @@ def test_a_wrong_answer_hears_what_failed(coder: Any) -> None:
 
 def test_it_is_an_environment_by_name(sandbox: Sandbox) -> None:
     async def episode() -> float | None:
-        async with open_sessions(f"{NAME}?tests=2") as sessions, sessions.session() as session:
+        async with open_session(f"{NAME}?tests=2") as session:
             await session.reset(11)
             return (await session.step(Action(coding_problem(11, 2).solution))).reward
 
