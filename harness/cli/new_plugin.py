@@ -6,7 +6,6 @@ import importlib.metadata
 import keyword
 import re
 from pathlib import Path
-from string import Template
 from typing import Annotated
 
 import typer
@@ -74,23 +73,19 @@ def check_name(name: str) -> None:
 
 
 def files(name: str) -> dict[str, str]:
-    """The text of each file of the package, by file name."""
-    module = f"holdfast_{name}"
+    """The text of each file of the package, by file name: the backend `filebox`, under another name."""
     words = {
-        "name": name,
-        "module": module,
-        "distribution": distribution(name),
-        "class_name": f"{name.title().replace('_', '')}Transport",
+        "holdfast-filebox": f"holdfast-{distribution(name)}",
+        "Filebox": name.title().replace("_", ""),
+        "filebox": name,
     }
-    sources = {
-        "pyproject.toml": "pyproject.toml.template",
-        f"{module}.py": "module.py.template",
-        f"test_{module}.py": "test.py.template",
-    }
-    return {
-        file: Template((TEMPLATES / source).read_text(encoding="utf-8")).substitute(words)
-        for file, source in sources.items()
-    }
+    written = {}
+    for source in sorted(TEMPLATES.glob("*.template")):
+        text = source.read_text(encoding="utf-8")
+        for word, other in words.items():
+            text = text.replace(word, other)
+        written[source.stem.replace("filebox", name)] = text
+    return written
 
 
 def distribution(name: str) -> str:

@@ -99,9 +99,6 @@ def test_a_leaked_thread_and_a_leaked_socket_are_named() -> None:
 # -- holdfast new-plugin: the package that it writes installs, is found, and passes the kit
 
 
-EXAMPLE = ROOT / "examples" / "plugin-backend"
-
-
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder to put on PYTHONPATH, into which pip has installed a package that the command wrote."""
@@ -139,11 +136,17 @@ def test_the_test_of_the_package_runs_the_conformance_kit_which_it_passes(instal
     assert "skipped" not in done.stdout
 
 
-def test_the_example_in_the_repository_is_what_the_command_writes(tmp_path: Path) -> None:
-    done = said("new-plugin", "filebox", "--directory", tmp_path / "new")
-    assert done.exit_code == 0, done.output
-    written = {path.name: path.read_text() for path in (tmp_path / "new").iterdir()}
-    assert written == {path.name: path.read_text() for path in EXAMPLE.iterdir() if path.is_file()}
+@pytest.mark.thorough
+def test_the_package_is_formatted_and_typed(tmp_path: Path) -> None:
+    for file, text in files("filebox").items():
+        (tmp_path / file).write_text(text)
+    for tool in (["ruff", "check"], ["ruff", "format", "--check"], ["mypy"]):
+        configured = ["--config", str(ROOT / "pyproject.toml")] if tool[0] == "ruff" else []
+        modules = map(str, tmp_path.glob("*.py"))
+        done = subprocess.run(
+            [sys.executable, "-m", *tool, *configured, *modules], cwd=ROOT, capture_output=True, text=True, timeout=110
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_it_says_what_to_do_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
