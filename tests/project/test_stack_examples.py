@@ -55,7 +55,7 @@ print(json.dumps([show.job(*which, "gloo"), show.job(*which, "holdfast", 5)]))
 
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("system", "which"), [("trl", ["grpo.py"]), ("lightning", [])])
+@pytest.mark.parametrize(("system", "which"), [("trl", ["grpo"]), ("lightning", [])])
 def test_a_trainer_over_holdfast_is_equal_to_gloo_though_a_rank_is_killed(system: str, which: list[str]) -> None:
     gloo, killed = json.loads(run(system, "-c", JOBS, STACK / system, *which))
     assert killed["backend"].startswith("holdfast.") and not gloo["backend"].startswith("holdfast.")

@@ -11,13 +11,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-EXAMPLES = {
-    "grpo.py": "TRL GRPOTrainer",
-    "sft.py": "TRL SFTTrainer",
-    "hf_trainer.py": "transformers Trainer",
-    "accelerate_loop.py": "Accelerate",
-}
+TRAIN = Path(__file__).with_name("train.py")
+EXAMPLES = {"grpo": "TRL GRPOTrainer", "sft": "TRL SFTTrainer", "trainer": "transformers Trainer", "loop": "Accelerate"}
 PACKAGES = ("trl", "accelerate", "transformers", "torch")
 STEPS, KILL = 12, 7
 
@@ -27,7 +22,7 @@ def job(example: str, backend: str, kill_step: int = 0) -> dict[str, Any]:
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        command += ["--max-restarts", "1", str(HERE / example), "--directory", directory, "--steps", str(STEPS)]
+        command += ["--max-restarts", "1", str(TRAIN), example, "--directory", directory, "--steps", str(STEPS)]
         command += ["--backend", backend, "--kill-step", str(kill_step)]
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
     if done.returncode:
