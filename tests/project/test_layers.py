@@ -33,7 +33,6 @@ LAYERS = {
         connect experts
         mesh
         torchdist
-        interop
     """,
     "backends": """
         common

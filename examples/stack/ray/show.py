@@ -17,13 +17,12 @@ from typing import Any
 
 import ray
 import ray.train
+import tensor_transport
 import torch
 import torch.distributed as dist
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from holdfast.comms.interop import ray_tensors
-
-ray_tensors.register()
+tensor_transport.register()
 
 
 @ray.remote(enable_tensor_transport=True)

@@ -14,9 +14,11 @@ import argparse
 import json
 import os
 import signal
+import sys
 import tempfile
 import time
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import cpu
@@ -34,7 +36,8 @@ from torchtitan.experiments.torchft.config.job_config import FaultTolerance
 from torchtitan.experiments.torchft.optimizer import TorchFTOptimizersContainer
 from torchtitan.experiments.torchft.trainer import FaultTolerantTrainer
 
-from holdfast.comms.interop.torchft_group import ProcessGroupHoldfast
+sys.path.append(str(Path(__file__).parents[1] / "torchft"))
+from holdfast_group import ProcessGroupHoldfast
 
 LOCAL_STEPS = 2  # to a step of DiLoCo or LocalSGD
 ALONE = 0.3  # seconds that a group which is alone leaves the processors, each step, to the other that starts

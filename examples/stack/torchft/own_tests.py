@@ -16,8 +16,7 @@ from typing import Any
 
 import torchft
 import torchft.process_group
-
-from holdfast.comms.interop.torchft_group import ProcessGroupHoldfast
+from holdfast_group import ProcessGroupHoldfast
 
 TESTS = ("process_group_test", "manager_integ_test")
 OURS = (

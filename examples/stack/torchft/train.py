@@ -19,10 +19,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from holdfast_group import ProcessGroupHoldfast
 from torch import nn
 from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
-
-from holdfast.comms.interop.torchft_group import ProcessGroupHoldfast
 
 GROUPS = {"holdfast": ProcessGroupHoldfast, "gloo": ProcessGroupGloo}
 

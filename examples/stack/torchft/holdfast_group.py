@@ -1,8 +1,7 @@
-"""`ProcessGroupHoldfast`: the process group that torchft's Manager configures anew for each quorum, over holdfast.
+"""`ProcessGroupHoldfast`: what `torchft.ProcessGroupGloo` is, over a transport of holdfast's.
 
-    manager = torchft.Manager(pg=ProcessGroupHoldfast(), ...)
-
-It has its own errors: an op whose peer died raises `PeerFailed` at once, and the Manager discards the step.
+torchft's Manager configures it anew for each quorum. An op whose peer died raises `PeerFailed` at once, and the Manager
+discards the step.
 """
 
 from __future__ import annotations
@@ -13,23 +12,20 @@ import torch
 import torch.distributed as dist
 from torchft.process_group import ProcessGroupWrapper
 
-from holdfast.comms.connect import connect
+from holdfast.comms import connect
 from holdfast.comms.rendezvous.meeting_place import SharedByRuns
-from holdfast.comms.torchdist.process_group import HoldfastProcessGroup, Options, resolve_options
+from holdfast.comms.torchdist.process_group import HoldfastProcessGroup, resolve_options
 
 
 class ProcessGroupHoldfast(ProcessGroupWrapper):  # type: ignore[misc]  # torchft has no types
-    """What `torchft.ProcessGroupGloo` is, over a transport of holdfast's: that of `options`, else of HOLDFAST_BACKEND.
+    """`timeout` bounds each `configure`, and each op. HOLDFAST_BACKEND names the transport."""
 
-    `timeout` bounds each `configure`, and each op.
-    """
-
-    def __init__(self, timeout: timedelta = timedelta(seconds=60), options: Options | None = None) -> None:
+    def __init__(self, timeout: timedelta = timedelta(seconds=60)) -> None:
         super().__init__(timeout)
-        self._options = resolve_options(options, None)
+        self._options = resolve_options(None, None)
 
     def _create_pg(self, store: dist.Store, rank: int, world_size: int) -> HoldfastProcessGroup:
-        """Connect the members of a quorum, through its part of the store; collective over them."""
+        """Connect the members of a quorum, through its part of the store."""
         seconds = self._timeout.total_seconds()
         communicator = connect(
             self._options.backend,
@@ -51,7 +47,6 @@ class ProcessGroupHoldfast(ProcessGroupWrapper):  # type: ignore[misc]  # torchf
             self._pg.set_timeout(timeout)
 
     def shutdown(self) -> None:
-        """Release all resources; peers' ops raise `PeerFailed`."""
         if self._pg is not None:
             self._pg.shutdown()
         super().shutdown()

@@ -1,1 +1,0 @@
-"""What other systems load of holdfast: each module imports one of them, which is not a dependency of ours."""
