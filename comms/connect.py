@@ -12,15 +12,13 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
 from holdfast.comms import rendezvous as places
-from holdfast.comms.algorithms.message_passing.exchange import Posted
-from holdfast.comms.algorithms.message_passing.messages import MessageTransport
 from holdfast.comms.communicator import Communicator, Connector, discard_unconnected
 from holdfast.comms.errors import (
     BackendUnavailable,
@@ -53,7 +51,7 @@ from holdfast.comms.system.environment import flag, own_address
 from holdfast.comms.system.keys import job_key
 from holdfast.comms.system.local_causes import reraise_local_cause
 from holdfast.comms.system.signal_safety import shared_lock
-from holdfast.comms.transport.base import Context, Link, Peer, Transport
+from holdfast.comms.transport.base import Context, Peer, Transport
 from holdfast.comms.transport.liveness import is_gone, this_host, this_process
 
 log = logging.getLogger("holdfast.comms")
@@ -270,11 +268,11 @@ def unconnected(
     if not runnable:
         raise _none_available(backend, unavailable)
     info = registry().backend(runnable[0]).info
-    context = Context(0, 1, name, 0, where, dist.HashStore(), (this_process(),), 0.0, links=info.links)
-    given = _parse_hints(info.name, hints)
-    communicator = Communicator(
-        Unconnected(context), replace(context, hints=given), info, _CONNECTOR, OpSettings(seconds(timeout))
-    )
+    store, given = dist.HashStore(), _parse_hints(info.name, hints)
+    context = Context(0, 1, name, 0, where, store, (this_process(),), 0.0, links=info.links, hints=given)
+    transport: Transport = _UNCONNECTED()
+    transport.rank, transport.size, transport.medium = 0, 1, "not connected"
+    communicator = Communicator(transport, context, info, _CONNECTOR, OpSettings(seconds(timeout)))
     communicator.rank, communicator.size = -1, 0
     communicator._executor.begin_unconnected()
     communicator._membership.request = backend
@@ -301,27 +299,15 @@ def make_handle(communicator: Communicator) -> tuple[str, object]:
 
 def check_members_of(
     communicator: Communicator, uuid: int | str, handles: Sequence[str] | Set[str], hints: Hints | None
-) -> _Reconfiguration:
-    """See `Communicator.check_members`."""
+) -> tuple[int, Members, str, dict[str, Value]]:
+    """See `Communicator.check_members`. Returns the epoch, the members, and their backend with its hints."""
     epoch, members = epoch_of(uuid), parse_members(handles, communicator.handle())
     if uuid in communicator._membership.used:
         raise HoldfastError(f"reconfigure: uuid {uuid!r} was already used; take a new one")
     if gone := [rank for rank, peer in enumerate(members.peers) if is_gone(peer)]:
         raise PeerFailed(gone, "its process has ended")
     chosen = choose_backend(",".join(members.backends), members.peers, communicator.device)
-    return _Reconfiguration(
-        epoch, members, chosen, _parse_hints(chosen, {**communicator._context.hints, **(hints or {})})
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Reconfiguration:
-    """What is to become of a communicator."""
-
-    epoch: int
-    members: Members
-    backend: str
-    hints: dict[str, Value]
+    return epoch, members, chosen, _parse_hints(chosen, {**communicator._context.hints, **(hints or {})})
 
 
 @reraise_local_cause("connecting")
@@ -334,30 +320,30 @@ def connect_members_of(
 ) -> Communicator:
     """See `Communicator.reconfigure`: ends what `communicator` was, and returns what it is to become."""
     deadline = time.monotonic() + timeout
-    change = check_members_of(communicator, uuid, handles, hints)
-    members, membership = change.members, communicator._membership
+    epoch, members, backend, agreed_hints = check_members_of(communicator, uuid, handles, hints)
+    membership = communicator._membership
     membership.name = membership.name or communicator.name
     membership.used.add(uuid)
     communicator.close()
     place = _place_of(members, membership.store, timeout)
     scope = f"reconfigure/{members.handles[0].number}/{uuid}"  # communicators of the first's process share its store
     exchange = OfferExchange(place, scope, MeetingCounter(), deadline=deadline, timeout=timeout, key=job_key())
-    agreed = {"the handles": f"of digest {members.digest}", **_as_texts(change.hints)}
+    agreed = {"the handles": f"of digest {members.digest}", **_as_texts(agreed_hints)}
     size = len(members.handles)
-    with exchange.meeting(_offer(size, [change.backend], {}, agreed), lambda offers: None) as meeting:
+    with exchange.meeting(_offer(size, [backend], {}, agreed), lambda offers: None) as meeting:
         return connect_members(
-            change.backend,
+            backend,
             KnownMembers(
                 rank=members.rank,
                 peers=members.peers,
                 store=meeting.store,
-                epoch=change.epoch,
+                epoch=epoch,
                 name=f"{membership.name}/{uuid}",
                 address=own_address(),
             ),
             device=communicator.device,
             timeout=max(0.0, deadline - time.monotonic()),
-            hints=change.hints,
+            hints=agreed_hints,
             settings=OpSettings(
                 communicator._executor.timeout, recorder=communicator._recorder, hooks=communicator.hooks
             ),
@@ -477,33 +463,8 @@ def runnable_backends(
 
 _CONNECTOR = Connector(connect_part, make_handle, check_members_of, connect_members_of)
 _handle_numbers = itertools.count()
-
-
-class Unconnected(MessageTransport):
-    """The transport of a communicator without members, of which no op is called."""
-
-    medium = "not connected"
-
-    def __init__(self, context: Context) -> None:
-        super().__init__(context, Link(1e-6, 1e9))
-
-    def _agree(self, context: Context, link: Link) -> Link:
-        return link
-
-    def _post_send(self, tensor: torch.Tensor, dst: int, tag: int) -> Posted:
-        raise AssertionError("the executor refuses all ops")
-
-    def _post_recv(self, tensor: torch.Tensor, src: int, tag: int) -> Posted:
-        raise AssertionError("the executor refuses all ops")
-
-    def _complete(self, posted: Sequence[Posted], deadline: float, op: str, seq: int) -> None:
-        raise AssertionError("the executor refuses all ops")
-
-    def abort(self, error: HoldfastError) -> None:
-        """Does nothing."""
-
-    def close(self) -> None:
-        """Does nothing."""
+_UNCONNECTED = type("Unconnected", (Transport,), dict.fromkeys(Transport.__abstractmethods__, lambda *_: None))
+"""The transport of a communicator without members: the executor refuses all ops, and there is nothing to end."""
 
 
 def _join(
@@ -562,27 +523,22 @@ def _join(
 
 def _connect(connect: Callable[[Context], Transport], context: Context) -> Transport:
     """Connect the transport. The journal records this as the communicator's op number 0."""
-    journal = context.journal
-    if journal is None:
-        return _connect_or_time_out(connect, context)
-    journal.enter("connect", 0, 0, None, None, -1)
-    try:
-        transport = _connect_or_time_out(connect, context)
-    except BaseException as error:
-        journal.leave(error)
-        raise
-    journal.leave(None)
-    return transport
-
-
-def _connect_or_time_out(connect: Callable[[Context], Transport], context: Context) -> Transport:
-    began = time.monotonic()
+    journal, began = context.journal, time.monotonic()
+    if journal is not None:
+        journal.enter("connect", 0, 0, None, None, -1)
+    failure: BaseException | None = None
     try:
         return connect(context)
-    except TimeoutError as error:
-        if isinstance(error, HoldfastError):
-            raise
-        raise OpTimeout("connect", 0, time.monotonic() - began) from error
+    except BaseException as error:
+        failure = error
+        if isinstance(error, TimeoutError) and not isinstance(error, HoldfastError):
+            failure = OpTimeout("connect", 0, time.monotonic() - began)
+            raise failure from error
+        raise
+    finally:
+        if journal is not None:
+            journal.leave(failure)
+        del failure  # breaks the cycle of the error and this frame, which is in its traceback
 
 
 def _release_rank(identity: tuple[str, str, int], place: places.MeetingPlace | None, nonce: str) -> None:
@@ -612,21 +568,6 @@ def _parse_hints(backend: str, hints: Hints | None) -> dict[str, Value]:
     return parse_hints(backend, registry().backend(backend).info.hints, hints)
 
 
-def _without_hints(names: Sequence[str], unavailable: Mapping[str, str], hints: Hints | None) -> dict[str, str]:
-    """The backends that lack some of the hints, by name, and why. Raises ValueError if all that could run do."""
-    lacking: dict[str, str] = {}
-    error: ValueError | None = None
-    able = [name for name in names if name in registry().backends]
-    for name in able:
-        try:
-            _parse_hints(name, hints)
-        except ValueError as caught:
-            error, lacking[name] = caught, str(caught)
-    if error is not None and len(lacking) == len(able):
-        raise ValueError("; ".join(lacking.values())) from error
-    return {name: why for name, why in lacking.items() if name not in unavailable}
-
-
 def _requested_backends(
     backend: str, device: torch.device, hints: Hints | None = None, *, unknown: bool = False
 ) -> tuple[list[str], dict[str, str]]:
@@ -635,7 +576,7 @@ def _requested_backends(
     An `unknown` one gets a reason, not an error: ranks that have its plugin then learn that this one lacks it. Raises
     ValueError for no backend, and if all known ones lack a hint; `Unsupported` for one that only has a memory plane.
     """
-    names, unavailable = _names(backend, device), dict[str, str]()
+    names, unavailable, lacking, able = _names(backend, device), dict[str, str](), list[str](), 0
     for name in names:
         try:
             found = registry().backend(name)
@@ -646,9 +587,17 @@ def _requested_backends(
             continue
         if found.info.connect is None:
             raise Unsupported(f"a communicator over {name!r}", "it offers a memory plane only: comms.memory()")
+        able += 1
+        try:
+            _parse_hints(name, hints)
+        except ValueError as error:
+            lacking.append(str(error))
+            unavailable[name] = str(error)
         if isinstance(found.status, Unavailable):
             unavailable[name] = found.status.reason
-    return names, unavailable | _without_hints(names, unavailable, hints)
+    if lacking and len(lacking) == able:
+        raise ValueError("; ".join(lacking))
+    return names, unavailable
 
 
 def _names(backend: str, device: torch.device) -> list[str]:

@@ -713,14 +713,9 @@ class MaskAgreement:
     The caller sends `lost`, then hears what `awaited` names, in a loop. `decision` is None until `awaited` is; the
     caller then sends it to the other participants.
 
-    **The problem.** Rank x dies while it sends its results: rank 0 has them, rank 1 does not. All that live on must
-    leave x out, or none may; and more ranks may die while they agree.
-
-    **The model.** Links between living ranks lose nothing and keep the order of messages. A message of a rank that dies
-    may be lost or not. A rank that is reported gone never takes part again (its process has ended, it has left, or it
-    is fenced), and each such rank is reported in the end.
-
-    **The protocol.** When a rank has all the results that will come, it reports to all others the ranks that it lost.
+    Rank x may die while it sends its results: rank 0 has them, rank 1 does not. All that live on must leave x out, or
+    none may; and more ranks may die while they agree. When a rank has all the results that will come, it reports to all
+    others the ranks that it lost.
 
     1. It waits for the report of each participant, or until that one is gone. If all have reported, and none lost a
        rank, it decides "no rank", sends that decision to all, and returns. This is every step without a death: no
@@ -729,18 +724,7 @@ class MaskAgreement:
        until it has that one's decision, which replaces its proposal, or that one is gone. Then it decides on its
        proposal, and sends the decision to all.
 
-    **Why the living decide alike.** Suppose that a rank decided in (1). Then each report of the step is empty, of all
-    senders to all receivers, so each proposal is, and each decision. Else all living ranks decide in (2). Let r be the
-    lowest of them. Each other one waits for r's decision, because r is never gone, and proposes it from then on. It can
-    replace that proposal only by the decision of a rank between r and itself, which, having waited for r, too, is the
-    same one.
-
-    **Why a decision fits each living rank.** A rank that proposes has waited for the reports of all the living, so that
-    its proposal names all that one of them has lost; and a decision is some rank's proposal. A rank that dies after its
-    results arrived everywhere is not named: the step uses them.
-
-    A decision of a rank that dies may differ from that of the living: it has returned nothing that outlives it. A
-    living rank that is named (its peers refused what it sent) learns so from its own decision, and leaves.
+    docs/internals/decisions/mask-agreement.md proves that the living decide alike.
     """
 
     def __init__(self, rank: int, participants: Iterable[int], lost: Iterable[int]) -> None:

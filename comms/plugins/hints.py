@@ -11,11 +11,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 Value = bool | int | float | str
 Hints = Mapping[str, Value]
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
-_TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 _MOST_CHARACTERS = 256
 
 
@@ -44,40 +45,23 @@ class Hint:
         if self.kind in (bool, str):
             return "true or false" if self.kind is bool else "text"
         name = "an integer" if self.kind is int else "a number"
-        bounds = [f"{bound} {limit}" for bound, limit in (("from", self.least), ("to", self.most)) if _finite(limit)]
-        return " ".join([name, *bounds])
+        bounds = (("from", self.least), ("to", self.most))
+        return " ".join([name, *(f"{bound} {limit}" for bound, limit in bounds if not math.isinf(limit))])
 
     def parse(self, value: object) -> Value:
         """`value` as one of this hint's type, read from text if it is one. Raises ValueError."""
-        parsed = self._parsed(value)
-        if parsed is None:
+        try:
+            parsed: Value = msgspec.convert(value, self.kind, strict=False)
+        except msgspec.ValidationError:
+            fits = False
+        else:
+            if isinstance(parsed, str):
+                fits = 0 < len(parsed) <= _MOST_CHARACTERS and (not self.choices or parsed in self.choices)
+            else:
+                fits = self.least <= parsed <= self.most  # false for NaN
+        if not fits:
             raise ValueError(f"hint {self.name!r} must be {self.range}, not {value!r:.80}")
         return parsed
-
-    def _parsed(self, value: object) -> Value | None:
-        if self.kind is str:
-            allowed = isinstance(value, str) and (value in self.choices if self.choices else True)
-            return value if allowed and isinstance(value, str) and 0 < len(value) <= _MOST_CHARACTERS else None
-        if self.kind is bool:
-            if isinstance(value, str):
-                return True if value.lower() in _TRUE else False if value.lower() in _FALSE else None
-            return value if isinstance(value, bool) else None
-        return self._number(value)
-
-    def _number(self, value: object) -> int | float | None:
-        if isinstance(value, bool) or not isinstance(value, str | int | float):
-            return None
-        if self.kind is int and isinstance(value, float) and not value.is_integer():
-            return None
-        try:
-            number = int(value) if self.kind is int else float(value)
-        except (ValueError, OverflowError):
-            return None
-        return number if self.least <= number <= self.most else None  # false for NaN
-
-
-def _finite(limit: float) -> bool:
-    return not math.isinf(limit)
 
 
 def parse_hints(backend: str, announced: Sequence[Hint], given: Hints | None, per_op: bool = False) -> dict[str, Value]:
