@@ -16,13 +16,13 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 
 from holdfast.comms._native import PreparedOp
 from holdfast.comms.codecs import objects
-from holdfast.comms.codecs.objects import ObjectWork, T
+from holdfast.comms.codecs.objects import ObjectWork
 from holdfast.comms.collectives import ArgumentChecks, CheckedOp, CheckedOps, plan_usual, prepare
 from holdfast.comms.errors import HoldfastError, NotConnected, OpTimeout, PeerFailed, Revoked, Unsupported
 from holdfast.comms.executor import Body, Executor, OpSettings
@@ -41,6 +41,7 @@ from holdfast.comms.transport.base import Context, Peer, Transport, WindowMemory
 from holdfast.comms.work import DONE, Work
 
 Tensor = torch.Tensor
+T = TypeVar("T")
 
 _MOST_NAME = 200
 """Characters of the name of a split communicator."""
@@ -437,12 +438,9 @@ class Communicator:
     def broadcast_object(
         self, obj: T | None, src: int, timeout: float | None = None, *, async_op: Literal[True]
     ) -> ObjectWork[T]: ...
-    def broadcast_object(
-        self, obj: T | None, src: int, timeout: float | None = None, async_op: bool = False
-    ) -> T | ObjectWork[T]:
+    def broadcast_object(self, obj: T | None, src: int, timeout: float | None = None, async_op: bool = False) -> Any:
         """Return rank `src`'s `obj` on every rank. Raises TypeError on every rank for a type that msgpack lacks."""
-        work = objects.broadcast(self, obj, self._check.rank(src, "src"), timeout, async_op)
-        return work if async_op else work.wait()
+        return objects.broadcast(self, obj, self._check.rank(src, "src"), timeout, async_op)
 
     @overload
     def all_gather_object(self, obj: T, timeout: float | None = None, async_op: Literal[False] = False) -> list[T]: ...
@@ -450,15 +448,12 @@ class Communicator:
     def all_gather_object(
         self, obj: T, timeout: float | None = None, *, async_op: Literal[True]
     ) -> ObjectWork[list[T]]: ...
-    def all_gather_object(
-        self, obj: T, timeout: float | None = None, async_op: bool = False
-    ) -> list[T] | ObjectWork[list[T]]:
+    def all_gather_object(self, obj: T, timeout: float | None = None, async_op: bool = False) -> Any:
         """Return every rank's `obj`, in rank order.
 
         Raises TypeError on every rank if one of them is of a type that msgpack lacks. The communicator stays usable.
         """
-        work = objects.all_gather(self, obj, timeout, async_op)
-        return work if async_op else work.wait()
+        return objects.all_gather(self, obj, timeout, async_op)
 
     @overload
     def gather_object(
@@ -468,15 +463,12 @@ class Communicator:
     def gather_object(
         self, obj: T, dst: int = 0, *, async_op: Literal[True], timeout: float | None = None
     ) -> ObjectWork[list[T] | None]: ...
-    def gather_object(
-        self, obj: T, dst: int = 0, async_op: bool = False, timeout: float | None = None
-    ) -> list[T] | ObjectWork[list[T] | None] | None:
+    def gather_object(self, obj: T, dst: int = 0, async_op: bool = False, timeout: float | None = None) -> Any:
         """Return every rank's `obj`, in rank order, on rank `dst`; None on the others.
 
         Raises TypeError on a rank whose object is of a type that msgpack lacks, and on rank `dst`.
         """
-        work = objects.gather(self, obj, self._check.rank(dst, "dst"), timeout, async_op)
-        return work if async_op else work.wait()
+        return objects.gather(self, obj, self._check.rank(dst, "dst"), timeout, async_op)
 
     @overload
     def scatter_object(
@@ -488,7 +480,7 @@ class Communicator:
     ) -> ObjectWork[T]: ...
     def scatter_object(
         self, objs: Sequence[T] | None, src: int = 0, async_op: bool = False, timeout: float | None = None
-    ) -> T | ObjectWork[T]:
+    ) -> Any:
         """Return element i of rank `src`'s `objs` on rank i; `objs` is None on the other ranks.
 
         Raises TypeError on rank `src` for an object of a type that msgpack lacks, and on the rank that awaits it.
@@ -499,8 +491,7 @@ class Communicator:
         if self.rank == src and (objs is None or len(objs) != self.size):
             count = "none" if objs is None else len(objs)
             raise ValueError(f"rank {src} must pass one object for each of {self.size} ranks, not {count}")
-        work = objects.scatter(self, objs, src, timeout, async_op)
-        return work if async_op else work.wait()
+        return objects.scatter(self, objs, src, timeout, async_op)
 
     @overload
     def send_object(
@@ -512,30 +503,18 @@ class Communicator:
     ) -> ObjectWork[None]: ...
     def send_object(
         self, obj: object, dst: int, tag: int = 0, async_op: bool = False, timeout: float | None = None
-    ) -> ObjectWork[None] | None:
+    ) -> Any:
         """Send `obj` to rank `dst`, which calls `recv_object`.
 
         Raises TypeError on both ranks for a type that msgpack lacks.
         """
         dst, tag = self._check.line(dst, "dst", tag)
-        work = objects.send(self, obj, dst, tag, timeout, async_op)
-        return work if async_op else work.wait()
+        return objects.send(self, obj, dst, tag, timeout, async_op)
 
-    @overload
-    def recv_object(
-        self, src: int, tag: int = 0, async_op: Literal[False] = False, timeout: float | None = None
-    ) -> Any: ...
-    @overload
-    def recv_object(
-        self, src: int, tag: int = 0, *, async_op: Literal[True], timeout: float | None = None
-    ) -> ObjectWork[Any]: ...
-    def recv_object(
-        self, src: int, tag: int = 0, async_op: bool = False, timeout: float | None = None
-    ) -> Any | ObjectWork[Any]:
+    def recv_object(self, src: int, tag: int = 0, async_op: bool = False, timeout: float | None = None) -> Any:
         """Return the object that rank `src` sent to this rank by `send_object` under `tag`."""
         src, tag = self._check.line(src, "src", tag)
-        work = objects.recv(self, src, tag, timeout, async_op)
-        return work if async_op else work.wait()
+        return objects.recv(self, src, tag, timeout, async_op)
 
     # -- other communicators
 

@@ -16,7 +16,7 @@ of all ranks together, which stay below 0.15 times the largest m_r of all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -86,19 +86,7 @@ def all_reduce_quantised(
     leaves `tensor` and `feedback` as they were.
     """
     target = comm._check.output(tensor)
-    residual = _check_quantisable(comm, target, feedback, op)
-    count = comm.size if op.name == "avg" else 1
-
-    def body(deadline: float) -> None:
-        flat = packed(target)
-        lost = None if feedback is None else feedback.begin(flat.numel())
-        reduce_quantised(comm._transport, Contribution(flat.view(-1), residual), lost, count, deadline)
-        unpack(flat, target)
-        if feedback is not None and lost is not None:
-            feedback.end(lost)
-
-    words = f"{op.name}, {target.dtype}, {tuple(target.shape)}"
-    comm.issue("all_reduce_quantised", target.nbytes, body, lambda: words, timeout)
+    _issue(comm, "all_reduce_quantised", reduce_quantised, target, target, feedback, op, timeout)
 
 
 def reduce_scatter_quantised(
@@ -118,27 +106,20 @@ def reduce_scatter_quantised(
     target, source = comm._check.output(output, "output"), comm._check.operand(tensor)
     comm._check.same_dtype(source, target)
     comm._check.whole(source, target, "tensor", "output's")
-    residual = _check_quantisable(comm, source, feedback, op)
-    count = comm.size if op.name == "avg" else 1
-
-    def body(deadline: float) -> None:
-        flat, given = packed(target).view(-1), packed(source).view(-1)
-        if extent(flat) != extent(parts(given, comm.size)[comm.rank]):
-            given = given.clone() if overlapping([given], [flat]) else given
-        lost = None if feedback is None else feedback.begin(given.numel())
-        reduce_scatter_parts(comm._transport, flat, Contribution(given, residual), lost, count, deadline)
-        unpack(flat.view(target.shape), target)
-        if feedback is not None and lost is not None:
-            feedback.end(lost)
-
-    words = f"{op.name}, {target.dtype}, {tuple(target.shape)}"
-    comm.issue("reduce_scatter_quantised", source.nbytes, body, lambda: words, timeout)
+    _issue(comm, "reduce_scatter_quantised", reduce_scatter_parts, source, target, feedback, op, timeout)
 
 
-def _check_quantisable(
-    comm: Communicator, tensor: Tensor, feedback: ErrorFeedback | None, op: ReduceOp
-) -> Tensor | None:
-    """The residual that belongs to `tensor`. Raises the errors of the ops."""
+def _issue(
+    comm: Communicator,
+    name: str,
+    run: Callable[[Transport, Tensor, Contribution, Tensor | None, int, float], None],
+    tensor: Tensor,
+    target: Tensor,
+    feedback: ErrorFeedback | None,
+    op: ReduceOp,
+    timeout: float | None,
+) -> None:
+    """Check what both ops need, and issue one: `run(transport, output, contribution, lost, count, deadline)`."""
     if tensor.dtype not in _DTYPES or comm.device.type != "cpu":
         raise Unsupported(f"a quantised sum of {tensor.dtype} on {comm.device}", "use float32 or less, on the CPU")
     if op.name not in ("sum", "avg"):
@@ -148,7 +129,21 @@ def _check_quantisable(
         raise ValueError(
             f"the feedback has {residual.numel()} elements, the tensor {tensor.numel()}; keep one for each tensor"
         )
-    return residual
+
+    def body(deadline: float) -> None:
+        flat, given = packed(target).view(-1), packed(tensor).view(-1)
+        in_place = tensor is target or extent(flat) == extent(parts(given, comm.size)[comm.rank])
+        if not in_place and overlapping([given], [flat]):
+            given = given.clone()
+        lost = None if feedback is None else feedback.begin(given.numel())
+        count = comm.size if op.name == "avg" else 1
+        run(comm._transport, flat, Contribution(given, residual), lost, count, deadline)
+        unpack(flat.view(target.shape), target)
+        if feedback is not None and lost is not None:
+            feedback.end(lost)
+
+    words = f"{op.name}, {target.dtype}, {tuple(target.shape)}"
+    comm.issue(name, tensor.nbytes, body, lambda: words, timeout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,9 +198,9 @@ class _QuantisedPart:
 
 
 def reduce_quantised(
-    transport: Transport, given: Contribution, lost: Tensor | None, count: int, deadline: float
+    transport: Transport, output: Tensor, given: Contribution, lost: Tensor | None, count: int, deadline: float
 ) -> None:
-    """Set the tensor of `given` to the sum over the ranks, divided by `count`, and `lost` to this rank's residual."""
+    """Set `output` to the sum over the ranks, divided by `count`, and `lost` to this rank's residual."""
     size, rank, elements = transport.size, transport.rank, given.tensor.numel()
     width = -(-float8_blocks.blocks_of(elements) // size) * _BLOCK
     edges = list(pairwise(min(part * width, elements) for part in range(size + 1)))
@@ -219,7 +214,7 @@ def reduce_quantised(
     transport.all_gather([each.data for each in results], results[rank].data, deadline)
     for message, (begin, end) in zip(results, edges, strict=True):
         for start in range(begin, end, _SEGMENT):
-            message.decode(start - begin, given.tensor[start : min(start + _SEGMENT, end)])
+            message.decode(start - begin, output[start : min(start + _SEGMENT, end)])
 
 
 def reduce_scatter_parts(

@@ -20,7 +20,6 @@ from holdfast.comms.work import Work
 if TYPE_CHECKING:
     from holdfast.comms.communicator import Communicator
 
-T = TypeVar("T")
 Result = TypeVar("Result")
 Tensor = torch.Tensor
 
@@ -49,62 +48,55 @@ Move = Callable[[Sequence[Tensor], Sequence[Tensor], float], None]
 """Runs the op of the transport on the tensors that this rank gives, and into those that it takes."""
 
 
-def broadcast(comm: Communicator, obj: T | None, src: int, timeout: float | None, async_op: bool) -> ObjectWork[T]:
+def broadcast(comm: Communicator, obj: object, src: int, timeout: float | None, async_op: bool) -> Any:
     """Rank `src`'s object on every rank."""
     given = [_Message(obj)] if comm.rank == src else []
     exchange = _Exchange(
         comm, given, 1 - len(given), lambda given, taken, end: comm.transport.broadcast((given or taken)[0], src, end)
     )
-    result: Callable[[list[bytes]], T] = lambda taken: _decoded((taken or [given[0].data])[0], src)  # noqa: E731
-    return exchange.issue("broadcast_object", result, f"from {src}", src, timeout, async_op)
+    return exchange.run("broadcast_object", f"from {src}", src, timeout, async_op)
 
 
-def all_gather(comm: Communicator, obj: T, timeout: float | None, async_op: bool) -> ObjectWork[list[T]]:
+def all_gather(comm: Communicator, obj: object, timeout: float | None, async_op: bool) -> Any:
     """Every rank's object in rank order."""
     exchange = _Exchange(
         comm, [_Message(obj)], comm.size, lambda given, taken, end: comm.transport.all_gather(taken, given[0], end)
     )
-    return exchange.issue("all_gather_object", _decoded_all, "", -1, timeout, async_op)
+    return exchange.run("all_gather_object", "", -1, timeout, async_op, every=True)
 
 
-def gather(comm: Communicator, obj: T, dst: int, timeout: float | None, async_op: bool) -> ObjectWork[list[T] | None]:
+def gather(comm: Communicator, obj: object, dst: int, timeout: float | None, async_op: bool) -> Any:
     """Every rank's object in rank order on rank `dst`; None on the others."""
     count = comm.size if comm.rank == dst else 0
     exchange = _Exchange(
         comm, [_Message(obj)], count, lambda given, taken, end: comm.transport.gather(given[0], taken or None, dst, end)
     )
-    return exchange.issue(
-        "gather_object", lambda taken: _decoded_all(taken) or None, f"to {dst}", dst, timeout, async_op
-    )
+    return exchange.run("gather_object", f"to {dst}", dst, timeout, async_op, every=True)
 
 
 def scatter(
-    comm: Communicator, objects: Sequence[T] | None, src: int, timeout: float | None, async_op: bool
-) -> ObjectWork[T]:
+    comm: Communicator, objects: Sequence[object] | None, src: int, timeout: float | None, async_op: bool
+) -> Any:
     """Element i of rank `src`'s list on rank i."""
     given = [_Message(obj) for obj in objects or ()]
     exchange = _Exchange(
         comm, given, 1, lambda given, taken, end: comm.transport.scatter(taken[0], given or None, src, end)
     )
-    return exchange.issue(
-        "scatter_object", lambda taken: _decoded(taken[0], src), f"from {src}", src, timeout, async_op
-    )
+    return exchange.run("scatter_object", f"from {src}", src, timeout, async_op)
 
 
-def send(
-    comm: Communicator, obj: object, dst: int, tag: int, timeout: float | None, async_op: bool
-) -> ObjectWork[None]:
+def send(comm: Communicator, obj: object, dst: int, tag: int, timeout: float | None, async_op: bool) -> Any:
     """Send an object to rank `dst`: two messages under one tag."""
     exchange = _Exchange(
         comm, [_Message(obj)], 0, lambda given, taken, end: comm.transport.send(given[0], dst, tag, end)
     )
-    return exchange.issue("send_object", lambda taken: None, None, dst, timeout, async_op)
+    return exchange.run("send_object", None, dst, timeout, async_op, every=True)
 
 
-def recv(comm: Communicator, src: int, tag: int, timeout: float | None, async_op: bool) -> ObjectWork[Any]:
+def recv(comm: Communicator, src: int, tag: int, timeout: float | None, async_op: bool) -> Any:
     """Receive the object that rank `src` sent under `tag`."""
     exchange = _Exchange(comm, [], 1, lambda given, taken, end: comm.transport.recv(taken[0], src, tag, end))
-    return exchange.issue("recv_object", lambda taken: _decoded(taken[0], src), None, src, timeout, async_op)
+    return exchange.run("recv_object", None, src, timeout, async_op)
 
 
 _SENT, _REFUSED = b"\0", b"\1"
@@ -131,29 +123,28 @@ class _Exchange(msgspec.Struct, frozen=True):
     count: int
     move: Move
 
-    def issue(
-        self,
-        op: str,
-        result: Callable[[list[bytes]], Result],
-        agreed: str | None,
-        root: int,
-        timeout: float | None,
-        async_op: bool,
-    ) -> ObjectWork[Result]:
-        """Issue the op, which returns `result(taken)`, or raises the error of an object that this rank cannot send."""
+    def run(
+        self, op: str, agreed: str | None, root: int, timeout: float | None, async_op: bool, *, every: bool = False
+    ) -> Any:
+        """Issue the op, and return its result, or an `ObjectWork`: the object of `root`, or with `every` all, or None.
+
+        It raises the error of an object that this rank cannot send.
+        """
         taken: list[bytes] = []
         nbytes = sum(len(message.data) for message in self.given)
         work = self.comm.issue(
             op, nbytes, partial(self._run, taken), None if agreed is None else lambda: agreed, timeout, root, async_op
         )
 
-        def outcome() -> Result:
+        def outcome() -> Any:
             for message in self.given:
                 if message.error is not None:
                     raise again(message.error)
-            return result(taken)
+            if every:
+                return [_decoded(message, rank) for rank, message in enumerate(taken)] or None
+            return _decoded((taken or [self.given[0].data])[0], root)
 
-        return ObjectWork(work, outcome)
+        return ObjectWork(work, outcome) if async_op else outcome()
 
     def _run(self, taken: list[bytes], deadline: float) -> None:
         given, count, device, buffers = [message.data for message in self.given], self.count, self.comm.device, []
@@ -177,10 +168,6 @@ def _decoded(message: bytes, rank: int) -> Any:
         return decode_object(message[1:])
     except msgspec.DecodeError as error:
         raise CorruptData(f"rank {rank} sent {len(message) - 1} bytes that are not an object: {error}") from error
-
-
-def _decoded_all(messages: Sequence[bytes]) -> list[Any]:
-    return [_decoded(message, rank) for rank, message in enumerate(messages)]
 
 
 _LEAST, _MOST = -(1 << 63), (1 << 64) - 1

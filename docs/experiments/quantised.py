@@ -185,7 +185,8 @@ def _run(transport: CountingTransport, op: str, nbytes: int, ranks: int) -> None
         case "all_reduce":
             transport.all_reduce(torch.ones(count), ReduceOp.SUM, deadline)
         case "all_reduce_quantised":
-            reduce_quantised(transport, Contribution(torch.ones(count), None), None, 1, deadline)
+            ones = torch.ones(count)
+            reduce_quantised(transport, ones, Contribution(ones, None), None, 1, deadline)
         case "broadcast":
             transport.broadcast(torch.ones(count), 0, deadline)
         case "all_gather":
