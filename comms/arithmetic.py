@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 
@@ -63,11 +61,6 @@ def check_reducible(dtype: torch.dtype, op: ReduceOp) -> None:
         raise Unsupported(f"{op.name} of bool", "reduce with bor or band")
     if op.name == "premul_sum" and not (dtype.is_floating_point or dtype.is_complex):
         raise Unsupported(f"premul_sum of {name}", "premul_sum needs a floating-point dtype")
-
-
-def ignore_overflow() -> Any:
-    """A context for numpy arithmetic without warnings of overflow, which gives infinity as in torch."""
-    return np.errstate(over="ignore", invalid="ignore", under="ignore")
 
 
 SCALED = frozenset({"avg", "premul_sum"})

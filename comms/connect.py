@@ -41,7 +41,7 @@ from holdfast.comms.rendezvous.offer_exchange import (
     MeetingCounter,
     Offer,
     OfferExchange,
-    connected_nonces,
+    connected_ranks,
     meeting_counters,
     shorten,
 )
@@ -60,18 +60,9 @@ _NAMED_RANKS = 8
 """The number of a part's ranks that an error names by their numbers in the whole."""
 
 _counts = meeting_counters()
-_open: dict[tuple[str, str, int], str] = {}
-"""The ranks that this process is, by rendezvous, name and number, each with the nonce of its offer."""
 _lock = shared_lock()
 
-
-@forks.run_in_children
-def _begin_child() -> None:
-    """Forget the parent's connected ranks in a forked child."""
-    global _lock
-    _lock = shared_lock()
-    _open.clear()
-    connected_nonces.clear()
+forks.run_in_children(connected_ranks.clear)
 
 
 def checks_are_on() -> bool:
@@ -133,14 +124,13 @@ def connect(
     offer = _offer(place.size, preference, unavailable, agreed=_as_texts(hints), auto=backend == "auto")
     try:
         with _lock:
-            if identity in _open:
+            if identity in connected_ranks:
                 raise Mismatch(
                     f"rank {place.rank} of {name!r} is connected in this process already; close it first, or pass "
                     "another name"
                 )
-            _open[identity] = offer.nonce
+            connected_ranks[identity] = offer.nonce
             count = _counts(identity)
-        connected_nonces.add(offer.nonce)
         exchange = OfferExchange(
             place,
             name,
@@ -547,9 +537,8 @@ def _release_rank(identity: tuple[str, str, int], place: places.MeetingPlace | N
     Until then the caller holds `place`, and with it the store that it may serve.
     """
     with _lock:
-        if _open.get(identity) == nonce:
-            del _open[identity]
-        connected_nonces.discard(nonce)
+        if connected_ranks.get(identity) == nonce:
+            del connected_ranks[identity]
 
 
 def _offer(

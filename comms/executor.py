@@ -65,7 +65,7 @@ Prepare = Callable[[], Body]
 """Makes the body of an op when its turn has come. It moves no byte, so its errors leave the communicator usable."""
 
 _CLOSE_SECONDS = 10.0
-_DIGEST, _LENGTH, _TEXT = 16, 4, 172
+_DIGEST, _LENGTH = 16, 4
 _PARTING_SECONDS = 1.0
 """How long a rank that found a `Mismatch` waits for the others to find it, too."""
 _LOOKS = Wait(yields=0, sleep_seconds=0.0005)
@@ -480,9 +480,8 @@ class _IssuedOp:
 class Agreement:
     """Compares op descriptions over a transport. HOLDFAST_CHECK=1 turns it on.
 
-    Before each collective the ranks exchange a digest of its description, and the beginning of it, in one small
-    all-gather. If the digests differ, they exchange the descriptions, all ranks raise the same `Mismatch`, and no byte
-    of the op has moved.
+    Before each collective the ranks exchange a digest of its description in one small all-gather. If the digests
+    differ, they exchange the descriptions, all ranks raise the same `Mismatch`, and no byte of the op has moved.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -495,8 +494,7 @@ class Agreement:
         """
         encoded = words.encode()
         digest = hashlib.blake2b(encoded, digest_size=_DIGEST).digest()
-        message = digest + len(encoded).to_bytes(_LENGTH, "little") + encoded[:_TEXT].ljust(_TEXT, b"\0")
-        messages = gather_bytes(self._transport, message, deadline)
+        messages = gather_bytes(self._transport, digest + len(encoded).to_bytes(_LENGTH, "little"), deadline)
         if len({each[:_DIGEST] for each in messages}) > 1:
             descriptions = self._descriptions(messages, encoded, deadline)
             # The first rank to raise aborts. Over MPI, that ends the exchange of ranks that are still in it.
@@ -505,15 +503,11 @@ class Agreement:
             self._raise(descriptions)
 
     def _descriptions(self, messages: Sequence[bytes], mine: bytes, deadline: float) -> list[str]:
-        """Every rank's description, in full. All ranks have seen the same messages, so all call this."""
-        lengths = [int.from_bytes(message[_DIGEST : _DIGEST + _LENGTH], "little") for message in messages]
-        texts = [message[_DIGEST + _LENGTH :] for message in messages]
-        if max(lengths) > _TEXT:
-            outputs = [torch.zeros(length, dtype=torch.uint8, device="cpu") for length in lengths]
-            own = torch.tensor(list(mine), dtype=torch.uint8, device="cpu")
-            self._transport.all_gather(outputs, own, deadline)
-            texts = [bytes(output.numpy()) for output in outputs]
-        return [text[:length].decode(errors="replace") for text, length in zip(texts, lengths, strict=True)]
+        """Every rank's description. All ranks have seen the same messages, so all call this."""
+        lengths = [int.from_bytes(message[_DIGEST:], "little") for message in messages]
+        texts = [torch.zeros(length, dtype=torch.uint8, device="cpu") for length in lengths]
+        self._transport.all_gather(texts, torch.frombuffer(bytearray(mine), dtype=torch.uint8), deadline)
+        return [bytes(text.numpy()).decode(errors="replace") for text in texts]
 
     def _raise(self, words: list[str]) -> None:
         common = max(set(words), key=lambda word: (words.count(word), -words.index(word)))

@@ -26,9 +26,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from holdfast.comms import _native, arithmetic
@@ -261,16 +260,11 @@ def make_nans_alike(tensor: Tensor) -> None:
 
 
 def _add_block(blocks: Sequence[Tensor], output: Tensor, scratch: Sequence[Tensor]) -> None:
-    total, term = scratch[:2]
-    total.copy_(blocks[0])
+    total = scratch[0].copy_(blocks[0])
     partials = [total]
     if _exact_in_double(blocks):
-        run = np if total.device.type == "cpu" else torch
-        into, added = _for(run, total), _for(run, term)
-        with arithmetic.ignore_overflow():
-            for block in blocks[1:]:
-                term.copy_(block)
-                run.add(into, added, out=into)
+        for block in blocks[1:]:
+            total += block
     else:
         _add_keeping(blocks[1:], partials, scratch[1:])
     finite = torch.isfinite(total)
@@ -289,35 +283,27 @@ def _exact_in_double(blocks: Sequence[Tensor]) -> bool:
     return blocks[0].dtype == torch.float16 and (len(blocks) - 1).bit_length() <= 13
 
 
-def _for(run: Any, tensor: Tensor) -> Any:
-    return tensor.numpy() if run is np else tensor
-
-
 def _add_keeping(blocks: Sequence[Tensor], partials: list[Tensor], scratch: Sequence[Tensor]) -> None:
     """Add `blocks` to `partials` exactly: each partial sum's rounding error is added to the next one.
 
     Appends partial sums as needed.
     """
-    run: Any = np if scratch[0].device.type == "cpu" else torch
-    held = [_for(run, each) for each in partials]
-    term, total, back, lost = (_for(run, each) for each in scratch)
-    with arithmetic.ignore_overflow():
-        for block in blocks:
-            scratch[0].copy_(block)
-            for place, partial in enumerate(held):
-                run.add(partial, term, out=total)
-                run.subtract(total, partial, out=back)
-                run.subtract(total, back, out=lost)
-                run.subtract(partial, lost, out=lost)
-                run.subtract(term, back, out=back)
-                run.add(lost, back, out=term)
-                partial[:] = total
-                if not bool(term.any()):
-                    break
-                if place == len(held) - 1:
-                    partials.append(scratch[0].clone())
-                    held.append(_for(run, partials[-1]))
-                    break
+    term, total, back, lost = scratch
+    for block in blocks:
+        term.copy_(block)
+        for place, partial in enumerate(partials):
+            torch.add(partial, term, out=total)
+            torch.sub(total, partial, out=back)
+            torch.sub(total, back, out=lost)
+            torch.sub(partial, lost, out=lost)
+            torch.sub(term, back, out=back)
+            torch.add(lost, back, out=term)
+            partial.copy_(total)
+            if not bool(term.any()):
+                break
+            if place == len(partials) - 1:
+                partials.append(term.clone())
+                break
 
 
 def _two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,10 +10,10 @@ import functools
 import importlib.metadata
 import re
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pluggy
 
@@ -34,6 +34,8 @@ from holdfast.comms.transport.base import Link
 
 if TYPE_CHECKING:
     from holdfast.comms.hooks import Hooks
+
+T = TypeVar("T", BackendInfo, DetectorInfo)
 
 GROUP = "holdfast"
 _NAME = re.compile(r"[a-z][a-z0-9_-]*")
@@ -68,8 +70,9 @@ class Registry:
         self.manager = pluggy.PluginManager("holdfast")
         self.manager.add_hookspecs(HoldfastSpec)
         self._backends: dict[str, BackendInfo] = {}
-        self._owners: dict[str, object] = {}
-        self._detectors: dict[str, tuple[DetectorInfo, object]] = {}
+        self._detectors: dict[str, DetectorInfo] = {}
+        self._offers: dict[int, tuple[dict[str, BackendInfo], dict[str, DetectorInfo]]] = {}
+        """What each plugin offers, by its id."""
         self._probed: dict[str, Available | Unavailable] = {}
         self._broken: dict[str, str] = {}
         self.observed = False
@@ -84,7 +87,7 @@ class Registry:
     @property
     def detectors(self) -> Mapping[str, DetectorInfo]:
         """Every failure detector that registered, by name."""
-        return MappingProxyType({name: info for name, (info, _) in self._detectors.items()})
+        return MappingProxyType(self._detectors)
 
     @property
     def broken(self) -> Mapping[str, str]:
@@ -106,40 +109,28 @@ class Registry:
         self.manager.register(plugin, name)
         try:
             self.manager.check_pending()
-            offered = list(self._offered(plugin))
-            for position, info in enumerate(offered):
-                _check(info)
-                taken = {*self._backends, *(earlier.name for earlier in offered[:position])}
-                if info.name in taken:
-                    raise InvalidPlugin(f"a backend named {info.name!r} is registered already")
-            detectors = list(getattr(plugin, "holdfast_detectors", list)())
-            for position, detector in enumerate(detectors):
-                _check_detector(detector)
-                if detector.name in {*self._detectors, *(earlier.name for earlier in detectors[:position])}:
-                    raise InvalidPlugin(f"a detector named {detector.name!r} is registered already")
+            backends = _checked("backend", getattr(plugin, "holdfast_backends", list)(), _check, self._backends)
+            detectors = _checked(
+                "detector", getattr(plugin, "holdfast_detectors", list)(), _check_detector, self._detectors
+            )
         except Exception:
             self.manager.unregister(plugin)
             raise
-        for info in offered:
-            self._backends[info.name] = info
-            self._owners[info.name] = plugin
-        self._detectors.update({detector.name: (detector, plugin) for detector in detectors})
+        self._offers[id(plugin)] = backends, detectors
+        self._backends.update(backends)
+        self._detectors.update(detectors)
         self._look_for_observers()
 
     def unregister(self, plugin: object) -> None:
         """Remove a plugin, its backends and its detectors."""
         self.manager.unregister(plugin)
-        for name in [name for name, owner in self._owners.items() if owner is plugin]:
-            del self._backends[name], self._owners[name]
+        backends, detectors = self._offers.pop(id(plugin))
+        for name in backends:
+            del self._backends[name]
             self._probed.pop(name, None)
-        for name in [name for name, (_, owner) in self._detectors.items() if owner is plugin]:
+        for name in detectors:
             del self._detectors[name]
         self._look_for_observers()
-
-    def _offered(self, plugin: object) -> Iterator[BackendInfo]:
-        hook = getattr(plugin, "holdfast_backends", None)
-        if hook is not None:
-            yield from hook()
 
     def _look_for_observers(self) -> None:
         hooks = self.manager.hook
@@ -185,6 +176,17 @@ class Registry:
                 status = Unavailable(f"its probe failed: {type(error).__name__}: {error}")
             self._probed[info.name] = status
         return status
+
+
+def _checked(kind: str, offered: Iterable[T], check: Callable[[T], None], known: Mapping[str, object]) -> dict[str, T]:
+    """What a plugin offers, by name. Raises `InvalidPlugin` for a malformed offer, and for a name that is taken."""
+    found: dict[str, T] = {}
+    for info in offered:
+        check(info)
+        if info.name in known or info.name in found:
+            raise InvalidPlugin(f"a {kind} named {info.name!r} is registered already")
+        found[info.name] = info
+    return found
 
 
 def _check(info: Any) -> None:

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from holdfast.comms.errors import HoldfastError
 from holdfast.comms.rendezvous import tcp
 from holdfast.comms.rendezvous.meeting_store import StoreSilent
-from holdfast.comms.system import forks
 from holdfast.comms.system.files import path_of
 from holdfast.comms.system.signal_safety import shared_lock
 
@@ -57,12 +56,6 @@ class SharedByRuns(dist.PrefixStore):
 _lock = shared_lock()
 _numbers: weakref.WeakKeyDictionary[dist.Store, int] = weakref.WeakKeyDictionary()
 _next_number = itertools.count()
-
-
-@forks.run_in_children
-def _begin_child() -> None:
-    global _lock
-    _lock = shared_lock()
 
 
 def meet(rendezvous: str | dist.Store, rank: int | None, size: int | None, timeout: float) -> MeetingPlace:

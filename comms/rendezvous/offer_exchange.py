@@ -49,8 +49,8 @@ _FORGED_SECONDS, _PAUSE = 2.0, 0.02
 _REMEMBERED = 256
 """Keys of `meeting_counters`."""
 
-connected_nonces: set[str] = set()
-"""The nonces of the offers with which this process is connected or connecting."""
+connected_ranks: dict[tuple[str, str, int], str] = {}
+"""The ranks that this process is, by rendezvous, name and number, each with the nonce of its offer."""
 
 
 _REASON_CHARACTERS = 500
@@ -242,7 +242,7 @@ class OfferExchange:
                     raise
                 expected = found
             else:
-                if holder.peer == this_process() and holder.nonce not in connected_nonces:
+                if holder.peer == this_process() and holder.nonce not in connected_ranks.values():
                     raise _MeetingOver  # this process was here before, through another store object
                 raise Mismatch(self._taken_by(holder))
         raise CorruptData(f"other programs write to {key!r} at {self.place.where}; pass another rendezvous")

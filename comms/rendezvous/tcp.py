@@ -36,8 +36,6 @@ _served: weakref.WeakValueDictionary[tuple[str, int], dist.TCPStore] = weakref.W
 @forks.run_in_children
 def _begin_child() -> None:
     """Forget the parent's served stores: their threads do not exist in a forked child."""
-    global _lock
-    _lock = shared_lock()
     for store in _served.values():
         forks.never_destroy(store)
     _served.clear()

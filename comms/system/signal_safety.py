@@ -13,15 +13,26 @@ import weakref
 from collections.abc import Callable, Iterator
 
 from holdfast.comms.errors import again
+from holdfast.comms.system import forks
 
 _shared: weakref.WeakSet[threading.RLock] = weakref.WeakSet()
 
 
 def shared_lock() -> threading.RLock:
-    """A lock of several communicators, held for a few steps. Those steps may be interrupted by themselves."""
+    """A lock of several communicators, held for a few steps. Those steps may be interrupted by themselves.
+
+    In a forked child it is free: the threads that may have held it do not exist there.
+    """
     lock = threading.RLock()
     _shared.add(lock)
     return lock
+
+
+@forks.run_in_children
+def _free_shared_locks() -> None:
+    for lock in list(_shared):
+        if not lock._is_owned():  # type: ignore[attr-defined]  # else by the thread that has forked, which releases it
+            lock._at_fork_reinit()  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
