@@ -171,13 +171,6 @@ class Communicator:
         """The processes behind the ranks, in rank order."""
         return self._context.peers
 
-    def check_operand(self, tensor: Tensor, what: str) -> None:
-        """Raise ValueError, TypeError or `Unsupported`, naming it as `what`, for a tensor that no op accepts.
-
-        It must have memory of its own on this communicator's device.
-        """
-        self._check.operand(tensor, what)
-
     def check_movable(self, tensor: Tensor) -> None:
         """Raise the error of `send` and `recv` for a tensor that they do not accept."""
         self._check.movable(tensor)

@@ -114,7 +114,7 @@ def _check_contributions(
     wanted: str,
 ) -> None:
     """Raise ValueError and `Unsupported` unless all contributions fit, and `output` can be summed exactly."""
-    comm.check_operand(output, "output")
+    comm._check.operand(output, "output")
     if not summable(output.dtype):
         raise Unsupported(f"a reproducible sum of {output.dtype}", "use float16, bfloat16, float32 or float64")
     for each in contributions:

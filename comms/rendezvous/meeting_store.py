@@ -45,7 +45,8 @@ class MeetingStore(dist.Store):
 
     torch's stores wait for an answer without a limit. Here a call raises `StoreSilent` at `deadline`, or after
     `timeout` seconds if that is earlier or `deadline` is None. Values are sealed if there is a `seal`. A waiting call
-    runs `check_abort`, which may raise. If the store goes away, `serving_rank` is reported as failed.
+    runs `check_abort`, which may raise. If the store goes away, `serving_rank` is reported as failed. Keys are neither
+    deleted nor counted: no backend needs it.
     """
 
     def __init__(
@@ -130,12 +131,6 @@ class MeetingStore(dist.Store):
             self._call(lambda: self._store.compare_set(self._name(key), expected, desired))  # type: ignore[arg-type]
         )
 
-    def delete_key(self, key: str) -> bool:
-        return bool(self._call(lambda: self._store.delete_key(self._name(key))))
-
-    def num_keys(self) -> int:
-        return int(self._call(self._store.num_keys))
-
     def has_extended_api(self) -> bool:
         return False
 
@@ -148,9 +143,6 @@ class MeetingStore(dist.Store):
             seal=self._seal,
             serving_rank=next(iter(self._suspects), None),
         )
-
-    deleteKey = delete_key  # noqa: N815  (torch's C++ side calls these two under their C++ names)
-    getNumKeys = num_keys  # noqa: N815
 
     # -- sealing, deadlines
 

@@ -157,13 +157,8 @@ class OfferExchange:
         self._newest: dict[int, Offer] = {}
         """By rank, its newest offer, of this meeting or of one that is over."""
         self._has_joined = False
-        self._deadline, self._timeout, self._key, self._check_abort, self._renew = (
-            deadline,
-            timeout,
-            key,
-            check_abort,
-            renew,
-        )
+        self._deadline, self._timeout, self._key = deadline, timeout, key
+        self._check_abort, self._renew = check_abort, renew
 
     @contextlib.contextmanager
     def meeting(self, offer: Offer, decide: Callable[[Sequence[Offer]], T]) -> Iterator[Meeting[T]]:

@@ -123,42 +123,36 @@ def dial(
         if waited >= patience:
             raise StoreSilent(f"{host}:{port}", waited, missing)
 
-    before = _sockets_to(port)
-    new: dict[int, socket.socket] = {}
-    try:
+    with contextlib.ExitStack() as copies:
+        before = _sockets_to(port, copies)
         try:
             store = run_interruptible(connect, check, every=0.02, delays_exit=False)
         except dist.DistError as error:
             raise StoreSilent(f"{host}:{port}", time.monotonic() - began, missing) from error
         except BaseException:
-            new = {inode: each for inode, each in _sockets_to(port).items() if inode not in before}
-            for each in new.values():
-                with contextlib.suppress(OSError):
-                    each.shutdown(socket.SHUT_RDWR)  # ends the abandoned call
+            for inode, each in _sockets_to(port, copies).items():
+                if inode not in before:
+                    with contextlib.suppress(OSError):
+                        each.shutdown(socket.SHUT_RDWR)  # ends the abandoned call
             ended.wait(_END_SECONDS)
             raise
         if answer_seconds is not None:
-            new = {inode: each for inode, each in _sockets_to(port).items() if inode not in before}
             limit = struct.pack("ll", int(answer_seconds), 0)
-            for each in new.values():
-                each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-                each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+            for inode, each in _sockets_to(port, copies).items():
+                if inode not in before:
+                    each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+                    each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         return store
-    finally:
-        for each in (*before.values(), *new.values()):
-            each.close()
 
 
-def _sockets_to(port: int) -> dict[int, socket.socket]:
-    """Duplicate this process's sockets that are connected to any host's `port`, by inode. The caller closes them."""
+def _sockets_to(port: int, copies: contextlib.ExitStack) -> dict[int, socket.socket]:
+    """Duplicate this process's sockets that are connected to any host's `port`, by inode, until `copies` ends."""
     found: dict[int, socket.socket] = {}
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
             if not str(entry.readlink()).startswith("socket:"):
                 continue
-            each = socket.socket(fileno=os.dup(int(entry.name)))
+            each = copies.enter_context(socket.socket(fileno=os.dup(int(entry.name))))
             if each.family in (socket.AF_INET, socket.AF_INET6) and each.getpeername()[1] == port:
                 found[os.fstat(each.fileno()).st_ino] = each
-            else:
-                each.close()
     return found

@@ -110,9 +110,7 @@ def ring_all_reduce(begin: Begin, op: ReduceOp, tensor: Tensor, deadline: float)
         incoming = arriving[: taken.numel()]
         exchange.swap(given, right, incoming, left)
         combine(taken, incoming, op)
-    for step in range(size - 1):
-        given, taken = parts[(rank + 1 - step) % size], parts[(rank - step) % size]
-        exchange.swap(given, right, taken, left)
+    ring_all_gather(exchange, [*parts[1:], parts[0]])
 
 
 def ring_all_gather(exchange: Exchange, flats: Sequence[Tensor]) -> None:

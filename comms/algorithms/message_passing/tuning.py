@@ -13,13 +13,11 @@ import os
 import platform
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
 from holdfast.comms.errors import CorruptData
-
-VERSION = 1
 
 log = logging.getLogger("holdfast.comms")
 
@@ -41,7 +39,7 @@ class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Tuning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All links measured on one machine, by name."""
 
-    version: int = VERSION
+    version: Literal[1] = 1
     links: Mapping[str, Measured] = {}
 
 
@@ -56,21 +54,15 @@ def load() -> Tuning:
     """What was measured here; nothing, if there is no file that can be read. `CorruptData` if it makes no sense."""
     try:
         file = path()
-        data = file.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
+        return msgspec.json.decode(file.read_bytes(), type=Tuning)
+    except (FileNotFoundError, NotADirectoryError, PermissionError, RuntimeError) as error:  # no home: RuntimeError
+        log.info("link constants: defaults, for there is no file of measured ones: %s", error)
         return Tuning()
-    except (PermissionError, RuntimeError) as error:  # RuntimeError: this user has no home
-        log.info("link constants: defaults, for the file of measured ones cannot be read: %s", error)
-        return Tuning()
-    except OSError as error:
-        raise _broken(file, error) from error
-    try:
-        found = msgspec.json.decode(data, type=Tuning)
-    except msgspec.MsgspecError as error:
-        raise _broken(file, error) from error
-    if found.version != VERSION:
-        raise _broken(file, f"it has version {found.version}, this holdfast reads {VERSION}")
-    return found
+    except (OSError, msgspec.MsgspecError) as error:
+        raise CorruptData(
+            f"the measured constants in {file} cannot be used: {error}; run `holdfast tune --forget` to go back to the "
+            "defaults, or `holdfast tune --forget && holdfast tune` to measure again"
+        ) from error
 
 
 def save(tuning: Tuning) -> None:
@@ -88,10 +80,3 @@ def forget() -> bool:
     found = file.exists()
     file.unlink(missing_ok=True)
     return found
-
-
-def _broken(file: Path, why: object) -> CorruptData:
-    return CorruptData(
-        f"the measured constants in {file} cannot be used: {why}; run `holdfast tune --forget` to go back to the "
-        "defaults, or `holdfast tune --forget && holdfast tune` to measure again"
-    )
