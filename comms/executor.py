@@ -495,7 +495,7 @@ class Agreement:
         encoded = words.encode()
         digest = hashlib.blake2b(encoded, digest_size=_DIGEST).digest()
         messages = gather_bytes(self._transport, digest + len(encoded).to_bytes(_LENGTH, "little"), deadline)
-        if len({each[:_DIGEST] for each in messages}) > 1:
+        if len(set(messages)) > 1:
             descriptions = self._descriptions(messages, encoded, deadline)
             # The first rank to raise aborts. Over MPI, that ends the exchange of ranks that are still in it.
             with contextlib.suppress(HoldfastError):

@@ -49,7 +49,7 @@ class Received:
 
     def split(self) -> tuple[Tensor, ...]:
         """The rows of each local expert."""
-        return _split(self.tokens, self.counts.tolist())
+        return torch.split(self.tokens, self.counts.tolist())
 
 
 @dataclass(slots=True)
@@ -142,10 +142,11 @@ class Switch:
         self._choose_owners()
 
     def _check_alike(self, comm: Communicator, silence: str) -> None:
-        mine = [self._placement, self.top_k, self.hidden, self.max_tokens, str(self.dtype), self.renormalise, silence]
+        experts = [list(ranks) for ranks in self._placement]
+        mine = [experts, self.top_k, self.hidden, self.max_tokens, str(self.dtype), self.renormalise, silence]
         for rank, theirs in enumerate(comm.all_gather_object(mine, timeout=self.timeout)):
-            if theirs != _as_received(mine):
-                raise Mismatch(f"rank {rank} makes a switch of {theirs}, rank {comm.rank} one of {_as_received(mine)}")
+            if theirs != mine:
+                raise Mismatch(f"rank {rank} makes a switch of {theirs}, rank {comm.rank} one of {mine}")
 
     # -- the ranks
 
@@ -423,7 +424,7 @@ class Switch:
         for rank, counts in routing.came.items():
             if rank not in blocks:  # gone since: its rows have no gradient
                 blocks[rank] = torch.zeros(sum(counts), self.hidden, dtype=self.dtype, device="cpu")
-        pieces = {rank: _split(blocks[rank], counts) for rank, counts in routing.came.items()}
+        pieces = {rank: torch.split(blocks[rank], counts) for rank, counts in routing.came.items()}
         in_order = [pieces[rank][i] for i in range(len(self.local_experts)) for rank in routing.came]
         return torch.cat(in_order) if in_order else torch.zeros(0, self.hidden, dtype=self.dtype, device="cpu")
 
@@ -442,7 +443,7 @@ class Switch:
         self._check_usable()
         self._begin()
         sizes = [counts[i] for i in range(len(self.local_experts)) for counts in routing.came.values()]
-        blocks = _split(outputs, sizes)
+        blocks = torch.split(outputs, sizes)
         ranks = list(routing.came)
         parts = {rank: blocks[i :: len(ranks)] for i, rank in enumerate(ranks) if rank not in self._unreadable}
         for rank in self._others():
@@ -505,7 +506,7 @@ class Switch:
             frame = self._receive(rank, kind)
             if kind != REPORT:
                 read.add(rank)
-            agreement.hear(None if frame is None else self._named(frame))
+            agreement.hear(None if frame is None else frame[3 : 3 + self.size].nonzero().view(-1).tolist())
         masked = agreement.decision
         assert masked is not None
         self._tell(others, DECISION, masked)
@@ -531,11 +532,6 @@ class Switch:
         for rank in ranks:
             frame = self._frame(rank, kind, [0, *(other in named for other in range(self.size))], 0)
             self._send(rank, kind, frame)
-
-    def _named(self, frame: Tensor) -> list[int]:
-        """The ranks that a frame names."""
-        _, _, _, *flags = frame[: 3 + self.size].tolist()
-        return [rank for rank, flag in enumerate(flags) if flag]
 
 
 class _Out(torch.autograd.Function):
@@ -564,16 +560,6 @@ class _Back(torch.autograd.Function):
     def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         rows = ctx.switch.out(ctx.routing, gradients.contiguous(), 1)
         return rows, rows.new_zeros(ctx.linked), None, None
-
-
-def _split(tensor: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
-    """`tensor` in parts of so many rows."""
-    return torch.split(tensor, list(sizes)) if sizes else ()
-
-
-def _as_received(value: list[Any]) -> list[Any]:
-    """`value` as it arrives elsewhere: sequences are lists."""
-    return [[list(ranks) for ranks in item] if isinstance(item, tuple) else item for item in value]
 
 
 def _placement(experts: int | Sequence[int | Sequence[int]], size: int) -> tuple[tuple[int, ...], ...]:
