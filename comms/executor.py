@@ -506,7 +506,7 @@ class Agreement:
         """Every rank's description. All ranks have seen the same messages, so all call this."""
         lengths = [int.from_bytes(message[_DIGEST:], "little") for message in messages]
         texts = [torch.zeros(length, dtype=torch.uint8, device="cpu") for length in lengths]
-        self._transport.all_gather(texts, torch.frombuffer(bytearray(mine), dtype=torch.uint8), deadline)
+        self._transport.all_gather(texts, torch.tensor([*mine], dtype=torch.uint8, device="cpu"), deadline)
         return [bytes(text.numpy()).decode(errors="replace") for text in texts]
 
     def _raise(self, words: list[str]) -> None:
