@@ -439,12 +439,6 @@ def test_a_silent_rank_ends_the_switch_on_all_ranks(threads: LocalCluster) -> No
     assert messages[1].startswith("Revoked")
 
 
-def test_a_silent_rank_is_masked_if_asked_and_learns_it(threads: LocalCluster) -> None:
-    results = threads.run(silent_step, threading.Barrier(SIZE), "mask")
-    assert results[0] == results[2] == (True, False, True)
-    assert str(results[1]).startswith("StaleEpoch: rank 1 is masked")
-
-
 @pytest.mark.parametrize("backend", ["shm", pytest.param("ucx", marks=pytest.mark.thorough)])
 def test_a_stopped_process_is_masked_if_asked(backend: str) -> None:
     def body(comm: Communicator) -> str | tuple[bool, ...]:
@@ -601,21 +595,6 @@ def test_the_living_agree() -> None:
 
 def test_the_model_finds_the_fault_of_a_protocol_of_one_round() -> None:
     assert any(faults(Step(Random(seed), 4, 3, HasteAgreement)) for seed in range(3000))
-
-
-def test_without_a_death_a_rank_decides_once_it_has_heard_all_reports() -> None:
-    agreement = MaskAgreement(1, range(3), ())
-    agreement.hear(())
-    assert agreement.decision is None
-    agreement.hear(())
-    assert agreement.decision == frozenset()
-
-
-def test_a_rank_that_its_peers_refuse_learns_so() -> None:
-    agreement = MaskAgreement(0, range(3), ())
-    agreement.hear({0})
-    agreement.hear({0})
-    assert agreement.decision == {0}
 
 
 def test_the_example_trains_through_a_kill_and_loses_no_step() -> None:

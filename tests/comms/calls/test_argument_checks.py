@@ -18,14 +18,12 @@ from holdfast.comms.arithmetic import EIGHT_BIT_FLOATS
 from holdfast.comms.collectives import ArgumentChecks, plan_usual
 from holdfast.comms.errors import Unsupported
 from holdfast.comms.ops import TAGS, ReduceOp
-from holdfast.comms.plugins.hints import Hint
 from holdfast.comms.plugins.spec import API_VERSION, Available, BackendInfo, Capabilities
 from holdfast.comms.tensors.overlap import check_outputs
 from holdfast.harness import LocalCluster
 
 NAMES = frozenset({"float32", "float16", "int64", "bool"})
 CPU = torch.device("cpu")
-HINTS = (Hint("chunks", int, "of an op", per_op=True), Hint("whole", int, "of a communicator"))
 
 
 def checks_of(rank: int = 1, size: int = 3, **capabilities: Any) -> ArgumentChecks:
@@ -46,14 +44,6 @@ def test_a_tensor_is_used_itself_if_its_memory_is_what_would_be_sent() -> None:
     assert checks.needs_no_copy(plain) and not checks.needs_no_copy(strided)
     for tensor in (plain, strided):
         checks.movable(tensor)  # a copy of it can be sent
-
-
-def test_outputs_share_no_memory() -> None:
-    both = torch.ones(4)
-    with pytest.raises(ValueError, match=r"out\[0\].*out\[1\]"):
-        checks.outputs([both[:3], both[2:]], "out")
-    with pytest.raises(ValueError, match="mine"):
-        checks.output(torch.ones(1).expand(4), "mine")
 
 
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX])
@@ -92,51 +82,12 @@ def test_only_what_needs_no_copy_has_a_plan_for_the_short_path(tensor: torch.Ten
     assert (plan_usual(transport, checks, 30.0, name, tensor, 0, op, False) is not None) == planned
 
 
-def test_the_average_of_what_is_widened_is_taken_before_the_sum() -> None:
-    half, single = torch.ones(4, dtype=torch.float16), torch.ones(4)
-    for tensor in (half, single):
-        for op in (ReduceOp.AVG, ReduceOp.SUM):
-            checks.reducible(tensor, op)
-    scaled = checks.carrier_op(ReduceOp.AVG, torch.float16)
-    assert (scaled.name, scaled.factor) == ("premul_sum", pytest.approx(1 / 3))
-    assert checks.carrier_op(ReduceOp.SUM, torch.float16) is ReduceOp.SUM
-    assert checks.carrier_op(ReduceOp.AVG, torch.float32) is ReduceOp.AVG
-
-
-def test_a_factor_that_is_a_tensor_is_applied_before_the_sum() -> None:
-    op, tensor = ReduceOp.premul_sum(torch.tensor([3.0])), torch.full((2,), 2.0)
-    assert checks.reducible(tensor, op) == tensor.dtype
-    assert torch.equal(checks.carrier(tensor, op), torch.full((2,), 6.0)) and tensor[0] == 2.0
-    assert checks.carrier_op(op, tensor.dtype) is ReduceOp.SUM
-    number = ReduceOp.premul_sum(3.0)
-    assert checks.reducible(tensor, number) == tensor.dtype and checks.carrier(tensor, number) is tensor
-    assert checks.carrier_op(number, tensor.dtype) is number
-
-
 @pytest.mark.parametrize("dtype", EIGHT_BIT_FLOATS, ids=str)
 def test_floats_of_eight_bits_are_reduced_as_float32(dtype: torch.dtype) -> None:
     tensor = torch.ones(4).to(dtype)
     assert checks.reducible(tensor, ReduceOp.MAX) == checks.carrier(tensor, ReduceOp.MAX).dtype == torch.float32
     with pytest.raises(Unsupported, match=r"reducing float8.*over 'stub'"):
         checks_of(reduces={"cpu": frozenset({"float16"})}).reducible(tensor, ReduceOp.MAX)
-
-
-def test_an_op_takes_the_hints_that_its_backend_announces_for_ops() -> None:
-    info = BackendInfo("stub", API_VERSION, "for checks", Capabilities({}, {}), lambda: Available(), None, hints=HINTS)
-    hinted = ArgumentChecks(0, 2, CPU, info)
-    assert hinted.hints({"chunks": "4"}) == {"chunks": 4}
-    assert hinted.hints({}) is None and hinted.hints(None) is None
-    with pytest.raises(ValueError, match="whole"):
-        hinted.hints({"whole": 4})
-    with pytest.raises(ValueError, match="chunks"):
-        checks.hints({"chunks": 4})
-
-
-def test_ranks_and_tags_are_numbers_of_any_integer_type() -> None:
-    assert [checks.rank(kind(2), "root") for kind in (int, np.int64, torch.tensor)] == [2, 2, 2]
-    assert checks.rank(0, "root") == 0
-    tensor = torch.ones(1)
-    assert checks.message(tensor, 0, "dst", 0) == (0, 0) and checks.message(tensor, 2, "dst", TAGS - 1) == (2, TAGS - 1)
 
 
 def test_rows_are_divided_evenly_or_as_asked() -> None:
@@ -148,16 +99,6 @@ def test_rows_are_divided_evenly_or_as_asked() -> None:
     checks.own_part(torch.ones(4), [1, 2, 1], torch.ones(8), [3, 2, 3])
     checks.own_part(torch.ones(0), [0, 0, 0], torch.ones(0), [0, 0, 0])
     checks.own_part(torch.ones(3, 2), [1, 1, 1], torch.ones(4), [1, 2, 1])  # as many elements, in rows of another size
-
-
-def test_one_tensor_for_each_rank_belongs_to_the_root() -> None:
-    parts, part = [torch.ones(2) for _ in range(3)], torch.ones(2)
-    checks.of_root(parts, "scatter_list", 1, part)
-    checks.of_root(None, "scatter_list", 0, part)
-    checks.of_root([], "scatter_list", 0, part)
-    checks.one_for_each(parts, "tensors", torch.float32)
-    checks.same_dtype(part, parts[0])
-    checks.whole(torch.ones(6), part, "output", "the input")
 
 
 class Odd:

@@ -98,19 +98,6 @@ def test_it_runs_on_the_tensor_as_it_is_then(comm: Communicator) -> None:
     comm.barrier()
 
 
-def numbers_are_those_of_plain_calls(comm: Communicator) -> list[int]:
-    handle, before = comm.prepare("barrier"), comm.progress[0]
-    seen = []
-    for start in (handle, comm.barrier, lambda: handle.start(timeout=30.0)):
-        start()
-        seen.append(comm.progress[0] - before)
-    return seen
-
-
-def test_each_start_has_a_number_as_an_op_has(ranks: LocalCluster) -> None:
-    assert ranks.run(numbers_are_those_of_plain_calls) == [[1, 2, 3]] * RANKS
-
-
 @on_each_rank
 def test_a_handle_of_a_communicator_that_is_over_raises_as_its_ops_do(comm: Communicator) -> None:
     for end in (Communicator.close, Communicator.abort):

@@ -42,16 +42,6 @@ def test_meet_in_a_file_and_use_the_name_again_after_close(tmp_path: Path, backe
         assert in_threads(2, lambda r: total(comms.connect(backend, rank=r, size=2, rendezvous=place))) == [3.0, 3.0]
 
 
-def test_meet_at_a_port_and_in_a_store(port: int) -> None:
-    connect = comms.connect
-    assert in_threads(2, lambda r: total(connect("inproc", rank=r, size=2, rendezvous=f"tcp://127.0.0.1:{port}"))) == [
-        3,
-        3,
-    ]
-    store = dist.HashStore()
-    assert in_threads(3, lambda r: total(connect("inproc", rank=r, size=3, rendezvous=store))) == [6, 6, 6]
-
-
 def test_meet_by_the_environment(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
@@ -348,14 +338,6 @@ def test_all_ranks_name_the_rank_without_the_backend_and_can_connect_later(
             assert isinstance(error, comms.BackendUnavailable), error
             assert f"rank {lacking}: not installed here" in str(error)
     assert in_named_threads(2, body) == [3.0, 3.0]
-
-
-def test_all_ranks_report_a_backend_that_is_unknown_on_one_rank(tmp_path: Path) -> None:
-    def body(rank: int) -> Any:
-        name = "shm,pigeon" if rank else "shm,gloo"
-        return comms.connect(name, rank=rank, size=2, rendezvous=f"file://{tmp_path}/meeting", timeout=10.0)
-
-    assert all(isinstance(error, comms.Mismatch) for error in in_threads(2, body))
 
 
 def test_ranks_that_gave_up_at_different_times_meet_again(tmp_path: Path) -> None:

@@ -7,8 +7,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,7 @@ from holdfast.comms.plugins.spec import AbortEvent
 from holdfast.comms.rendezvous.handles import epoch_of, parse_members
 from holdfast.harness import LocalCluster
 from support.meeting import in_threads
-from support.waiting import PATIENCE, next_line
+from support.waiting import PATIENCE
 
 
 def total(comm: Communicator) -> float:
@@ -83,32 +81,6 @@ def test_three_ranks_become_two_by_a_death_and_three_by_a_new_process(backend: s
         [(2, 3, 6.0), (2, 3.0), (2, 3, 3, 6.0)],
         [(0, 3, 3, 6.0)],
     ], [outcome.error for outcome in outcomes]
-
-
-def test_a_new_process_joins_by_its_handle_alone(tmp_path: Path) -> None:
-    """The processes share no store, rendezvous or parent's communicator: each gets the handles as texts."""
-    program = (
-        "import sys; from holdfast import comms; import torch\n"
-        "comm = comms.unconnected('shm', timeout=60)\n"
-        "print(comm.handle(), flush=True)\n"
-        "comm.reconfigure(5, [sys.stdin.readline().strip(), comm.handle()])\n"
-        "comm.all_reduce(torch.ones(1)); comm.close()\n"
-    )
-    joiner = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        assert joiner.stdin is not None and joiner.stdout is not None
-        with comms.connect("shm", rank=0, size=1, rendezvous=f"file://{tmp_path}/meeting", timeout=PATIENCE) as comm:
-            theirs = next_line(joiner.stdout).strip()
-            joiner.stdin.write(comm.handle() + "\n")
-            joiner.stdin.flush()
-            comm.reconfigure(5, [comm.handle(), theirs])
-            ones = torch.ones(1)
-            comm.all_reduce(ones)
-            assert (comm.size, comm.name, ones.item()) == (2, "default/5", 2.0)
-        assert joiner.wait(PATIENCE) == 0
-    finally:
-        joiner.kill()
-        joiner.communicate(timeout=PATIENCE)
 
 
 def mapped_by_peers() -> int:

@@ -194,18 +194,6 @@ def test_a_mesh_connects_and_closes_its_own_communicator(tmp_path_factory: pytes
         grid.whole.barrier()
 
 
-def test_a_mesh_ends_with_the_whole() -> None:
-    def body(comm: Communicator) -> None:
-        grid = comms.mesh((1, 2), ("dp", "tp"), comm)
-        comm.abort("enough")
-        with pytest.raises(Revoked):
-            grid["tp"].barrier()
-        grid.close()
-
-    with LocalCluster(2, "inproc") as cluster:
-        cluster.run(body)
-
-
 @pytest.mark.parametrize(
     ("shape", "names", "error"),
     [

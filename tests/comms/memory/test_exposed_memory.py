@@ -14,7 +14,6 @@ from torch import nn
 from holdfast.comms import Communicator, RegionGone, memory
 from holdfast.comms.errors import Mismatch
 from holdfast.comms.tensors.memory import ExposedMemory
-from holdfast.comms.tensors.overlap import groups_sharing_memory, overlaps_itself, span
 from holdfast.ft.state import transfer
 from holdfast.harness import LocalCluster
 from holdfast.harness.conformance.helpers import on_each_rank
@@ -216,52 +215,6 @@ def test_views_of_one_base_all_get_their_bytes_or_nothing_changes(
         assert bool((memory == 7).all())
     else:
         assert [name for name in state if bits(into[name]) != bits(state[name])] == []
-
-
-@given(st.lists(views(), min_size=1, max_size=4))
-def test_tensors_outside_all_groups_have_no_byte_in_common(kinds: list[Tensor]) -> None:
-    memory = torch.zeros(MEMORY, dtype=torch.uint8)
-    into = {str(number): over(memory, kind) for number, kind in enumerate(kinds)}
-    together = {name for group in groups_sharing_memory(into) for name in group}
-    alone = [each for name, each in into.items() if name not in together and each.numel()]
-    for each in alone:
-        first, last = span(each)
-        assert memory.data_ptr() <= first < last <= memory.data_ptr() + memory.nbytes
-        assert not overlaps_itself(each)
-    taken = [place for each in alone for place in places(each)]
-    assert len(taken) == len(set(taken))
-
-
-def places(tensor: Tensor) -> list[int]:
-    """The address of every byte of a tensor."""
-    addresses = [tensor.data_ptr()]
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        addresses = [at + step * stride * tensor.itemsize for at in addresses for step in range(size)]
-    return [at + byte for at in addresses for byte in range(tensor.itemsize)]
-
-
-@pytest.mark.parametrize("size", [10, 300_000], ids=["small", "large"])
-def test_tied_weights_are_filled_if_the_version_has_equal_bytes_for_them(store: WeightStore, size: int) -> None:
-    tied = torch.zeros(size)
-    into = {"embedding": tied, "head": tied, "other": torch.zeros(3)}
-    alike, apart = next(version), next(version)
-    store.publish(alike, {"embedding": torch.ones(size), "head": torch.ones(size), "other": torch.ones(3)})
-    store.publish(apart, {"embedding": torch.ones(size), "head": torch.full((size,), 2.0), "other": torch.ones(3)})
-    with pytest.raises(Mismatch, match=r"'embedding' and 'head' of `into` share memory.*clone one of them"):
-        store.get(apart, into)
-    assert all(float(each.sum()) == 0 for each in into.values())
-    store.get(alike, into)
-    assert all(bool((each == 1).all()) for each in into.values())
-
-
-def test_views_that_interleave_without_a_common_byte_are_filled(store: WeightStore) -> None:
-    state = {"left": torch.randn(500, 300), "right": torch.randn(500, 400), "conjugate": torch.randn(5, 2).cfloat()}
-    base, pairs = torch.zeros(500, 700), torch.zeros(5, 2, dtype=torch.complex64)
-    number = next(version)
-    store.publish(number, state)
-    store.get(number, {"left": base[:, :300], "right": base[:, 300:], "conjugate": pairs.conj()})
-    assert torch.equal(base, torch.cat([state["left"], state["right"]], 1))
-    assert torch.equal(pairs.conj(), state["conjugate"])
 
 
 def test_a_real_part_and_its_whole_agree_or_are_refused(store: WeightStore) -> None:

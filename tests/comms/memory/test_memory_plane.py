@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from holdfast import comms
-from holdfast.backends.common import host_plane, process_memory, shareable_memory
+from holdfast.backends.common import host_plane, shareable_memory
 from holdfast.backends.common.host_plane import HostPlane
 from holdfast.backends.common.region_table import TableAddress
 from holdfast.backends.inproc.transport import InprocPlane
@@ -108,19 +108,6 @@ def test_tensors_that_are_not_plain_memory_are_refused(plane: MemoryPlane) -> No
         plane.expose(torch.zeros(4, dtype=torch.complex64).conj())
     with pytest.raises(Unsupported):
         plane.expose(torch.zeros(4).to_sparse())
-
-
-def test_a_region_keeps_its_tensor_alive(plane: MemoryPlane) -> None:
-    region = plane.expose(torch.full((1 << 20,), 3.0))
-    gc.collect()
-    into = torch.zeros(1 << 20)
-    plane.read(region.handle, into).wait()
-    assert bool((into == 3.0).all())
-
-
-def test_a_copy_ends_at_its_timeout(plane: MemoryPlane) -> None:
-    with plane.expose(torch.zeros(8)) as region, pytest.raises(OpTimeout, match="memory read"):
-        plane.read(region.handle, torch.zeros(8), timeout=-1.0).wait()
 
 
 def test_a_malformed_handle_is_corrupt_data(plane: MemoryPlane) -> None:
@@ -439,18 +426,6 @@ def test_thousands_of_regions_reuse_their_slots() -> None:
         again = plane.expose(tensor)
         assert again.slot in slots
         plane.read(again.handle, into).wait()
-
-
-def test_a_forbidden_read_says_what_to_do(monkeypatch: pytest.MonkeyPatch, start: Callable[..., Child]) -> None:
-    assert isinstance(process_memory.probe(), Available)
-    handle = start(_owner).hear()
-
-    def forbidden(pid: int, *pieces: int) -> int:
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(host_plane, "read_process", forbidden)
-    with HostPlane() as plane, pytest.raises(BackendUnavailable, match="ptrace_scope"):
-        plane.read(handle, torch.zeros(8)).wait()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to drop its own capabilities")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import signal
@@ -16,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.comms import Communicator, OpTimeout, PeerFailed, RegionGone, Revoked, Unsupported
+from holdfast.comms import Communicator, OpTimeout, RegionGone, Unsupported
 from holdfast.comms._native import ActiveCalls, WindowBounds, Words
 from holdfast.comms.onesided.mapped import MappedWindow, WindowLock
 from holdfast.comms.onesided.window import Window, WindowInfo
@@ -46,34 +45,6 @@ def windowed(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(params=["shm", "ucx", "mpi", "gloo"])
 def windowed_processes(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-def test_a_window_outlives_the_death_of_another_rank(windowed_processes: str) -> None:
-    """The two that are left go on; an abort ends them."""
-
-    def body(comm: Communicator) -> None:
-        window = comm.window(torch.zeros(4))
-        comm.barrier()
-        if comm.rank == 2:
-            for other in (0, 1):
-                window.wait_signal(other)
-            os.kill(os.getpid(), signal.SIGKILL)
-        with contextlib.suppress(RegionGone):  # rank 2 may die before it answers
-            window.signal(2)
-        peer = 1 - comm.rank
-        with pytest.raises(RegionGone, match="rank 2"):
-            window.wait_signal(2, timeout=10.0)
-        for turn in range(20):
-            window.put(torch.full((4,), float(turn)), peer)
-            window.signal(peer)
-            window.wait_signal(peer, timeout=10.0)
-        if comm.rank == 0:
-            comm.abort("enough")
-        with pytest.raises((Revoked, RegionGone, PeerFailed)):  # the end may name the dead rank
-            window.wait_signal(peer, timeout=10.0)
-
-    with LocalCluster(3, windowed_processes) as cluster:
-        assert [outcome.error for outcome in cluster.outcomes(body)[:2]] == [None, None]
 
 
 def test_signals_of_several_threads_all_count() -> None:
@@ -337,21 +308,3 @@ def test_what_was_put_arrives_before_the_ranks_meet_to_withdraw_their_tensors() 
     window.deregister()
     assert happened == [0, 1, 2, "all meet"]
     window.close()
-
-
-def test_no_backend_waits_for_signals_in_its_own_way(window_memories: list[type[WindowMemory]]) -> None:
-    assert len(window_memories) >= 2
-    assert [kind for kind in window_memories if kind.wait_signal is not WindowMemory.wait_signal] == []
-
-
-@pytest.fixture
-def window_memories() -> list[type[WindowMemory]]:
-    """The window memories of all backends."""
-    import holdfast.comms.onesided.mapped
-    import holdfast.comms.onesided.requests  # noqa: F401
-
-    found, kinds = [], [WindowMemory]
-    while kinds:
-        found.append(kind := kinds.pop())
-        kinds += kind.__subclasses__()
-    return found

@@ -2,44 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from holdfast.comms import Communicator
 from holdfast.comms.algorithms.shared_memory import channels
 from holdfast.comms.algorithms.shared_memory.channels import Channels
 from holdfast.comms.errors import Mismatch
-from holdfast.harness import LocalCluster
-from support.memory import board_of
 
 SENDER, RECEIVER = 0, 1
-
-
-@pytest.mark.parametrize("backend", ["inproc", "shm"])
-def test_a_receiver_that_is_held_between_two_entries_takes_messages_in_order(backend: str) -> None:
-    def body(comm: Communicator) -> list[float]:
-        tensor = torch.zeros(1)
-        if comm.rank == RECEIVER:
-            board, entry = board_of(comm), board_of(comm).entry
-
-            def slow_entry(src: int, dst: int, number: int) -> int:
-                if number == 1:
-                    time.sleep(0.02)
-                return entry(src, dst, number)
-
-            board.entry = slow_entry  # type: ignore[method-assign]
-            return [(comm.recv(tensor, SENDER), float(tensor))[1] for _ in range(3)]
-        time.sleep(0.01)
-        for number in (1, 2, 3):
-            comm.send(tensor.fill_(number), RECEIVER)
-        return []
-
-    with LocalCluster(2, backend) as cluster:
-        assert cluster.run(body)[RECEIVER] == [1, 2, 3]
 
 
 class Schedules:

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.comms import Communicator, Mismatch, OpTimeout, ReduceOp, Revoked, Unsupported
+from holdfast.comms import Communicator, OpTimeout, ReduceOp, Revoked, Unsupported
 from holdfast.comms._native import FastPath, OpCall, Order
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.tensors.packing import DTYPES
@@ -326,54 +326,6 @@ def test_an_op_does_not_overtake_those_before_it(comm: Communicator) -> None:
         comm.all_reduce(value)
         work.wait()
         assert value.item() == comm.size**2, turn
-
-
-def aborted(comm: Communicator) -> float:
-    """Another thread aborts an op that has begun here; no later op runs."""
-    comm.barrier()
-    if comm.rank:
-        time.sleep(0.5)
-        return 0.0
-    threading.Timer(0.1, comm.abort, ["enough"]).start()
-    began = time.monotonic()
-    with pytest.raises(Revoked, match="enough"):
-        comm.all_reduce(torch.ones(1))
-    waited = time.monotonic() - began
-    for _ in range(2):
-        with pytest.raises(Revoked, match="enough"):
-            comm.barrier()
-    return waited
-
-
-def test_an_op_that_has_begun_can_be_aborted(ranks: LocalCluster) -> None:
-    assert pair(ranks, aborted)[0] < 5.0
-
-
-def one_thread_at_a_time(comm: Communicator) -> str:
-    comm.barrier()
-    if comm.rank:
-        time.sleep(0.3)
-        comm.barrier()
-        return ""
-    refusals: list[str] = []
-
-    def intrude() -> None:
-        time.sleep(0.1)
-        try:
-            comm.all_reduce(torch.ones(1))
-        except Mismatch as error:
-            refusals.append(str(error))
-
-    intruder = threading.Thread(target=intrude)
-    intruder.start()
-    comm.barrier()
-    intruder.join()
-    return refusals[0]
-
-
-@of_two(["shm", "gloo"])
-def test_an_op_during_an_op_of_another_thread_is_refused(ranks: LocalCluster) -> None:
-    assert "while another thread is inside an op" in pair(ranks, one_thread_at_a_time)[0]
 
 
 def test_an_order_admits_one_thread_at_a_time() -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import os
-import subprocess
 import threading
 import timeit
 from typing import Any
@@ -195,21 +193,6 @@ def boards_of_two_ranks(pids: tuple[int, ...] = ()) -> tuple[_native.Board, _nat
     return first, second, memoryview(memory).cast("Q")
 
 
-def test_a_sleeper_is_woken_by_the_flag_that_it_waits_for() -> None:
-    first, second, words = boards_of_two_ranks()
-    assert not first.sleep_until(lambda: words[ROW_WORDS] >= 7), "no flag was raised for 2 ms"
-    came = []
-    sleeps = threading.Thread(
-        target=lambda: came.append(any(first.sleep_until(lambda: words[ROW_WORDS] >= 7) for _ in range(5_000)))
-    )
-    sleeps.start()
-    second.raise_flag(6, 0)
-    assert sleeps.is_alive()
-    second.raise_flag(7, 0)
-    sleeps.join(10.0)
-    assert came == [True]
-
-
 def test_an_error_ends_a_sleep_and_so_does_the_end_of_the_board() -> None:
     first, _, words = boards_of_two_ranks()
     asleep = 8
@@ -260,14 +243,6 @@ def _address(memory: bytearray) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
-def test_inputs_are_read_in_place_before_the_op_ends() -> None:
-    given, taken = bytearray(b"x" * 128), bytearray(128)
-    first, words = one_gives_in_place(given, taken, (os.getpid(), os.getpid()))
-    assert first.run(BROADCAST, -1, (), (_address(taken), 128)) is None
-    assert taken == given == b"x" * 128 and first.number == 1
-    assert words[3] == words[ROW_WORDS + 1] == 2, "the numbers of reads and of inputs"
-
-
 def test_bytes_read_from_a_rank_that_gave_up_are_not_used() -> None:
     """That rank may have overwritten its tensors before they were read."""
     never, state, epoch = (1 << 64) - 1, 24, 26
@@ -275,16 +250,6 @@ def test_bytes_read_from_a_rank_that_gave_up_are_not_used() -> None:
     first, words = one_gives_in_place(given, taken, (os.getpid(), os.getpid()))
     words[ROW_WORDS + epoch], words[ROW_WORDS + state] = 6, 2
     assert first.run(BROADCAST, -1, (), (_address(taken), 128)) == (WAITS, 1, never, GIVEN)
-
-
-def test_unreadable_memory_is_reported() -> None:
-    with subprocess.Popen(["true"]) as ended:
-        ended.wait()
-    unstaged, into = 6, bytearray(128)
-    board, other, words = boards_of_two_ranks((os.getpid(), ended.pid))
-    other.run(BROADCAST, -1, (_address(into), 128), ())
-    words[ROW_WORDS + unstaged], words[ROW_WORDS + GIVEN] = 1, 1
-    assert board.run(BROADCAST, -1, (), (_address(into), 128)) == (UNREADABLE, 1, errno.ESRCH, 0)
 
 
 def test_a_resumed_op_has_to_be_the_one_that_has_begun() -> None:
