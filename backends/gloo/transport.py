@@ -9,6 +9,7 @@ of bytes.
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
+from holdfast.backends.common.tcp_channel import TcpChannel
 from holdfast.backends.common.torch_group import TorchGroup, bytes_of, options
 from holdfast.backends.gloo.connecting import (
     THREADS,
@@ -31,7 +33,6 @@ from holdfast.backends.gloo.connecting import (
     shut_down,
     sockets,
 )
-from holdfast.backends.gloo.onesided import TcpChannel
 from holdfast.comms import _native, arithmetic
 from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked, Unsupported, describe
 from holdfast.comms.onesided.requests import Requests, RequestService
@@ -128,7 +129,11 @@ class GlooTransport(TorchGroup):
         return self._service.window(self, tensor, deadline)
 
     def _open_channel(self, watch: PeerWatch, deadline: float, requests: Requests) -> TcpChannel:
-        self._channel = TcpChannel(self, self._sockets, watch, deadline, requests)
+        host = ""
+        if self._sockets:
+            with socket.socket(fileno=os.dup(self._sockets[0])) as own:
+                host = own.getsockname()[0]
+        self._channel = TcpChannel(self, host, watch, deadline, requests)
         return self._channel
 
     def _check_live(self) -> Sequence[int]:

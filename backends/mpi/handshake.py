@@ -11,7 +11,6 @@ import binascii
 import os
 import time
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -75,26 +74,6 @@ def create_group(context: Context, liveness: Liveness) -> MpiGroup:
     finally:
         group.Free()
         everybody.Free()
-
-
-def duplicate(comm: MPI.Intracomm, deadline: float, liveness: Liveness, check: Callable[[], object]) -> MPI.Intracomm:
-    """Make another communicator of the same ranks; collective. Raises `OpTimeout`, `PeerFailed`, and what `check` does.
-
-    It is made from `comm`, whose ranks all live: other processes of the job may have failed.
-    """
-    group = comm.Get_group()
-
-    def create() -> MPI.Intracomm:
-        made = comm.Create_group(group, 0)
-        made.Set_errhandler(MPI.ERRORS_RETURN)
-        return made
-
-    try:
-        return bounded(create, deadline, liveness, check)
-    except MPI.Exception as error:
-        raise _explain(error, liveness) from error
-    finally:
-        group.Free()
 
 
 def _fetch_process(context: Context, rank: int, liveness: Liveness) -> _MpiProcess:

@@ -22,8 +22,8 @@ import torch
 from mpi4py import MPI
 
 from holdfast.backends.common.process_memory import permit_peers
-from holdfast.backends.mpi.handshake import create_group, duplicate
-from holdfast.backends.mpi.onesided import MpiChannel
+from holdfast.backends.common.tcp_channel import TcpChannel
+from holdfast.backends.mpi.handshake import create_group
 from holdfast.backends.mpi.out_of_band import StatusMessage, mailbox
 from holdfast.backends.mpi.under_way import UnderWay, abandoned
 from holdfast.comms import arithmetic
@@ -35,6 +35,7 @@ from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed
 from holdfast.comms.onesided.mapped import MappedWindow, try_window
 from holdfast.comms.onesided.requests import RequestService
 from holdfast.comms.ops import OpPlan, ReduceOp
+from holdfast.comms.rendezvous import tcp
 from holdfast.comms.system.waiting import POLL, yield_cpu
 from holdfast.comms.tensors.packing import span
 from holdfast.comms.transport.base import Context, Transport, WindowMemory
@@ -285,8 +286,8 @@ class MpiTransport(MessageTransport):
                 return window
             _log.warning("rank %d reaches windows by messages, since it cannot map them: %s", self.rank, window)
         if self._service is None:
-            comm = duplicate(self._comm, deadline, self._liveness, self._check_live)
-            self._service = RequestService(self.rank, self.size, self._watch, partial(MpiChannel, comm))
+            open_channel = partial(TcpChannel, self, tcp.address_for(self._peers), self._watch, deadline)
+            self._service = RequestService(self.rank, self.size, self._watch, open_channel)
         return self._service.window(self, tensor, deadline)
 
     def _check_live(self) -> Sequence[int]:

@@ -94,24 +94,17 @@ def _load_library() -> None:
         ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
-def bounded(
-    task: Callable[[], T],
-    deadline: float,
-    liveness: Liveness | None = None,
-    check: Callable[[], object] = lambda: None,
-) -> T:
+def bounded(task: Callable[[], T], deadline: float, liveness: Liveness) -> T:
     """Run `task()` in a thread; return or raise its result by `deadline`, or soon after `liveness` has seen a death.
 
-    `check` is called in the wait, and may raise. MPI has calls that cannot be interrupted. One that does not return
-    keeps its thread.
+    MPI has calls that cannot be interrupted. One that does not return keeps its thread.
     """
     began, seen = time.monotonic(), 0.0
 
     def look() -> None:
         nonlocal seen
-        check()
         now = time.monotonic()
-        if liveness is not None and (dead := liveness.dead()):
+        if dead := liveness.dead():
             seen = seen or now
             if now > seen + _GRACE_SECONDS:
                 raise PeerFailed(dead, "its process ended while the ranks connected")

@@ -8,15 +8,16 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from holdfast import comms
-from holdfast.comms import Communicator, Revoked
+from holdfast.backends.common import tcp_channel
+from holdfast.comms import Communicator, HoldfastError, Revoked
 from holdfast.comms.transport.base import Context
-from holdfast.comms.transport.liveness import Liveness
+from holdfast.comms.transport.liveness import Liveness, PeerWatch
 from holdfast.harness import LocalCluster
 
 FORGETFUL = """
@@ -150,3 +151,15 @@ def test_a_rank_that_aborts_leaves_its_reason_to_those_that_lose_its_connection(
         return "told"
 
     assert pair.run(body)[0] == "told"
+
+
+def test_a_rank_whose_address_cannot_be_reached_for_a_window_is_named() -> None:
+    class Living:
+        def look(self) -> None: ...
+        def check(self, rank: int) -> None: ...
+
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    card, watch = tcp_channel._CARD.pack(b"127.0.0.1", bytes(16), port), cast(PeerWatch, Living())
+    with pytest.raises(HoldfastError, match=rf"rank 1 cannot be reached at 127.0.0.1:{port} for a window"):
+        tcp_channel._dial(1, card, 2, watch, time.monotonic() + 5.0)

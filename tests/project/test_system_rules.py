@@ -62,7 +62,7 @@ def _is_copy(call: ast.Call) -> bool:
 
 
 LISTENERS = {
-    "backends/gloo/onesided.py": "one connection at a time, closed within a second unless it knows the secret",
+    "backends/common/tcp_channel.py": "one connection at a time, closed within a second unless it knows the secret",
     "ft/control/event_loop.py": "the one that bounds strangers",
     "comms/rendezvous/tcp.py": "torch's TCPStore accepts",
     "ft/launch/process_proxies.py": "in a folder of this user alone",

@@ -1,8 +1,8 @@
-"""Connections for windows over gloo, beside gloo's own: gloo's receives cannot be polled or given up.
+"""Connections for the windows of transports whose own messages do not serve: those of gloo and MPI.
 
-Each pair of ranks has a TCP connection on the interface of gloo's connections. A rank accepts those that know the
-secret which it told the others over gloo. One thread receives; a caller sends at once what the kernel takes, and the
-thread sends the rest.
+gloo's receives cannot be polled or given up; MPI's messages need a thread that polls. Each pair of ranks has a TCP
+connection here. A rank accepts those that know the secret which it told the others over the transport. One thread
+receives; a caller sends at once what the kernel takes, and the thread sends the rest.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
 
-from holdfast.comms.errors import CorruptData, OpTimeout
+from holdfast.comms.errors import CorruptData, HoldfastError, OpTimeout
 from holdfast.comms.onesided.requests import HEAD, PIECE_BYTES, Channel, Requests, Source
 from holdfast.comms.system import forks
 from holdfast.comms.system.files import OwnedDescriptor
@@ -40,10 +39,8 @@ _LOOK_SECONDS = 0.05
 class TcpChannel(Channel):
     """See the module."""
 
-    def __init__(
-        self, transport: Transport, connections: Sequence[OwnedDescriptor], watch: PeerWatch, deadline: float,
-        requests: Requests,
-    ) -> None:  # fmt: skip
+    def __init__(self, transport: Transport, host: str, watch: PeerWatch, deadline: float, requests: Requests) -> None:
+        """`host`: the address of this host at which the other ranks reach it."""
         self.broken: set[int] = set()
         self.aborted: set[int] = set()
         self._requests = requests
@@ -54,13 +51,13 @@ class TcpChannel(Channel):
         self._ended = False
         self._thread: threading.Thread | None = None
         try:
-            for rank, connection in _connect(transport, connections, watch, deadline).items():
+            for rank, connection in _connect(transport, host, watch, deadline).items():
                 self._links[rank] = _Link(rank, connection, self._poll)
         except BaseException:
             self.close()
             raise
         self._of = {link.socket.fileno(): link for link in self._links.values()}
-        self._thread = threading.Thread(target=self._run, name="holdfast-gloo-windows", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="holdfast-windows", daemon=True)
         self._thread.start()
 
     def send(self, to: Source, head: bytes, body: bytes | memoryview = b"") -> None:
@@ -182,23 +179,20 @@ class _Link:
         requests.received(self.rank, bytes(self._prefix[_BODY.size :]), body)
 
 
-def _connect(
-    transport: Transport, connections: Sequence[OwnedDescriptor], watch: PeerWatch, deadline: float
-) -> dict[int, socket.socket]:
+def _connect(transport: Transport, host: str, watch: PeerWatch, deadline: float) -> dict[int, socket.socket]:
     """Connect all ranks with each other; collective: each rank connects to those below it."""
     if transport.size == 1:
         return {}
     made: dict[int, socket.socket] = {}
     secret = secrets.token_bytes(16)
-    with contextlib.closing(_listener(connections, transport.size)) as listener:
-        host, port = listener.getsockname()[:2]
-        cards = gather_bytes(transport, _CARD.pack(host.encode(), secret, port), deadline)
+    family, *_, bound = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    with socket.create_server(bound, family=family, backlog=transport.size) as listener:
+        listener.settimeout(_LOOK_SECONDS)
+        own, port = listener.getsockname()[:2]
+        cards = gather_bytes(transport, _CARD.pack(own.encode(), secret, port), deadline)
         try:
             for rank in range(transport.rank):
-                address, theirs, their_port = _CARD.unpack(cards[rank])
-                left = max(deadline - time.monotonic(), 0.001)
-                made[rank] = socket.create_connection((address.rstrip(b"\0").decode(), their_port), left)
-                made[rank].sendall(_HELLO.pack(theirs, transport.rank))
+                made[rank] = _dial(rank, cards[rank], transport.rank, watch, deadline)
             while len(made) < transport.size - 1:
                 _accept(listener, secret, made, transport.rank)
                 watch.look()
@@ -212,15 +206,21 @@ def _connect(
     return made
 
 
-def _listener(connections: Sequence[OwnedDescriptor], size: int) -> socket.socket:
-    """A listener on the address of gloo's own connections."""
-    with contextlib.closing(socket.socket(fileno=os.dup(connections[0]))) as own:
-        family, address = own.family, own.getsockname()
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.bind((address[0], 0, *address[2:]))
-    listener.listen(size)
-    listener.settimeout(_LOOK_SECONDS)
-    return listener
+def _dial(rank: int, card: bytes, me: int, watch: PeerWatch, deadline: float) -> socket.socket:
+    """Connect to a rank. Raises `RegionGone` if it has ended, `HoldfastError` if its address cannot be reached."""
+    address, secret, port = _CARD.unpack(card)
+    host = address.rstrip(b"\0").decode()
+    try:
+        connection = socket.create_connection((host, port), max(deadline - time.monotonic(), 0.001))
+        connection.sendall(_HELLO.pack(secret, me))
+        return connection
+    except OSError as error:
+        watch.look()
+        watch.check(rank)
+        raise HoldfastError(
+            f"rank {rank} cannot be reached at {host}:{port} for a window: {error}; set HOLDFAST_INTERFACE there to an "
+            "address that this rank reaches"
+        ) from error
 
 
 def _accept(listener: socket.socket, secret: bytes, made: dict[int, socket.socket], rank: int) -> None:
