@@ -1,9 +1,4 @@
-"""A worker and its connections to other processes, used by the communicators of successive epochs.
-
-Making a worker takes 5 ms, for which a rebuild that cannot keep its own need not wait. One is prewarmed while the
-process has communicators over UCX: when the first of them is connected, and again whenever one of several is closed, as
-those of earlier epochs are.
-"""
+"""A worker and its connections to other processes, used by the communicators of successive epochs."""
 
 from __future__ import annotations
 
@@ -19,10 +14,8 @@ import torch
 
 from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.farewells import Tags
-from holdfast.backends.ucx.worker import Endpoint, Failed, Transports, UcxWorker
+from holdfast.backends.ucx.worker import Endpoint, Transports, UcxWorker
 from holdfast.comms.errors import HoldfastError
-from holdfast.comms.system import forks
-from holdfast.comms.system.signal_safety import shared_lock
 from holdfast.comms.transport.base import Peer
 
 _EPOCHS = 8
@@ -57,7 +50,7 @@ class Connections:
         self._tags: deque[Tags] = deque(maxlen=_EPOCHS)
         self._sent: list[tuple[int, torch.Tensor]] = []
         self._dead = 0
-        self.worker: UcxWorker = _take_worker(over, self._broke)
+        self.worker = UcxWorker(libucp.FEATURE_TAG, over, self._broke)
         self.name = name_of(self.worker.address)
         self._info = self.worker.lib.ffi.new("ucp_tag_recv_info_t *")
 
@@ -129,67 +122,9 @@ class Connections:
                 self.worker.lib.call.ucp_request_free(request)
             self.worker.close()
             self._sent.clear()
-            _worker_closed(self.worker.over)
-
-
-# -- the prewarmed worker
-
-_lock = shared_lock()
-_users = 0
-"""The number of communicators of this process."""
-_waiting: UcxWorker | None = None
-
-
-def _take_worker(over: Transports, failed: Failed) -> UcxWorker:
-    """Take a worker for one more communicator. It reports broken connections to `failed`."""
-    global _users
-    worker = _take_waiting()
-    if worker is not None and worker.over != over:
-        worker.close()
-        worker = None
-    if worker is None:
-        worker = UcxWorker(libucp.FEATURE_TAG, over, failed)
-    worker.failed = failed
-    with _lock:
-        _users += 1
-    return worker
-
-
-def _take_waiting() -> UcxWorker | None:
-    global _waiting
-    with _lock:
-        waiting, _waiting = _waiting, None
-    return waiting
-
-
-def prewarm(over: Transports) -> None:
-    """Make a worker in advance. If that fails, the communicator that needs one makes it, and reports the error."""
-    global _waiting
-    with _lock:
-        if _users and _waiting is None:
-            with contextlib.suppress(HoldfastError):
-                _waiting = UcxWorker(libucp.FEATURE_TAG, over, lambda rank, why: None)
 
 
 def warm_up() -> None:
     """Make a worker and drop it: UCX loads its transports for the first one, which takes four times as long."""
     with contextlib.suppress(HoldfastError):  # connecting reports an error that still holds
         UcxWorker(libucp.FEATURE_TAG, Transports.choose(one_host=True)).close()
-
-
-def _worker_closed(over: Transports) -> None:
-    """Note that a communicator has closed its worker."""
-    global _users
-    with _lock:
-        _users -= 1
-    if _users:
-        prewarm(over)
-    elif (idle := _take_waiting()) is not None:
-        idle.close()
-
-
-@forks.run_in_children
-def _begin_child() -> None:
-    global _lock, _users, _waiting
-    forks.never_destroy(_waiting)
-    _lock, _users, _waiting = shared_lock(), 0, None

@@ -14,7 +14,7 @@ import time
 import msgspec
 
 from holdfast.backends.ucx import libucp
-from holdfast.backends.ucx.endpoints import Connections, name_of, prewarm
+from holdfast.backends.ucx.endpoints import Connections, name_of
 from holdfast.backends.ucx.farewells import WORDS, HelloReceived, WorkerHello
 from holdfast.backends.ucx.libucp import UcxError
 from holdfast.backends.ucx.transport import UcxTransport, announced_link
@@ -51,8 +51,6 @@ def connect(context: Context) -> UcxTransport:
             previous.take_back(kept)
         transport.close()
         raise
-    if context.previous is None:
-        prewarm(over)
     return transport
 
 

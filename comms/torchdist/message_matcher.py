@@ -162,16 +162,16 @@ class MessageMatcher:
 
     # -- called by the receiving threads
 
-    def wanted(self, src: int | None) -> bool:
-        """Whether a receive is pending that a message from `src` could complete; for None, one from any rank."""
+    def wanted(self, src: int) -> bool:
+        """Whether a receive is pending that a message from `src` could complete."""
         with self._changed:
             now = time.monotonic()
             return any(each.src in (src, None) and each.deadline > now for each in self._pending)
 
-    def wait_wanted(self, src: int, seconds: float | None) -> bool:
-        """Wait until `wanted(src)`, or for `seconds`. Returns False once the group is over or `src` has failed."""
+    def wait_wanted(self, src: int) -> bool:
+        """Wait until `wanted(src)`. Returns False once the group is over or `src` has failed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._over or self.wanted(src), seconds)
+            self._changed.wait_for(lambda: self._over or self.wanted(src))
             return self._over is None and src not in self._broken
 
     # -- the end

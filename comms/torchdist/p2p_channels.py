@@ -5,8 +5,8 @@ each ordered pair of ranks that exchange messages has its own channel, for all t
 
 A channel is one direction between two ranks, with a communicator of the two, and a thread at each end (`ChannelEnd`). A
 message is a header followed by its bytes. The communicator is connected once both ends have used the channel: they meet
-in a store of the receiver's process. The receiving end reads only while a receive is pending that the sender's message
-could complete.
+in a store of the receiver's process, where the sender announces itself first. The receiving end reads only while a
+receive is pending that the sender's message could complete; one from any rank is pending on all channels.
 """
 
 from __future__ import annotations
@@ -143,14 +143,6 @@ class ChannelEnd:
             if self._communicator is not None:
                 self._communicator.close()
 
-    @property
-    def _pause(self) -> float | None:
-        """How long to wait for work before the next `_try_to_connect`; None, without limit, once connected.
-
-        The peer may be waiting for this end to connect.
-        """
-        return _LAST_LOOK if self._announced and self._communicator is None and self._over is None else None
-
     def _connected(self, give_up: Callable[[], bool]) -> Communicator | None:
         """Wait for the communicator until `give_up()`, and then return None. Raises if the channel fails."""
         pause = _FIRST_LOOK
@@ -184,10 +176,10 @@ class ChannelEnd:
         try:
             if self._store is None:
                 self._store = self._stores.of_channel(self._ranks, self._check_abort)
-            if not self._announced:
+            if not self._announced and (self._end == 0 or self._store.check([ready_key(0)])):
                 self._store.set(ready_key(self._end), "here")
                 self._announced = True
-            if not self._store.check([ready_key(1 - self._end)]):
+            if not (self._announced and self._store.check([ready_key(1 - self._end)])):
                 return None
         except PeerFailed as error:
             self._over = self._over or PeerFailed((self.peer,), error.evidence)
@@ -255,8 +247,9 @@ class SendChannel(ChannelEnd):
 
     def _serve(self) -> None:
         while True:
+            waited_for = self._announced and self._communicator is None and self._over is None
             try:
-                item = self._queue.get(timeout=self._pause)
+                item = self._queue.get(timeout=_LAST_LOOK if waited_for else None)
             except queue.Empty:
                 with contextlib.suppress(HoldfastError):  # the next message meets it again
                     self._try_to_connect()
@@ -290,11 +283,8 @@ class RecvChannel(ChannelEnd):
         self._thread.start()
 
     def _serve(self) -> None:
-        while self._matcher.wait_wanted(self.peer, self._pause):
+        while self._matcher.wait_wanted(self.peer):
             try:
-                if not self._matcher.wanted(self.peer):
-                    self._try_to_connect()
-                    continue
                 communicator = self._connected(lambda: not self._matcher.wanted(self.peer))
                 if communicator is not None:
                     self._receive(communicator)
@@ -361,7 +351,6 @@ class P2PChannels:
         self._to: dict[int, SendChannel] = {}
         self._from: dict[int, RecvChannel] = {}
         self._lock = threading.Lock()
-        self._scout: threading.Thread | None = None
         self._over: HoldfastError | None = None
         _open.add(self)
 
@@ -380,10 +369,9 @@ class P2PChannels:
         """Receive from rank `src`; for None, from the first rank that sends under `tag`."""
         self._check(tensor, src, "src")
         expected = self._matcher.expect(tensor, src, tag, timeout)
-        if src is None:
-            self._look_for_senders()
-        else:
-            self._receive_from(src)
+        for sender in range(self._group.size) if src is None else (src,):
+            if sender != self._group.rank:
+                self._receive_from(sender)
         return expected
 
     def _check(self, tensor: Tensor, peer: int | None, what: str) -> None:
@@ -406,43 +394,6 @@ class P2PChannels:
         if self._over is not None:
             raise self._over.again()
 
-    # -- receives from any rank
-
-    def _look_for_senders(self) -> None:
-        """Start the thread that finds ranks which have begun to send, while a receive from any rank is pending."""
-        with self._lock:
-            if self._scout is None or not self._scout.is_alive():
-                self._scout = threading.Thread(target=self._look, name="holdfast-p2p-scout", daemon=True)
-                self._scout.start()
-
-    def _look(self) -> None:
-        ranks = [ChannelRanks(src, self._group.rank) for src in range(self._group.size) if src != self._group.rank]
-        liveness = Liveness(self._group.peers, self._group.rank)
-        pause = _FIRST_LOOK
-        try:
-            stores = {each.src: self._stores.of_channel(each) for each in ranks}
-            while self._over is None and self._must_look():
-                for dead in liveness.dead():
-                    self._matcher.fail(dead, PeerFailed((dead,), "its process ended"))
-                for src, store in stores.items():
-                    if src not in self._from and store.check([ready_key(0)]):
-                        self._receive_from(src)
-                time.sleep(pause)
-                pause = min(2 * pause, _LAST_LOOK)
-        except HoldfastError as error:
-            for each in ranks:
-                if each.src not in self._from:
-                    self._matcher.fail(each.src, self._over or error)
-        finally:
-            liveness.close()
-
-    def _must_look(self) -> bool:
-        with self._lock:
-            if self._matcher.wanted(None):
-                return True
-            self._scout = None
-            return False
-
     # -- the end
 
     def abort(self, error: HoldfastError) -> None:
@@ -464,8 +415,6 @@ class P2PChannels:
             channel.abort(closed)
         for channel in pending:
             channel.join(join)
-        if (scout := self._scout) is not None:
-            scout.join(join)
         self._stores.close()
 
     def _end(self, error: HoldfastError) -> list[ChannelEnd]:

@@ -13,21 +13,18 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from holdfast import comms
 from holdfast.backends.common.region_table import WRITER_SECONDS
-from holdfast.backends.ucx import endpoints, plugin
+from holdfast.backends.ucx import plugin
 from holdfast.backends.ucx.endpoints import Connections
 from holdfast.backends.ucx.memory_plane import UcxAddress, UcxPlane
-from holdfast.backends.ucx.transport import UcxTransport
 from holdfast.backends.ucx.worker import ProgressThread, Transports
 from holdfast.comms import Communicator, OpTimeout, PeerFailed, Revoked
-from holdfast.comms.connect import KnownMembers, connect_members
 from holdfast.comms.errors import BackendUnavailable, CorruptData, RegionGone
 from holdfast.comms.memory_plane import Handle
 from holdfast.comms.plugins.spec import Available
-from holdfast.comms.transport.liveness import is_stopped, this_process
+from holdfast.comms.transport.liveness import is_stopped
 from holdfast.harness import LocalCluster
 from support.children import Child
 from support.programs.forked_programs import run_holdfast
@@ -273,38 +270,6 @@ def _try_to_read(pipe: Connection) -> None:
             plane.read(Handle.decode(pipe.recv()), torch.zeros(8)).wait()
         except BackendUnavailable as error:
             pipe.send(str(error))
-
-
-def test_a_prewarmed_worker_is_reused_and_closed_with_the_last_communicator(start: Callable[..., Child]) -> None:
-    def body(pipe: Connection) -> None:
-        def one(epoch: int, previous: Communicator | None) -> Communicator:
-            members = KnownMembers(
-                rank=0, peers=[this_process()], store=dist.HashStore(), epoch=epoch, previous=previous
-            )
-            return connect_members("ucx", members)
-
-        def waiting() -> bool:
-            return endpoints._waiting is not None
-
-        first, other = one(1, None), one(1, None)
-        found = [waiting()]
-        first.abort("the epoch is over")
-        assert isinstance(first.transport, UcxTransport)
-        given_up = first.transport.hand_over([])
-        assert given_up is not None
-        given_up.close()
-        second = one(2, first)
-        found.append(waiting())
-        other.close()
-        found.append(waiting())
-        second.all_reduce(torch.ones(3))
-        second.close()
-        first.close()
-        pipe.send([*found, waiting()])
-
-    child = start(body)
-    assert child.hear() == [True, False, True, False]
-    child.end()
 
 
 @pytest.mark.parametrize("tls", [TCP])

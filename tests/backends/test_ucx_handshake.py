@@ -260,7 +260,6 @@ def test_a_process_survives_a_peer_that_connects_and_dies_before_it_is_heard(
                 patch.setattr(handshake._Handshake, "_exchange_addresses", look_late)
             else:
                 patch.setattr(handshake, "Connections", type("Leaving", (Connections,), {"link": leave}))
-                patch.setattr(handshake, "prewarm", lambda over: None)
             with pytest.raises((PeerFailed, OpTimeout)):
                 epochs.enter(1, [0, 1], timeout=1.0)
         gone.touch()
