@@ -38,7 +38,6 @@ from holdfast.backends.common.region_table import (
     generation_in,
     held_open,
     open_table,
-    slot_address,
 )
 from holdfast.backends.common.shareable_memory import (
     MappedMemory,
@@ -99,25 +98,6 @@ class BlockCopy(msgspec.Struct, frozen=True):
             yield self.part(start, min(most, self.nbytes - start))
 
 
-class HeldUntil:
-    """Hold a lock, which another copy may hold for long; `copy.look` raises if it is not free by the deadline.
-
-    A class, since it is entered for each block.
-    """
-
-    __slots__ = ("_copy", "_lock")
-
-    def __init__(self, lock: threading.RLock, copy: BlockCopy) -> None:
-        self._lock, self._copy = lock, copy
-
-    def __enter__(self) -> None:
-        while not self._lock.acquire(timeout=max(self._copy.deadline - time.monotonic(), 0.001)):
-            self._copy.look()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
-
 class HostRegion(Region):
     """A row in the table of this process, and the memory that it names. `withdraw` ends what else reaches that."""
 
@@ -161,6 +141,7 @@ class HostPlane(MemoryPlane):
 
     name = "shm"
     can_map = True
+    address: ClassVar[type[TableAddress]] = TableAddress
     beyond_host: ClassVar[str] = "use ucx or nixl"
     """What to do to reach a process of another host."""
 
@@ -179,7 +160,6 @@ class HostPlane(MemoryPlane):
         """Begin without mappings and regions: in a new plane, and in that of a forked child."""
         self._lock = threading.RLock()
         self._table: RegionTable | None = None
-        self._bases: dict[tuple[int, int, int], int] = {}
         self._readers: dict[bytes, list[_Reader]] = {}
         self._mapped = MappedMemory()
         self._regions: set[HostRegion] = set()
@@ -203,11 +183,9 @@ class HostPlane(MemoryPlane):
         memory = ExposedMemory(tensor)
         with self._lock:
             table = self._own_table()
-            place = table.fill(memory.address, memory.nbytes, writable)
+            place = table.fill(memory.address, memory.nbytes, writable, _memfd_of(memory.held))
             try:
-                address, withdraw = self._offer(
-                    msgspec.structs.replace(place, memory=_memfd_of(memory.held)), memory, writable
-                )
+                address, withdraw = self._offer(place, memory, writable)
             except BaseException:
                 table.invalidate(place.slot)
                 table.free(place.slot)
@@ -229,7 +207,7 @@ class HostPlane(MemoryPlane):
 
     def _place(self, handle: Handle) -> TableAddress:
         """Where the region of a handle lies on its host. Raises `CorruptData`."""
-        return TableAddress.decode(handle.address)
+        return self.address.decode(handle.address)
 
     def retract(self, region: HostRegion) -> None:
         """Invalidate the row of a region; free row and tensor once no process writes to it. Called once for each."""
@@ -248,30 +226,33 @@ class HostPlane(MemoryPlane):
     # -- mapping
 
     def map(self, handle: Handle, *, lasting: bool) -> torch.Tensor:
+        if not lasting:
+            return self._map_and_keep(handle)
         place, (descriptor, offset) = self._mappable(handle)
         with OpenMemory(self.name, place.owner, descriptor) as memory:
-            if lasting:
-                memory.hold()
+            memory.hold()
             self._check_generation(place)  # after the lock was taken: it stays as it is
-            if lasting:
-                return memory.map(offset, handle.nbytes)
-            return self._mapped.get(memory, offset, handle.nbytes)
+            return memory.map(offset, handle.nbytes)
 
     def map_read_only(self, handle: Handle) -> torch.Tensor:
-        place, (descriptor, offset) = self._mappable(handle)
-        with OpenMemory(self.name, place.owner, descriptor) as memory:
-            self._check_generation(place)
-            return self._mapped.get(memory, offset, handle.nbytes, read_only=True)
+        return self._map_and_keep(handle, read_only=True)
 
     def map_writable(self, handle: Handle) -> torch.Tensor:
+        return self._map_and_keep(handle, writable=True)
+
+    def _map_and_keep(self, handle: Handle, read_only: bool = False, writable: bool = False) -> torch.Tensor:
+        """A mapping that is kept for the next read of the same memory."""
         place, (descriptor, offset) = self._mappable(handle)
-        with OpenMemory(self.name, place.owner, descriptor, writable=True) as memory:
-            self._open_region(handle, writing=True).release(True)
-            return self._mapped.get(memory, offset, handle.nbytes)
+        with OpenMemory(self.name, place.owner, descriptor, writable) as memory:
+            if writable:
+                self._open_region(handle, writing=True).release(True)
+            else:
+                self._check_generation(place)
+            return self._mapped.get(memory, offset, handle.nbytes, read_only=read_only)
 
     def _check_generation(self, place: TableAddress) -> None:
         """Raise `RegionGone` unless the region is open."""
-        with open_table(self.name, place) as (table, _):
+        with open_table(self.name, place) as table:
             if generation_in(table, place.slot) != place.generation:
                 raise region_closed(place.owner.pid)
 
@@ -369,16 +350,7 @@ class HostPlane(MemoryPlane):
             )
         if writing:
             return _Writer(self.name, address)
-        key = (owner.pid, owner.started, address.table)
-        base = self._bases.get(key)
-        if base is None:
-            with open_table(self.name, address) as (_, base):
-                self._bases[key] = base
-        try:
-            return _Reader(self.name, address, base, functools.partial(self._reuse, handle.address))
-        except RegionGone:
-            self._bases.pop(key, None)
-            raise
+        return _Reader(self.name, address, functools.partial(self._reuse, handle.address))
 
     def _reuse(self, address: bytes, reader: _Reader, unharmed: bool) -> None:
         """Cache a reader for the next read of its region, unless the region proved to be gone."""
@@ -404,7 +376,6 @@ class HostPlane(MemoryPlane):
     def _release(self) -> None:
         """Release everything else, once all regions are closed."""
         with self._lock:
-            self._bases.clear()
             self._readers.clear()
             table, self._table = self._table, None
             if table is not None:
@@ -444,10 +415,10 @@ class _OwnRegion:
 class _Reader:
     """A region found in the table of another process. For one thread at a time."""
 
-    def __init__(self, plane: str, address: TableAddress, base: int, reuse: Callable[[_Reader, bool], None]) -> None:
+    def __init__(self, plane: str, address: TableAddress, reuse: Callable[[_Reader, bool], None]) -> None:
         self._plane = plane
         self._pid, self._generation, self._reuse = address.owner.pid, address.generation, reuse
-        row = slot_address(base, address.slot)
+        row = address.row
         self._words = _Words()
         seen = ctypes.addressof(self._words)
         _run(self._plane, read_process, self._pid, seen, row, 32)
@@ -480,11 +451,10 @@ class _Writer:
     def __init__(self, plane: str, address: TableAddress) -> None:
         self._plane = plane
         self._pid, self._generation, self._slot = address.owner.pid, address.generation, address.slot
-        self._words = _Words()
+        self._words, self._row = _Words(), address.row
         self._open = ExitStack()
         with ExitStack() as undo:
-            self._descriptor, base = undo.enter_context(open_table(plane, address))
-            self._row = slot_address(base, address.slot)
+            self._descriptor = undo.enter_context(open_table(plane, address))
             self._look()
             _, self._memory, self.nbytes, flags = self._words
             if not flags & WRITABLE:

@@ -1,8 +1,8 @@
 """The table of the memory that a process exposes, for the other processes of the host to look up.
 
-It lies in a memfd. Others open it as /proc/<pid>/fd/<n>, which proves that the owner made it; it has no name, so no
-crash leaves it behind. After that they read slots straight from the memory of the owner, which fails once that process
-has ended or runs another program.
+Readers read its slots straight from the memory of the owner, which fails once that process has ended or runs another
+program. It lies in a memfd, which writers and mappers open as /proc/<pid>/fd/<n>, for a lock of the kernel or a look
+at a slot; it has no name, so no crash leaves it behind.
 
 A slot is four aligned 8-byte words: generation, address, nbytes, flags. A generation is never used twice (it counts up
 from a random number), is written last when a slot is filled, and cleared first when it is invalidated (`Words` keep
@@ -21,7 +21,7 @@ import struct
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Self
 
@@ -44,54 +44,31 @@ WRITER_SECONDS = 2.0
 
 _NAME = "holdfast-regions"
 _MAGIC = b"holdfast table 1"
-_HEADER = struct.Struct("=16sQQQQ")  # magic, pid, start time, where the owner has the file mapped, table id
+_HEADER = struct.Struct("=16sQQQ")  # magic, pid, start time, where the owner has the file mapped
 _SLOTS_AT = 64
 _SLOT_BYTES = 32
 _FLOCK = struct.Struct("hhqqi")
 
 
 class TableAddress(msgspec.Struct, frozen=True, array_like=True):
-    """The address in a handle: the owner, its table, the slot and its generation.
+    """The address in a handle: the owner, its table, the slot and its generation. A checksum protects it.
 
-    The table is named by its descriptor in the owner and its id. `memory` is the descriptor of the memfd that holds the
-    region, and the region's first byte in it; None if it lies in other memory, which cannot be mapped.
+    The table is named by its descriptor in the owner and its address there, `base`. `memory` is the descriptor of the
+    memfd that holds the region, and the region's first byte in it; None if it lies in other memory, which cannot be
+    mapped.
     """
 
     owner: Peer
     descriptor: int
-    table: int
+    base: int
     slot: int
     generation: int
-    memory: tuple[int, int] | None = None
+    memory: tuple[int, int] | None
 
-    def encode(self) -> bytes:
-        return msgspec.msgpack.encode(self)
-
-    @staticmethod
-    def decode(data: bytes) -> TableAddress:
-        """Decode an address. Raises `CorruptData` for all that no owner of a table can have written."""
-        try:
-            address = _addresses.decode(data)
-        except msgspec.DecodeError as error:
-            raise forged(error) from error
-        plausible = (
-            0 < address.owner.pid < 1 << 31
-            and 0 <= address.descriptor < 1 << 31
-            and 0 <= address.table < 1 << 64
-            and 0 <= address.slot < SLOTS
-            and 0 < address.generation < 1 << 64
-            and (address.memory is None or all(0 <= each < 1 << 62 for each in address.memory))
-        )
-        if not plausible:
-            raise forged(address)
-        return address
-
-
-_addresses = msgspec.msgpack.Decoder(TableAddress)
-
-
-class SealedAddress(msgspec.Struct, frozen=True, array_like=True):
-    """The address of a region, with a checksum: for a library that would trust any bytes."""
+    @property
+    def row(self) -> int:
+        """The address of the slot in its owner."""
+        return self.base + _SLOTS_AT + self.slot * _SLOT_BYTES
 
     def encode(self) -> bytes:
         body = msgspec.msgpack.encode(self)
@@ -99,13 +76,24 @@ class SealedAddress(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
-        """Decode an address. Raises `CorruptData` for anything but what `encode` made."""
+        """Decode an address. Raises `CorruptData` for all that no owner of a table can have written."""
         if xxhash.xxh3_64_digest(data[8:]) != data[:8]:
             raise forged("the checksum of its address is wrong")
         try:
-            return msgspec.msgpack.decode(data[8:], type=cls)
+            address = msgspec.msgpack.decode(data[8:], type=cls)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise forged(error) from error
+        plausible = (
+            0 < address.owner.pid < 1 << 31
+            and 0 <= address.descriptor < 1 << 31
+            and 0 < address.base < 1 << 62
+            and 0 <= address.slot < SLOTS
+            and 0 < address.generation < 1 << 64
+            and (address.memory is None or all(0 <= each < 1 << 62 for each in address.memory))
+        )
+        if not plausible:
+            raise forged(address)
+        return address
 
 
 def forged(why: object) -> CorruptData:
@@ -129,19 +117,18 @@ class RegionTable:
         memory = map_file(self._file, _SLOTS_AT + SLOTS * _SLOT_BYTES)
         self._words = Words(memory)
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        self._id = secrets.randbits(64)
         self._generation = secrets.randbits(62)
         self._used = 0
         self._free: list[int] = []
-        write_all(self._file, _HEADER.pack(_MAGIC, owner.pid, owner.started, self._base, self._id))
+        write_all(self._file, _HEADER.pack(_MAGIC, owner.pid, owner.started, self._base))
 
     @property
     def memory(self) -> tuple[int, int]:
         """The address of the table in this process, and its size in bytes."""
         return self._base, _SLOTS_AT + SLOTS * _SLOT_BYTES
 
-    def fill(self, address: int, nbytes: int, writable: bool) -> TableAddress:
-        """Enter a region. Raises `Unsupported` when a million are open already."""
+    def fill(self, address: int, nbytes: int, writable: bool, memory: tuple[int, int] | None) -> TableAddress:
+        """Enter a region, which lies in `memory` if that can be mapped. Raises `Unsupported` if a million are open."""
         if self._free:
             slot = self._free.pop()
         elif self._used < SLOTS:
@@ -154,7 +141,7 @@ class RegionTable:
         words, row = self._words, _row(slot)
         words[row + 1], words[row + 2], words[row + 3] = address, nbytes, WRITABLE if writable else 0
         words[row] = self._generation
-        return TableAddress(self._owner, int(self._file), self._id, slot, self._generation)
+        return TableAddress(self._owner, int(self._file), self._base, slot, self._generation, memory)
 
     def invalidate(self, slot: int) -> bool:
         """Invalidate a slot: no block of its region is copied whole any more.
@@ -189,49 +176,44 @@ def _row(slot: int) -> int:
     return (_SLOTS_AT + slot * _SLOT_BYTES) // 8
 
 
-@contextmanager
-def open_table(plane: str, address: TableAddress) -> Iterator[tuple[int, int]]:
-    """Open the table that `address` names; yields its file's descriptor and its address in the owner.
+def open_memfd(plane: str, owner: Peer, descriptor: int, name: str, flags: int) -> OwnedDescriptor:
+    """Open the memfd with this name that `owner` has as `descriptor`. `plane` is what errors call the memory plane.
 
-    `plane` is what errors call the memory plane.
-
-    Raises `RegionGone` if the table does not exist (any more), `BackendUnavailable` if it may not be opened.
+    Raises `RegionGone` if the process or its memfd is gone, `BackendUnavailable` if it may not be opened.
     """
-    owner = address.owner
-    path = Path(f"/proc/{owner.pid}/fd/{address.descriptor}")
+    path = Path(f"/proc/{owner.pid}/fd/{descriptor}")
+    gone = RegionGone(f"process {owner.pid} is gone, or has closed the memory of this region; ask it for another one")
     try:
-        if not str(path.readlink()).startswith(f"/memfd:{_NAME} "):
-            raise RegionGone(f"process {owner.pid} has closed its memory plane; ask it for another region")
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        if not str(path.readlink()).startswith(f"/memfd:{name} "):
+            raise gone
+        opened = OwnedDescriptor(os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC))
     except PermissionError as error:
-        raise BackendUnavailable(
-            plane, f"process {owner.pid} may not be read: {error.strerror}", "run all processes as one user"
-        ) from error
+        reason = f"process {owner.pid} may not be read: {error.strerror}"
+        raise BackendUnavailable(plane, reason, "run all processes as one user") from error
     except OSError as error:
-        raise RegionGone(f"process {owner.pid} is gone, or closed its regions: {error.strerror}") from error
+        raise gone from error
     try:
-        header = read_at(descriptor, _HEADER.size, 0)
-        magic, pid, start, base, table = _HEADER.unpack(header.ljust(_HEADER.size, b"\0"))
-        if magic != _MAGIC or (pid, start, table) != (owner.pid, owner.started, address.table):
+        if start_time(owner.pid) == owner.started:
+            return opened
+    except ProcessLookupError:
+        pass
+    opened.close()
+    raise region_gone(owner.pid)
+
+
+@contextmanager
+def open_table(plane: str, address: TableAddress) -> Iterator[OwnedDescriptor]:
+    """Open the table that `address` names; yields its file. Raises as `open_memfd`."""
+    owner = address.owner
+    with closing(open_memfd(plane, owner, address.descriptor, _NAME, os.O_RDONLY)) as table:
+        if read_at(table, _HEADER.size, 0) != _HEADER.pack(_MAGIC, owner.pid, owner.started, address.base):
             raise RegionGone(f"process {owner.pid} has closed the memory plane of this region; ask it for another one")
-        try:
-            if start_time(owner.pid) != owner.started:
-                raise ProcessLookupError
-        except ProcessLookupError:
-            raise region_gone(owner.pid) from None
-        yield descriptor, base
-    finally:
-        os.close(descriptor)
-
-
-def slot_address(base: int, slot: int) -> int:
-    """The address of a slot in its owner, which has the table mapped at `base`."""
-    return base + _SLOTS_AT + slot * _SLOT_BYTES
+        yield table
 
 
 def generation_in(descriptor: int, slot: int) -> int:
     """The generation in a slot of an opened table; 0 if the slot is free."""
-    return int.from_bytes(read_at(descriptor, 8, slot_address(0, slot)), sys.byteorder)
+    return int.from_bytes(read_at(descriptor, 8, 8 * _row(slot)), sys.byteorder)
 
 
 @contextmanager

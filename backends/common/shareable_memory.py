@@ -25,8 +25,8 @@ from pathlib import Path
 import torch
 
 from holdfast.backends.common.process_memory import HUGE_PAGE, put_on_huge_pages
-from holdfast.backends.common.region_table import forged
-from holdfast.comms.errors import BackendUnavailable, RegionGone
+from holdfast.backends.common.region_table import forged, open_memfd
+from holdfast.comms.errors import RegionGone
 from holdfast.comms.system.files import (
     SHAREABLE_MEMORY,
     Mapping,
@@ -38,7 +38,6 @@ from holdfast.comms.system.files import (
 )
 from holdfast.comms.system.signal_safety import shared_lock
 from holdfast.comms.transport.base import Peer
-from holdfast.comms.transport.liveness import start_time
 
 SHARE_BYTES = 8 << 20
 """The least bytes of a large read for each thread that shares it: a thread costs 0.1 ms."""
@@ -138,36 +137,16 @@ def is_lent(tensor: torch.Tensor) -> bool:
 
 
 class OpenMemory:
-    """The memfd of another process, or of this one, opened to be mapped. A context manager.
-
-    Raises `RegionGone` if the process or its memfd is gone, `BackendUnavailable` if it may not be opened.
-    `plane` is what errors call the memory plane.
-    """
+    """The memfd of another process, or of this one, opened to be mapped. A context manager. Raises as `open_memfd`."""
 
     def __init__(self, plane: str, owner: Peer, descriptor: int, writable: bool = False) -> None:
         self.writable = writable
-        self._path = path = Path(f"/proc/{owner.pid}/fd/{descriptor}")
-        gone = f"process {owner.pid}, which exposed this region, is gone, or has closed it"
-        try:
-            if not str(path.readlink()).startswith(f"/memfd:{SHAREABLE_MEMORY} "):
-                raise RegionGone(gone)
-            self._descriptor = OwnedDescriptor(os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC))
-        except PermissionError as error:
-            hint = "run all processes as one user"
-            raise BackendUnavailable(plane, f"memory of process {owner.pid} may not be mapped", hint) from error
-        except OSError as error:
-            raise RegionGone(gone) from error
-        try:
-            if start_time(owner.pid) != owner.started:
-                raise RegionGone(gone)
-            if not fcntl.fcntl(self._descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-                raise forged(f"process {owner.pid} offers memory that may shrink")
-        except ProcessLookupError:
+        self._path = Path(f"/proc/{owner.pid}/fd/{descriptor}")
+        access = os.O_RDWR if writable else os.O_RDONLY
+        self._descriptor = open_memfd(plane, owner, descriptor, SHAREABLE_MEMORY, access)
+        if not fcntl.fcntl(self._descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             self._descriptor.close()
-            raise RegionGone(gone) from None
-        except BaseException:
-            self._descriptor.close()
-            raise
+            raise forged(f"process {owner.pid} offers memory that may shrink")
 
     def hold(self) -> None:
         """Make a mapping last: the owner does not write to the memory before it ends. Raises `RegionGone`.

@@ -147,23 +147,21 @@ class Choice:
     def flat(self, op: str, nbytes: int, root: int = 0) -> Traffic:
         """The traffic of the outer transport over all ranks."""
         layout = self.layout.as_neighbours if self.outer in _ORDERS_ITS_RINGS else self.layout
-        size = layout.size
-        algorithm = self._algorithm(op, size, nbytes)
-        return Traffic(
-            _steps(op, algorithm, size, nbytes), layout.busiest_link(_messages(op, algorithm, size, nbytes, root))
-        )
+        return self._traffic(op, layout, nbytes, root)
 
     def layers(self, op: str, nbytes: int) -> Traffic:
         """The traffic of the rails: each joins one rank of each host, and moves its share of the bytes."""
         hosts, rails = len(self.layout.hosts), self.layout.rails
         if op == "broadcast" and (segments := self.segments(nbytes)):
             return Traffic(segments + 1, nbytes)
-        share = math.ceil(nbytes / rails)
-        algorithm = self._algorithm(op, hosts, share)
-        alone = HostLayout(tuple((host,) for host in range(hosts)))
-        return Traffic(
-            _steps(op, algorithm, hosts, share), rails * alone.busiest_link(_messages(op, algorithm, hosts, share, 0))
-        )
+        of_rail = self._traffic(op, HostLayout(tuple((host,) for host in range(hosts))), math.ceil(nbytes / rails))
+        return Traffic(of_rail.steps, rails * of_rail.link_bytes)
+
+    def _traffic(self, op: str, layout: HostLayout, nbytes: int, root: int = 0) -> Traffic:
+        """The traffic of the outer transport between the ranks of a layout."""
+        algorithm = self._algorithm(op, layout.size, nbytes)
+        steps, messages = _messages(op, algorithm, layout.size, nbytes, root)
+        return Traffic(steps, layout.busiest_link(messages))
 
     def segments(self, nbytes: int) -> int:
         """In how many segments a broadcast goes along the rails; 0: by the outer transport's own broadcast.
@@ -195,53 +193,32 @@ class Choice:
         return cost.choose(cost.OPS[op](self.link, size, nbytes // size if op == "all_gather" else nbytes))
 
 
-def _steps(op: str, algorithm: str, size: int, nbytes: int) -> int:
-    """The messages that one rank of an algorithm sends or awaits one after the other."""
+def _messages(op: str, algorithm: str, size: int, nbytes: int, root: int) -> tuple[int, list[Message]]:
+    """The messages of an algorithm, and how many of them one rank sends or awaits one after the other."""
     rounds = max(size - 1, 0).bit_length()
-    match algorithm:
-        case "pipeline":
-            return size - 2 + math.ceil(nbytes / cost.PIPELINE_BYTES)
-        case "binomial" | "bruck":
-            return rounds
-        case "doubling" | "halving":
-            folded = 0 if size & (size - 1) == 0 else 2
-            return (size.bit_length() - 1) * (2 if algorithm == "halving" else 1) + folded
-        case _:
-            return (2 if op == "all_reduce" else 1) * (size - 1)
-
-
-def _messages(op: str, algorithm: str, size: int, nbytes: float, root: int) -> list[Message]:
-    """The messages of an algorithm."""
     match algorithm:
         case "ring":
             passes = 2 if op == "all_reduce" else 1
-            return [(rank, (rank + 1) % size, passes * nbytes * (size - 1) / size) for rank in range(size)]
+            each = passes * nbytes * (size - 1) / size
+            return passes * (size - 1), [(rank, (rank + 1) % size, each) for rank in range(size)]
         case "pairwise":
-            return [(a, b, nbytes / size) for a in range(size) for b in range(size) if a != b]
+            return size - 1, [(a, b, nbytes / size) for a in range(size) for b in range(size) if a != b]
         case "pipeline":
-            return [((root + at) % size, (root + at + 1) % size, nbytes) for at in range(size - 1)]
+            steps = size - 2 + math.ceil(nbytes / cost.PIPELINE_BYTES)
+            return steps, [((root + at) % size, (root + at + 1) % size, nbytes) for at in range(size - 1)]
         case "binomial":  # a rank's parent is where its highest bit is not set
             places = ((at - (1 << (at.bit_length() - 1)), at) for at in range(1, size))
-            return [((root + above) % size, (root + at) % size, nbytes) for above, at in places]
+            return rounds, [((root + above) % size, (root + at) % size, nbytes) for above, at in places]
         case "bruck":
-            distances = [1 << at for at in range((size - 1).bit_length())]
-            return [
-                (rank, (rank - far) % size, nbytes / size * min(far, size - far))
-                for far in distances
-                for rank in range(size)
-            ]
-        case _:
-            return _folded(algorithm, size, nbytes)
-
-
-def _folded(algorithm: str, size: int, nbytes: float) -> list[Message]:
-    """The messages of doubling and halving: ranks above a power of two use a partner below it."""
-    ranks = 1 << (size.bit_length() - 1)
-    distances = [1 << at for at in range(ranks.bit_length() - 1)]
-    each = {far: 2 * nbytes * far / ranks if algorithm == "halving" else nbytes for far in distances}
-    outer = [(rank, rank - ranks, nbytes) for rank in range(ranks, size)]
-    return (
-        [(rank, rank ^ far, each[far]) for far in distances for rank in range(ranks)]
-        + outer
-        + [(receiver, sender, size_of) for sender, receiver, size_of in outer]
-    )
+            far = {1 << at: nbytes / size * min(1 << at, size - (1 << at)) for at in range(rounds)}
+            return rounds, [(rank, (rank - by) % size, each) for by, each in far.items() for rank in range(size)]
+        case _:  # doubling and halving: ranks above a power of two use a partner below it
+            ranks, passes = 1 << (size.bit_length() - 1), 2 if algorithm == "halving" else 1
+            far = {
+                1 << at: 2 * nbytes * (1 << at) / ranks if passes == 2 else nbytes
+                for at in range(ranks.bit_length() - 1)
+            }
+            outer = [(rank, rank - ranks, nbytes) for rank in range(ranks, size)]
+            inner = [(rank, rank ^ by, each) for by, each in far.items() for rank in range(ranks)]
+            back = [(receiver, sender, size_of) for sender, receiver, size_of in outer]
+            return passes * len(far) + (2 if outer else 0), [*inner, *outer, *back]

@@ -26,9 +26,10 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
+from msgspec.structs import asdict
 
 from holdfast.backends.common.host_plane import BlockCopy, Withdraw
-from holdfast.backends.common.region_table import TableAddress, forged, open_table, slot_address
+from holdfast.backends.common.region_table import TableAddress, forged, open_table
 from holdfast.backends.ucx.memory_plane import REMEMBERED, NetworkPlane, RemoteAddress
 from holdfast.backends.ucx.worker import Transports
 from holdfast.comms.errors import BackendUnavailable, OpTimeout, RegionGone
@@ -80,13 +81,12 @@ def _settings(over: Transports) -> dict[str, str]:
 
 
 class NixlAddress(RemoteAddress, frozen=True, array_like=True):
-    """The address of a region, in under 512 bytes, with the places of the owner's table and of the memory.
+    """The address of a region, in under 512 bytes, with the place of its memory.
 
     `metadata` is NIXL's, of the agent `peer` with these two memories; it compresses well. "" on one host.
     """
 
-    table: int
-    memory: int
+    start: int
     metadata: bytes
 
     def unpacked(self) -> bytes:
@@ -104,12 +104,11 @@ class NixlAddress(RemoteAddress, frozen=True, array_like=True):
 class _RemoteRegion(RegionOwner):
     """A region of another process, and whether that lives."""
 
-    def __init__(self, address: NixlAddress, place: TableAddress) -> None:
-        super().__init__(place.owner)
-        self.address, self.place = address, place
-        self.row = slot_address(address.table, place.slot)
+    def __init__(self, address: NixlAddress) -> None:
+        super().__init__(address.owner)
+        self.address = address
         self.transfer: Any = None
-        """Reads the generation in that row. NIXL takes as long to prepare a transfer as to carry it out."""
+        """Reads the generation in its row. NIXL takes as long to prepare a transfer as to carry it out."""
 
     def close(self) -> None:
         self.transfer = None  # while NIXL still knows the other agent
@@ -119,7 +118,7 @@ class _RemoteRegion(RegionOwner):
         """Raise `RegionGone` if the process or its table is gone: a transfer to missing memory never ends."""
         self.check()
         if self.here:
-            with open_table("nixl", self.place):
+            with open_table("nixl", self.address):
                 pass
 
 
@@ -193,17 +192,17 @@ class NixlAgent:
         try:
             if block.nbytes:
                 self._run(
-                    self._prepare(address, address.memory + block.offset, word + _WORD, block.nbytes), region, block
+                    self._prepare(address, address.start + block.offset, word + _WORD, block.nbytes), region, block
                 )
             if region.transfer is None:
-                region.transfer = self._prepare(address, region.row, word, _WORD)
+                region.transfer = self._prepare(address, address.row, word, _WORD)
             self._run(region.transfer, region, block)
         except (RegionGone, OpTimeout):
             self._stage = None  # a transfer may still write to it
             for known in self._found.values():
                 known.transfer = None
             raise
-        if ctypes.c_uint64.from_address(word).value != region.place.generation:
+        if ctypes.c_uint64.from_address(word).value != address.generation:
             raise region_closed(region.pid)
         ctypes.memmove(block.address, word + _WORD, block.nbytes)
 
@@ -249,11 +248,12 @@ class NixlAgent:
 
     def _find(self, handle: Handle) -> _RemoteRegion:
         address = NixlAddress.decode(handle.address)
-        place, metadata = address.place_within(handle, self._over), address.unpacked()
+        address.check_reachable(handle, self._over)
+        metadata = address.unpacked()
         if len(self._found) >= REMEMBERED:
             for other in list(self._found.values()):
                 self._forget(other)
-        region = _RemoteRegion(address, place)
+        region = _RemoteRegion(address)
         try:
             if address.peer != self.name.encode():
                 self._add_peer(metadata, address.peer.decode(errors="replace"))
@@ -314,11 +314,11 @@ class NixlPlane(NetworkPlane):
     writes = False
 
     def _offer(self, place: TableAddress, memory: ExposedMemory, writable: bool) -> tuple[bytes, Withdraw]:
-        table, exposed = self._own_table().memory, (memory.address, memory.nbytes)
         withdraw: Withdraw = lambda: None  # noqa: E731
         peer, metadata = b"", b""
         if not self._over.local:
             agent: NixlAgent = self._access()
-            peer, (metadata, withdraw) = agent.name.encode(), agent.offer(table, exposed)
-        address = NixlAddress(place.encode(), memory.nbytes, peer, table[0], exposed[0], metadata)
+            peer = agent.name.encode()
+            metadata, withdraw = agent.offer(self._own_table().memory, (memory.address, memory.nbytes))
+        address = NixlAddress(**asdict(place), nbytes=memory.nbytes, peer=peer, start=memory.address, metadata=metadata)
         return address.encode(), withdraw

@@ -10,12 +10,15 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+import time
 from functools import partial
 from typing import Any, ClassVar
 
-from holdfast.backends.common.host_plane import BlockCopy, HeldUntil, HostPlane, Withdraw, read_only
+from msgspec.structs import asdict
+
+from holdfast.backends.common.host_plane import BlockCopy, HostPlane, Withdraw, read_only
 from holdfast.backends.common.process_memory import permit_peers
-from holdfast.backends.common.region_table import SealedAddress, TableAddress, check_size, forged
+from holdfast.backends.common.region_table import TableAddress, check_size, forged
 from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.onesided import UcxChannel
 from holdfast.backends.ucx.worker import ProgressThread, Transports, UcxWorker
@@ -32,20 +35,17 @@ REMEMBERED = 256
 """The number of remote regions that a plane caches."""
 
 
-class RemoteAddress(SealedAddress, frozen=True, array_like=True):
+class RemoteAddress(TableAddress, frozen=True, array_like=True):
     """The address of a region: its place in the owner's table, and the worker or agent that answers, if any."""
 
-    place: bytes
     nbytes: int
     peer: bytes
 
-    def place_within(self, handle: Handle, over: Transports) -> TableAddress:
-        """The decoded place of the region of a handle. Raises `CorruptData`, and `Unsupported` if no peer answers."""
-        place = TableAddress.decode(self.place)
+    def check_reachable(self, handle: Handle, over: Transports) -> None:
+        """Raise `CorruptData` if a handle has another size, and `Unsupported` if no peer answers."""
         check_size(handle, self.nbytes)
         if not self.peer:
-            raise Unsupported(f"reaching process {place.owner.pid} over {over.tls}", "set the same UCX_TLS for both")
-        return place
+            raise Unsupported(f"reaching process {self.owner.pid} over {over.tls}", "set the same UCX_TLS for both")
 
 
 class UcxAddress(RemoteAddress, frozen=True, array_like=True):
@@ -63,12 +63,12 @@ class _Connection(RegionOwner):
 
     _keys = itertools.count(1)
 
-    def __init__(self, worker: UcxWorker, address: bytes, place: TableAddress) -> None:
+    def __init__(self, worker: UcxWorker, address: UcxAddress) -> None:
         self.broken = ""
-        super().__init__(place.owner)
-        self.address, self.key, self._worker = address, next(self._keys), worker
+        super().__init__(address.owner)
+        self.peer, self.key, self._worker = address.peer, next(self._keys), worker
         try:
-            self.endpoint: Any = worker.connect(address, self.key)
+            self.endpoint: Any = worker.connect(address.peer, self.key)
         except libucp.UcxError as error:
             super().close()
             raise RegionGone(f"UCX cannot reach process {self.pid}, which exposed this region: {error}") from error
@@ -147,21 +147,20 @@ class _Messenger:
 
     def _find(self, handle: Handle) -> _Region:
         address = UcxAddress.decode(handle.address)
-        place = address.place_within(handle, self.worker.over)
+        address.check_reachable(handle, self.worker.over)
         connection = self._connections.get(address.peer)
         if connection is None:
-            connection = _Connection(self.worker, address.peer, place)
-            self._connections[address.peer] = connection
+            connection = self._connections[address.peer] = _Connection(self.worker, address)
         if len(self._found) >= REMEMBERED:
             self._found.clear()
-        region = _Region(connection, place.generation, address.writable, self.requests)
+        region = _Region(connection, address.generation, address.writable, self.requests)
         self._found[handle] = region
         return region
 
     def _forget(self, connection: _Connection) -> None:
         """Drop the connection to an owner, which may be broken, and its cached regions."""
         self._found = {handle: region for handle, region in self._found.items() if region.connection is not connection}
-        if self._connections.pop(connection.address, None) is not None:
+        if self._connections.pop(connection.peer, None) is not None:
             self.requests.channel.broken.discard(connection.endpoint)
             connection.close()
 
@@ -185,7 +184,6 @@ class NetworkPlane(HostPlane):
     A forked child that uses its parent's plane has one without regions of its own.
     """
 
-    address: ClassVar[type[RemoteAddress]]
     access: ClassVar[type[Any]]
     """Starts the library. What it returns has a `lock`, to be held for `move(block)`, and `close()`."""
     block_bytes: ClassVar[int]
@@ -210,18 +208,19 @@ class NetworkPlane(HostPlane):
                 self._opened = self.access(self._over)
             return self._opened
 
-    def _place(self, handle: Handle) -> TableAddress:
-        return TableAddress.decode(self.address.decode(handle.address).place)
-
     def _in_blocks(self, copy: BlockCopy) -> None:
         if self._over.local or (copy.writing and not self.writes):
             super()._in_blocks(copy)
             return
         access = self._access()
         for block in copy.blocks(self.block_bytes):
-            with HeldUntil(access.lock, block):
+            while not access.lock.acquire(timeout=max(block.deadline - time.monotonic(), 0.001)):
+                block.look()  # another copy may hold the lock for long
+            try:
                 block.look()
                 access.move(block)
+            finally:
+                access.lock.release()
 
     def _release(self) -> None:
         with self._lock:
@@ -247,4 +246,5 @@ class UcxPlane(NetworkPlane):
             messenger: _Messenger = self._access()
             worker, withdraw = messenger.worker.address, partial(messenger.requests.withdraw, place.generation)
             messenger.requests.expose(place.generation, Exposed(memory, writable))
-        return UcxAddress(place.encode(), memory.nbytes, worker, writable).encode(), withdraw
+        address = UcxAddress(**asdict(place), nbytes=memory.nbytes, peer=worker, writable=writable)
+        return address.encode(), withdraw

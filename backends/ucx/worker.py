@@ -35,10 +35,6 @@ Failed = Callable[[int, str], None]
 """failed(key, why): the connection of an endpoint made with `key` broke."""
 
 _SHARED_MEMORY = frozenset(["posix", "sysv", "xpmem", "cma", "knem", "sm", "shm", "mm"])
-_FOR_MESSAGES = {"POSIX_RX_BUFS_GROW": "300"}
-"""One chunk of buffers in /dev/shm: 2.5 MB a worker, where UCX's default of 512 buffers takes 4.3 MB."""
-_FOR_MEMORY = {"POSIX_FIFO_SIZE": "64", "POSIX_RX_BUFS_GROW": "64"}
-"""Smaller buffers: a worker that only reads and writes memory receives few messages. 1.1 MB."""
 _SHM_BYTES = 3 << 20
 """What must be free in /dev/shm before a worker is made: with less, UCX makes one that reaches no peer."""
 _SHM_HINT = "give more (`docker run --shm-size=1g`), or set UCX_TLS=tcp,self"
@@ -52,7 +48,8 @@ _LACKING = frozenset(
     ]
 )
 """The statuses with which UCX fails if this process lacks a resource."""
-_HERE = {"RNDV_SCHEME": "get_zcopy"}
+_HERE = {"RNDV_SCHEME": "get_zcopy", "POSIX_RX_BUFS_GROW": "300"}
+"""One chunk of buffers in /dev/shm: 2.5 MB a worker, where UCX's default of 512 buffers takes 4.3 MB."""
 _TCP_OPTIONS = {"TCP_TX_SEG_SIZE": "256k", "TCP_RX_SEG_SIZE": "256k"}
 """Bytes that one send or receive of a socket moves: with UCX's 8 KiB, large payloads take three times as long."""
 _CONNECT_IN_BACKGROUND = {"TCP_CONN_NB": "y"}
@@ -169,17 +166,11 @@ def _check_fork(over: Transports) -> None:
         )
 
 
-def _memory(features: int, over: Transports) -> Mapping[str, str]:
-    """The options that bound UCX's shared memory.
-
-    Raises `ResourceExhausted` if that memory is not available, or no network device is.
-    """
+def _check_resources(over: Transports) -> None:
+    """Raise `ResourceExhausted` if no network device is available, or not the shared memory of a worker."""
     _check_devices(over.tls)
-    if not over.local:
-        return {}
-    check_shared_memory(_SHM_BYTES, "a UCX worker", _SHM_HINT)
-    options = _FOR_MESSAGES if features & libucp.FEATURE_TAG else _FOR_MEMORY
-    return {name: value for name, value in options.items() if f"UCX_{name}" not in os.environ}
+    if over.local:
+        check_shared_memory(_SHM_BYTES, "a UCX worker", _SHM_HINT)
 
 
 class UcxWorker:
@@ -192,6 +183,7 @@ class UcxWorker:
         self.lib: Libucp = library()
         self._ffi, self._call = self.lib.ffi, self.lib.call
         _check_fork(over)
+        _check_resources(over)
         self.over = over
         self.reports_failures = failed is not None and not (_SHARED_MEMORY | {"all"}) & set(over.tls.split(","))
         self.failed = failed
@@ -200,7 +192,7 @@ class UcxWorker:
         self.event_fd: OwnedDescriptor | None = None
         self._kept: list[object] = []
         resolve = {"RESOLVE_REMOTE_EP_ID": "y"} if features & libucp.FEATURE_AM else {}
-        options = {"TLS": over.tls, **over.options, **resolve, **_memory(features, over)}
+        options = {"TLS": over.tls, **over.options, **resolve}
         with _reraise_local_cause():
             self._context = self._make_context(features | libucp.FEATURE_WAKEUP, options)
         self.handle: Any = self._ffi.NULL

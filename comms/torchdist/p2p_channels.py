@@ -19,8 +19,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -55,18 +55,6 @@ class _GivenUp(Exception):
     """The last op that waited for the connection has given up."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChannelRanks:
-    """The group ranks of a channel's sender and receiver, which name it."""
-
-    src: int
-    dst: int
-
-    @property
-    def name(self) -> str:
-        return f"p2p-{self.src}-{self.dst}"
-
-
 class PairStores:
     """The stores where the two ranks of a channel meet: each in the receiver's process, and in no other.
 
@@ -85,25 +73,23 @@ class PairStores:
             # The scope is new for each group of a process: its keys are those of no group before.
             self._places = group.all_gather_object((address, self._own.port, secrets.token_hex(8)), timeout)
 
-    def of_channel(self, ranks: ChannelRanks, check_abort: Callable[[], None] = lambda: None) -> MeetingStore:
-        """The store of one channel; a sender connects to it. `check_abort`, which may raise, runs during each call.
+    def of_channel(self, name: str, dst: int, check_abort: Callable[[], None]) -> MeetingStore:
+        """The store of a channel to `dst`; a sender connects to it. `check_abort`, which may raise, runs in each call.
 
         Raises `StoreSilent`, and `StoreLost` from its calls, which name the receiver.
         """
-        host, port, scope = self._places[ranks.dst]
-        where = f"{host}:{port}"
-        own = ranks.dst == self._rank
-        store = self._own if own else tcp.dial(host, port, self._timeout, ranks.dst, check_abort)
+        host, port, scope = self._places[dst]
+        store = self._own if dst == self._rank else tcp.dial(host, port, self._timeout, dst, check_abort)
         if store is None:
             raise HoldfastError("the group has ended")
-        prefix = f"{scope}/{ranks.name}"
+        prefix = f"{scope}/{name}"
         return MeetingStore(
             store,
             prefix,
-            where=where,
+            where=f"{host}:{port}",
             timeout=self._timeout,
             seal=None if self._key is None else Seal(self._key, prefix.encode()),
-            serving_rank=ranks.dst,
+            serving_rank=dst,
             check_abort=check_abort,
         )
 
@@ -113,12 +99,15 @@ class PairStores:
 
 
 class ChannelEnd:
-    """One end of a channel. The subclass starts its thread."""
+    """One end of a channel with the group's rank `peer`. The subclass starts its thread."""
 
-    def __init__(self, ranks: ChannelRanks, group: Communicator, stores: PairStores) -> None:
-        self._ranks = ranks
-        self._end = 0 if group.rank == ranks.src else 1
-        self.peer = ranks.dst if self._end == 0 else ranks.src
+    _end: ClassVar[int]
+    """0 sends, 1 receives."""
+
+    def __init__(self, peer: int, group: Communicator, stores: PairStores) -> None:
+        self.peer = peer
+        self._src, self._dst = (peer, group.rank) if self._end else (group.rank, peer)
+        self._name = f"p2p-{self._src}-{self._dst}"
         self._group = group
         self._stores = stores
         self._store: MeetingStore | None = None
@@ -128,7 +117,7 @@ class ChannelEnd:
         self._over: HoldfastError | None = None
         self._lock = threading.Lock()
         self._liveness = Liveness([group.peers[group.rank], group.peers[self.peer]], 0)
-        self._thread = threading.Thread(target=self._run, name=f"holdfast-{ranks.name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"holdfast-{self._name}", daemon=True)
 
     def _serve(self) -> None:
         """The thread's main loop."""
@@ -175,7 +164,7 @@ class ChannelEnd:
             return self._communicator
         try:
             if self._store is None:
-                self._store = self._stores.of_channel(self._ranks, self._check_abort)
+                self._store = self._stores.of_channel(self._name, self._dst, self._check_abort)
             if not self._announced and (self._end == 0 or self._store.check([ready_key(0)])):
                 self._store.set(ready_key(self._end), "here")
                 self._announced = True
@@ -189,10 +178,10 @@ class ChannelEnd:
             self._group.backend,
             KnownMembers(
                 rank=self._end,
-                peers=[self._group.peers[self._ranks.src], self._group.peers[self._ranks.dst]],
+                peers=[self._group.peers[self._src], self._group.peers[self._dst]],
                 store=self._store,
                 epoch=self._group.epoch,
-                name=f"{self._group.name}/{self._ranks.name}",
+                name=f"{self._group.name}/{self._name}",
             ),
             device=self._group.device,
             timeout=_CONNECT_SECONDS,
@@ -230,8 +219,10 @@ class ChannelEnd:
 class SendChannel(ChannelEnd):
     """The sending end of a channel."""
 
-    def __init__(self, ranks: ChannelRanks, group: Communicator, stores: PairStores) -> None:
-        super().__init__(ranks, group, stores)
+    _end = 0
+
+    def __init__(self, peer: int, group: Communicator, stores: PairStores) -> None:
+        super().__init__(peer, group, stores)
         self._queue: queue.SimpleQueue[tuple[Work, Callable[[], None]] | None] = queue.SimpleQueue()
         self._thread.start()
 
@@ -277,8 +268,10 @@ class SendChannel(ChannelEnd):
 class RecvChannel(ChannelEnd):
     """The receiving end of a channel. A failure fails the receives that this sender's messages could complete."""
 
-    def __init__(self, ranks: ChannelRanks, group: Communicator, stores: PairStores, matcher: MessageMatcher) -> None:
-        super().__init__(ranks, group, stores)
+    _end = 1
+
+    def __init__(self, peer: int, group: Communicator, stores: PairStores, matcher: MessageMatcher) -> None:
+        super().__init__(peer, group, stores)
         self._matcher = matcher
         self._thread.start()
 
@@ -361,8 +354,7 @@ class P2PChannels:
             channel = self._to.get(dst)
             if channel is None:
                 self._check_open()
-                ranks = ChannelRanks(self._group.rank, dst)
-                channel = self._to[dst] = SendChannel(ranks, self._group, self._stores)
+                channel = self._to[dst] = SendChannel(dst, self._group, self._stores)
         return channel.send(tensor, tag, timeout)
 
     def recv(self, tensor: Tensor, src: int | None, tag: int, timeout: float) -> PendingRecv:
@@ -387,8 +379,7 @@ class P2PChannels:
         with self._lock:
             if src not in self._from:
                 self._check_open()
-                ranks = ChannelRanks(src, self._group.rank)
-                self._from[src] = RecvChannel(ranks, self._group, self._stores, self._matcher)
+                self._from[src] = RecvChannel(src, self._group, self._stores, self._matcher)
 
     def _check_open(self) -> None:
         if self._over is not None:

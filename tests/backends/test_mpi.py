@@ -22,17 +22,14 @@ from holdfast import comms
 from holdfast.comms import (
     BackendUnavailable,
     Communicator,
-    HoldfastError,
     OpTimeout,
     PeerFailed,
     ReduceOp,
-    RegionGone,
     Revoked,
     Unsupported,
 )
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.plugins.spec import OpEvent, hookimpl
-from holdfast.ft import Session
 from holdfast.ft.launch.launcher import launch, mpirun_path
 from holdfast.harness import LocalCluster
 from holdfast.harness.cluster.cluster_ranks import RankResult
@@ -350,46 +347,6 @@ def test_windows_between_hosts_are_reached_by_messages(two: LocalCluster) -> Non
     two.run(body)
 
 
-class ClosedFirst:
-    """The lock of a window; the answering thread has to wait for it until the window is closed."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.wanted, self.closed, self.answered = threading.Event(), threading.Event(), threading.Event()
-
-    def __enter__(self) -> None:
-        if threading.current_thread().name == "holdfast-windows":
-            self.wanted.set()
-            self.closed.wait(10.0)
-        self._lock.acquire()
-
-    def __exit__(self, *exc: object) -> None:
-        self._lock.release()
-        if self.closed.is_set():
-            self.answered.set()
-
-
-def test_a_put_that_comes_while_a_window_is_closed_writes_nothing(two: LocalCluster) -> None:
-    def body(comm: Communicator) -> list[float]:
-        mine = torch.zeros(4)
-        reach_by_messages(comm)
-        window, lock = comm.window(mine), ClosedFirst()
-        if comm.rank == 0:
-            window._memory._mine.lock = lock  # type: ignore[attr-defined]
-        comm.barrier()
-        if comm.rank == 1:
-            with pytest.raises(RegionGone):
-                window.put(torch.ones(4), 0)
-        else:
-            assert lock.wanted.wait(10.0)
-            window.close()
-            lock.closed.set()
-            assert lock.answered.wait(10.0)
-        return mine.tolist()
-
-    assert two.run(body) == [[0.0] * 4] * 2
-
-
 def test_a_job_leaves_no_process_and_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No process, session directory or shared memory is left, even after a kill."""
     before = set(Path("/dev/shm").iterdir())
@@ -408,68 +365,6 @@ def test_a_job_leaves_no_process_and_no_file(tmp_path: Path, monkeypatch: pytest
     assert not [path for path in mine if path.exists()]
 
 
-def test_a_job_goes_on_with_a_spare_when_a_rank_is_killed() -> None:
-    """Spares are processes of the same mpirun: they have to initialise MPI together with the ranks."""
-
-    def train(session: Session) -> float:
-        done = 0.0
-        for attempt in session.steps(100):
-            with attempt:
-                shards = torch.tensor(float(len(attempt.shards)))
-                attempt.comm.all_reduce(shards)
-                time.sleep(0.02)
-            if attempt.committed:
-                done += 1
-        return done
-
-    with LocalCluster(2, "mpi", spares=1, timeout=60.0) as cluster:
-        job = cluster.start(train)
-        job.wait_for_spares()
-        job.wait_for("committed", step=3)
-        killed = job.kill(1)
-        assert job.results(timeout=40.0)[0] == 100.0
-        assert killed not in [process.pid for process in job.processes if process.alive()]
-
-
 def test_an_unknown_launcher_is_refused() -> None:
     with pytest.raises(Unsupported, match="srun"):
         launch("srun", 2)
-
-
-def test_window_requests_that_are_wrong_are_refused_and_the_thread_goes_on(two: LocalCluster) -> None:
-    """Each request has one reply."""
-
-    def body(comm: Communicator) -> tuple[list[str], int]:
-        from holdfast.comms.onesided import requests
-        from holdfast.comms.onesided.requests import RequestWindow
-
-        memory = torch.zeros(4, dtype=torch.int64)
-        reach_by_messages(comm)
-        outcomes = []
-        with comm.window(memory) as window:
-            comm.barrier()
-            if comm.rank == 1:
-                assert isinstance(window.memory, RequestWindow)
-                asked, region, owner = window.memory._requests, window.memory._number, window.memory._ranks[0]
-                for pending in (
-                    asked.begin(owner, requests.Head(99, region)),
-                    asked.begin(owner, requests.Head(requests.GET, region, nbytes=33)),
-                    asked.begin(owner, requests.Head(requests.GET, region, offset=(1 << 64) - 8, nbytes=8)),
-                    asked.begin(owner, requests.Head(requests.PUT, region, offset=24, nbytes=8)),
-                    asked.begin(owner, requests.Head(requests.PUT, region, nbytes=1 << 40)),
-                    asked.begin(owner, requests.Head(requests.PUT, region, nbytes=9000), body=bytes(9000)),
-                    asked.begin(owner, requests.Head(requests.ADD, region, offset=32, detail=8)),
-                    asked.begin(owner, requests.Head(requests.ADD, region, detail=3)),
-                    asked.begin(owner, requests.Head(requests.GET, region + 1, nbytes=8)),
-                ):
-                    with pytest.raises((HoldfastError, RegionGone)) as refused:
-                        asked.finish(pending, time.monotonic() + 10.0, "get")
-                    outcomes.append("gone" if isinstance(refused.value, RegionGone) else "refused")
-                window.fetch_add(0, 3, 5)
-                window.put(torch.tensor([7]), 0, 0)
-            comm.barrier()
-        return outcomes, int(memory.sum())
-
-    (_, total), (outcomes, _) = two.run(body)
-    assert outcomes == ["refused"] * 8 + ["gone"]
-    assert total == 12

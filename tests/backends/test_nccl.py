@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -466,43 +465,6 @@ def test_gpu_a_graph_holds_an_all_reduce(on_gpu: Callable[..., list[Any]]) -> No
         assert bool((tensor == expected).all())
 
     on_gpu(body)
-
-
-@ON_A_GPU
-def test_gpu_overhead_over_torchs_own_group_is_small(
-    on_gpu: Callable[..., list[Any]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Printed, for docs/performance.md; asserted loosely."""
-
-    def body(comm: Communicator) -> tuple[float, float]:
-        unchecked(comm)
-        tensor = torch.ones(2, device="cuda")
-        group: Any = comm._transport._group  # type: ignore[attr-defined]
-
-        limit = nccl.options(dist.AllreduceOptions, timedelta(seconds=30), asyncOp=False)
-
-        def a_call(run: Callable[[], object]) -> float:
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            for _ in range(100):
-                run()
-            took = time.perf_counter() - began
-            torch.cuda.synchronize()
-            return took / 100
-
-        turns = [
-            (a_call(lambda: comm.all_reduce(tensor)), a_call(lambda: group.allreduce([tensor], limit)))
-            for _ in range(10)
-        ]
-        ours, theirs = (min(each) for each in zip(*turns, strict=True))
-        return ours, theirs
-
-    for ours, theirs in on_gpu(body):
-        with capsys.disabled():
-            print(
-                f"nccl all_reduce of 8 B, host time a call: holdfast {ours * 1e6:.1f} us, torch {theirs * 1e6:.1f} us"
-            )
-        assert ours < theirs + 100e-6
 
 
 @ON_A_GPU

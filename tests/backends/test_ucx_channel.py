@@ -18,13 +18,11 @@ from holdfast.backends.ucx.worker import Transports, UcxWorker
 from holdfast.comms.errors import HoldfastError, OpTimeout
 from holdfast.comms.onesided.requests import (
     ADD,
-    CLOSED,
     GET,
     GONE,
     PIECE_BYTES,
     PUT,
     REFUSED,
-    SIGNAL,
     SWAP,
     Exposed,
     Head,
@@ -153,31 +151,6 @@ def test_spoilt_messages_change_nothing(owner: Itself, number: int, header: byte
         "valid requests are answered"
     )
     assert torch.equal(owner.memory, torch.arange(SIZE, dtype=torch.uint8))
-
-
-def test_a_signal_to_memory_that_is_no_window_is_refused(owner: Itself) -> None:
-    for kind in (SIGNAL, CLOSED, 99):
-        assert owner.outcome(owner.requests.begin(owner, Head(kind, REGION))) == REFUSED
-
-
-def test_a_late_answer_writes_nowhere(owner: Itself) -> None:
-    into = torch.zeros(8, dtype=torch.uint8)
-    owner.memory.fill_(1)
-    owner.requests.forget(owner.requests.begin(owner, Head(GET, REGION, nbytes=8), into=into.data_ptr()))
-    other = torch.zeros(8, dtype=torch.uint8)
-    assert owner.outcome(owner.requests.begin(owner, Head(GET, REGION, nbytes=8), into=other.data_ptr())) == DONE
-    assert (other == 1).all()
-    assert (into == 0).all()
-
-
-def test_a_withdrawn_region_is_not_touched(owner: Itself) -> None:
-    memory = torch.zeros(8, dtype=torch.uint8)
-    owner.requests.expose(11, Exposed(ExposedMemory(memory)))
-    under_way = owner.requests.begin(owner, Head(PUT, 11, nbytes=8), body=bytes([1] * 8))
-    arrived = under_way.answered
-    owner.requests.withdraw(11)
-    assert owner.outcome(under_way) == (DONE if arrived else GONE)
-    assert bool(memory.any()) == arrived
 
 
 def test_where_the_network_reads_memory_a_large_body_stays_with_its_sender_until_it_is_read(

@@ -194,6 +194,16 @@ def test_a_put_that_comes_after_the_close_writes_nothing(pair: Pair) -> None:
         pair.theirs.signal(1, soon())
 
 
+def test_a_put_that_waited_for_a_window_to_close_writes_nothing(pair: Pair) -> None:
+    """Its thread has found the window, and gets the lock after the close."""
+    exposed, owner, outcomes = pair.mine._mine, pair.services[1].requests, []
+    pair.mine.close()
+    owner.expose(1, exposed)
+    pair.wires[1].send = lambda rank, head, body=b"": outcomes.append(Head.decode(head).detail)  # type: ignore[method-assign]
+    owner.received(0, Head(PUT, 1, 1, nbytes=ROOM).encode(), bytearray(b"1" * ROOM))
+    assert outcomes == [requests.GONE] and pair.memory.tolist() == [0] * 4
+
+
 def test_a_broken_connection_ends_calls_to_that_rank_alone(pair: Pair) -> None:
     pair.wires[0].broken.add(1)
     with pytest.raises(RegionGone, match="rank 1 has ended its connection"):
