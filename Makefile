@@ -177,7 +177,7 @@ executorch: extra-executorch  ## a trained model as a program of ExecuTorch, whi
 	$(BIN)/holdfast rl train examples/rl/arithmetic.toml --directory build/executorch --set steps=2 --set model.warmup_steps=400
 	$(BIN)/holdfast rl export build/executorch --version latest --to examples/stack/executorch/export.py:export build/executorch/sum.pte
 
-monarch: $(STAMP)  ## memory between Monarch's actors: our RDMABuffer beside Monarch's over TCP
+monarch: $(STAMP)  ## memory between Monarch's actors: a memory plane beside Monarch's RDMABuffer over TCP
 	$(BIN)/python examples/stack/monarch/rdma.py
 
 lightning openenv ray titan torchft trl verl: %: extra-%

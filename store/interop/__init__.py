@@ -1,4 +1,4 @@
-"""Versions on disk: directories of safetensors, and of torch.distributed.checkpoint. Other systems' interfaces."""
+"""Versions on disk: directories of safetensors, and of torch.distributed.checkpoint."""
 
 from __future__ import annotations
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -87,6 +90,19 @@ def test_torchtitan_with_torchft_goes_on_when_a_group_is_killed_and_comes_back()
 @pytest.mark.parametrize("environment", ["vllm", "vllm-0.33"])
 def test_vllm_reads_versions_from_the_store_and_its_tokens_are_transformers(environment: str) -> None:
     run(environment, STACK / "vllm" / "in_one_process.py")
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(find_spec("monarch") is None, reason="needs Monarch: pip install 'holdfast[rl]'")
+def test_memory_between_actors_of_monarch_is_faster_than_monarchs_over_tcp() -> None:
+    program = [sys.executable, STACK / "monarch" / "rdma.py", "16", "3"]
+    done = subprocess.run(
+        program, capture_output=True, text=True, timeout=100, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "after drop: RegionGone" in done.stdout
+    reads, writes = re.findall(r": ([\d.]+) times", done.stdout)
+    assert min(float(reads), float(writes)) > 1.0
 
 
 @pytest.mark.thorough

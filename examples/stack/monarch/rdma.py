@@ -1,4 +1,4 @@
-"""Reads and writes between two Monarch actors: our RDMABuffer beside Monarch's own, in turns in one run.
+"""Reads and writes between two Monarch actors: a memory plane beside Monarch's RDMABuffer, in turns in one run.
 
     python examples/stack/monarch/rdma.py [MIB ROUNDS]
 
@@ -14,15 +14,15 @@ import warnings
 from typing import Any
 
 os.environ.setdefault("MONARCH_FILE_LOG", "error")
+os.environ["PYTHONPATH"] = f"{sys.path[0]}:{os.environ.get('PYTHONPATH', '')}"  # Monarch's processes import it too
 
 import monarch
 import torch
 from monarch.actor import Actor, endpoint, this_host
 from monarch.rdma import RDMABuffer as MonarchBuffer
+from plane_buffer import PlaneBuffer
 
-from holdfast.store.interop.rdma_buffer import RDMABuffer
-
-KINDS = {"holdfast": RDMABuffer, "Monarch over TCP": MonarchBuffer}
+KINDS = {"holdfast": PlaneBuffer, "Monarch over TCP": MonarchBuffer}
 
 
 def configure() -> None:

@@ -22,7 +22,7 @@ from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, Ra
 from verl.utils.import_utils import import_external_libs
 from verl.workers.config import CheckpointEngineConfig
 
-MODULE = "holdfast.store.interop.verl_engine"
+MODULE = "engine"
 
 
 def weights(step: int) -> dict[str, torch.Tensor]:
