@@ -8,10 +8,11 @@ only the types that DCP itself writes there are built, and all that they hold is
 from __future__ import annotations
 
 import io
+import math
 import mmap
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
 from queue import Queue
 from typing import IO, Any, Literal, cast
@@ -19,15 +20,16 @@ from typing import IO, Any, Literal, cast
 import msgspec
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _create_file_view
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from holdfast.comms.errors import CorruptData, HoldfastError, Unsupported
-from holdfast.ft.state.boxes import Box, cover, shape_of, whole
+from holdfast.ft.state.boxes import Box, cover, whole
 from holdfast.store.data.state_dicts import build_value, decode, encode, rebuild
 from holdfast.store.data.state_nodes import DictNode, ListNode, StateNode, TensorNode, TiedNode, TupleNode
 from holdfast.store.errors import CopyFailed
@@ -48,7 +50,8 @@ from holdfast.store.weight_store import WeightStore
 Refused = pickle.UnpicklingError
 """The error of `torch.load` for a value that is damaged, or of a type that it does not take for safe."""
 METADATA = ".metadata"
-MOST_DIMENSIONS = 64
+MOST_ITEMS = 1 << 20
+"""The most values of a list in a state dict."""
 _DCP = "torch.distributed.checkpoint"
 _DCP_METADATA = (
     "BytesStorageMetadata",
@@ -70,64 +73,19 @@ _ALLOWED = {
 }
 
 
-class Item(msgspec.Struct, frozen=True):
-    """Where a value or a piece of a tensor is: a range of a file."""
-
-    file: str
-    offset: int
-    length: int
-
-
-class DcpPiece(msgspec.Struct, frozen=True):
-    """A box of a tensor, and where it is."""
-
-    box: Box
-    item: Item
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor of a checkpoint; its pieces cover it."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    pieces: tuple[DcpPiece, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """The content of a directory.
-
-    Tensors and other values by flat name, and the paths of the names in the state dict.
-    """
-
-    tensors: Mapping[str, StoredTensor]
-    values: Mapping[str, Item]
-    paths: Mapping[str, tuple[str | int, ...]]
-
-
 class _Paths(msgspec.Struct):
     paths: dict[str, tuple[str | int, ...]]
 
 
-def read_metadata(directory: Path) -> Checkpoint:
-    """The metadata of a checkpoint. Raises `CorruptData` with all that is wrong with it, `CopyFailed`."""
-    path = directory / METADATA
-    with disk_errors(path):
-        try:
-            data = path.read_bytes()
-        except FileNotFoundError:
-            raise CopyFailed(directory, f"it has no {METADATA} of torch.distributed.checkpoint") from None
+@contextmanager
+def _damage(what: str) -> Iterator[None]:
+    """Raise `CorruptData` in place of errors of other kinds: a pickle that was tampered with can fail in any way."""
     try:
-        return _checked(_MetadataUnpickler(io.BytesIO(data)).load())
-    except CorruptData as error:
-        raise CorruptData(f"{path}: {error}") from error
-    except Exception as error:  # a pickle that was tampered with can fail in any way
-        raise CorruptData(f"{path} is not the metadata of a checkpoint: {error}") from error
+        yield
+    except HoldfastError:
+        raise
+    except Exception as error:
+        raise CorruptData(f"{what} is damaged: {error}") from error
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -138,77 +96,58 @@ class _MetadataUnpickler(pickle.Unpickler):
         raise CorruptData(f"it asks for {module}.{name}, which DCP does not write there")
 
 
-def _checked(found: object) -> Checkpoint:
-    if not isinstance(found, Metadata):
-        raise CorruptData("it is not the metadata of a checkpoint")
-    faults: list[str] = []
-    tensors: dict[str, StoredTensor] = {}
-    values: dict[str, Item] = {}
-    for name, known in found.state_dict_metadata.items():
-        if not isinstance(name, str):
-            raise CorruptData(f"{name!r} is no name")
+def read_metadata(directory: Path) -> Metadata:
+    """The metadata of a checkpoint. Raises `CorruptData`, `CopyFailed`."""
+    path = directory / METADATA
+    with disk_errors(path):
         try:
-            if isinstance(known, TensorStorageMetadata):
-                tensors[name] = _tensor(name, known, found.storage_data)
-            elif isinstance(known, BytesStorageMetadata):
-                values[name] = _item(name, None, found.storage_data)
-            else:
-                raise CorruptData(f"{name!r} is neither a tensor nor a value")
-        except CorruptData as error:
-            faults.append(str(error))
-    if faults:
-        raise CorruptData("; ".join(faults))
-    planner_data = found.planner_data if isinstance(found.planner_data, dict) else {}
-    paths = msgspec.convert({"paths": planner_data}, _Paths).paths
-    return Checkpoint(tensors, values, paths)
+            data = path.read_bytes()
+        except FileNotFoundError:
+            raise CopyFailed(directory, f"it has no {METADATA} of torch.distributed.checkpoint") from None
+    with _damage(str(path)):
+        found = _MetadataUnpickler(io.BytesIO(data)).load()
+        if not isinstance(found, Metadata) or not all(isinstance(name, str) for name in found.state_dict_metadata):
+            raise CorruptData(f"{path} is not the metadata of a checkpoint")
+        return found
 
 
-def _tensor(name: str, known: TensorStorageMetadata, places: Mapping[MetadataIndex, Any]) -> StoredTensor:
-    dtype, shape = known.properties.dtype, tuple(known.size)
-    if not isinstance(dtype, torch.dtype) or len(shape) > MOST_DIMENSIONS or not all(map(_is_size, shape)):
-        raise CorruptData(f"{name!r} has no possible dtype and shape")
-    pieces = tuple(_pieces(name, known, places))
-    if _is_empty(shape):
-        return StoredTensor(dtype, shape, pieces[:1])
-    if lacking := cover(whole(shape), [piece.box for piece in pieces])[1]:
-        raise CorruptData(f"{name!r} lacks {lacking[0]} of {shape}")
-    return StoredTensor(dtype, shape, pieces)
+def _faults(directory: Path, metadata: Metadata) -> Iterator[str]:
+    """What torch's reader does not look for: files that are missing or short, and tensors that are not there whole."""
+    for name, known in metadata.state_dict_metadata.items():
+        if not isinstance(known, TensorStorageMetadata):
+            yield from _misplaced(directory, metadata, name, None, 0)
+            continue
+        shape, boxes = tuple(known.size), list[Box]()
+        for chunk in known.chunks:
+            yield from _misplaced(directory, metadata, name, chunk, known.properties.dtype.itemsize)
+            boxes.append(tuple((at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True)))
+            if not all(0 <= low <= high <= size for (low, high), size in zip(boxes[-1], shape, strict=True)):
+                yield f"{name!r} has a piece {boxes[-1]} outside of {shape}"
+        if 0 not in shape and (lacking := cover(whole(shape), boxes)[1]):
+            yield f"{name!r} lacks {lacking[0]} of {shape}"
 
 
-def _pieces(name: str, known: TensorStorageMetadata, places: Mapping[MetadataIndex, Any]) -> Iterator[DcpPiece]:
-    for chunk in known.chunks:
-        if len(chunk.offsets) != len(known.size) or len(chunk.sizes) != len(known.size):
-            raise CorruptData(f"{name!r} has a piece of other dimensions")
-        box = tuple((start, start + length) for start, length in zip(chunk.offsets, chunk.sizes, strict=True))
-        if not all(0 <= low <= high <= size for (low, high), size in zip(box, known.size, strict=True)):
-            raise CorruptData(f"{name!r} has a piece {box} outside of {tuple(known.size)}")
-        yield DcpPiece(box, _item(name, chunk.offsets, places))
-
-
-def _item(name: str, offsets: Any, places: Mapping[MetadataIndex, Any]) -> Item:
-    info = places.get(MetadataIndex(name, offsets))
-    if info is None:
-        raise CorruptData(f"there is no data for {name!r}")
-    if getattr(info, "transform_descriptors", None):
-        raise CorruptData(f"{name!r} was saved through an extension, which cannot be read here")
-    item = msgspec.convert({"file": info.relative_path, "offset": info.offset, "length": info.length}, Item)
-    if Path(item.file).name != item.file or item.offset < 0 or item.length < 0:
-        raise CorruptData(f"{name!r} lies outside of the directory, in {item.file}")
-    return item
-
-
-def _is_size(length: object) -> bool:
-    return isinstance(length, int) and 0 <= length < 1 << 62
-
-
-def _is_empty(shape: tuple[int, ...]) -> bool:
-    return 0 in shape
+def _misplaced(
+    directory: Path, metadata: Metadata, name: str, chunk: ChunkStorageMetadata | None, itemsize: int
+) -> Iterator[str]:
+    place = metadata.storage_data.get(MetadataIndex(name, None if chunk is None else chunk.offsets))
+    nbytes = 0 if chunk is None else math.prod(chunk.sizes) * itemsize
+    if place is None or place.offset < 0:
+        yield f"there is no data for {name!r}"
+    elif getattr(place, "transform_descriptors", None):
+        yield f"{name!r} was saved through an extension, which cannot be read here"
+    elif Path(file := place.relative_path).name != file:
+        yield f"{name!r} lies outside of the directory, in {file}"
+    elif not (directory / file).is_file():
+        yield f"no file {file}"
+    elif (directory / file).stat().st_size < place.offset + place.length:
+        yield f"{file} is cut off"
+    elif place.length < nbytes:
+        yield f"{name!r} has too few bytes"
 
 
 _STORAGE = "data/0"
 """What `torch.save` calls the elements of a tensor in its archive. It never compresses them."""
-
-
 FILE_BYTES = 256 << 20
 """The most bytes of a file, unless one tensor is larger: DCP keeps the tensors of a file until it is written."""
 
@@ -385,117 +324,86 @@ class DcpDirectory:
     """A directory that `torch.distributed.checkpoint.save` wrote."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.record = read_record(path)
-        self._checkpoint = read_metadata(path)
+        self.path, self.record, self._metadata = path, read_record(path), read_metadata(path)
         self._mappings: dict[str, mmap.mmap] = {}
-        tensors = self._checkpoint.tensors
+        known = self._metadata.state_dict_metadata
+        tensors = {name: each for name, each in known.items() if isinstance(each, TensorStorageMetadata)}
+        self._values = known.keys() - tensors.keys()
         wanted = tensors.keys() if self.record is None else self.record.checksums.keys()
-        known = wanted if self.record is None else wanted | decode(self.record.skeleton).ties.keys()
-        faults = [f"no {name}" for name in sorted(known - tensors.keys())]
-        faults += [f"{name} besides" for name in sorted(tensors.keys() - known)]
-        faults += self._faults()
+        names = wanted if self.record is None else wanted | decode(self.record.skeleton).ties.keys()
+        faults = [f"no {name}" for name in sorted(names - tensors.keys())]
+        faults += [f"{name} besides" for name in sorted(tensors.keys() - names)]
+        with _damage(str(path / METADATA)):
+            faults += dict.fromkeys(_faults(path, self._metadata))
         if faults:
             raise CorruptData(f"{path} is damaged: {'; '.join(faults)}")
-        self.sizes: Mapping[str, int] = {name: tensors[name].nbytes for name in wanted}
+        self._tensors = {name: tensors[name] for name in wanted}
+        self.sizes: Mapping[str, int] = {
+            name: math.prod(each.size) * each.properties.dtype.itemsize for name, each in self._tensors.items()
+        }
 
     def state(self, tensors: Mapping[str, torch.Tensor], part: int, parts: int) -> Mapping[str, Any]:
         """The state dict that was saved; or a part of it, flat, with the values in part 0."""
-        values = {name: self._value(name) for name in self._checkpoint.values} if part == 0 else {}
-        return _nested({**tensors, **values}, self._checkpoint.paths) if parts == 1 else {**tensors, **values}
-
-    def _faults(self) -> list[str]:
-        """The files that are missing or too short."""
-        items = [piece.item for tensor in self._checkpoint.tensors.values() for piece in tensor.pieces]
-        found: dict[str, None] = {}
-        for item in (*items, *self._checkpoint.values.values()):
-            try:
-                self._bytes(item)
-            except HoldfastError as error:
-                found[str(error)] = None
-        return list(found)
-
-    def _value(self, name: str) -> Any:
-        """A value that is not a tensor. Raises `Unsupported` for one of a type that torch does not take for safe."""
-        data = bytes(self._bytes(self._checkpoint.values[name]))
-        try:
-            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        except Refused as error:
-            reason = str(error).partition("\n")[0]
-            raise Unsupported(f"{name!r} in {self.path}: {reason}", "leave it out of the checkpoint") from error
-        except Exception as error:
-            raise CorruptData(f"{name!r} in {self.path} is damaged: {error}") from error
+        flat = dict(tensors)
+        if part == 0:
+            flat |= {name: self._value(name) for name in self._values}
+        if parts > 1:
+            return flat
+        with _damage(str(self.path / METADATA)):
+            data = self._metadata.planner_data
+            paths = msgspec.convert({"paths": data if isinstance(data, dict) else {}}, _Paths).paths
+            if any(isinstance(key, int) and not 0 <= key < MOST_ITEMS for path in paths.values() for key in path):
+                raise CorruptData(f"{self.path / METADATA} has a list of more than {MOST_ITEMS} values")
+            return unflatten_state_dict(flat, {name: paths.get(name) or (name,) for name in flat})
 
     def read(self, name: str) -> torch.Tensor:
         """A tensor: a mapping of its file, if it was saved in one piece. It lasts as long as it is used."""
-        known = self._checkpoint.tensors[name]
-        if len(known.pieces) == 1 and shape_of(known.pieces[0].box) == known.shape:
-            return self._piece(name, known.pieces[0], known.dtype)
-        found = torch.empty(known.shape, dtype=known.dtype, device="cpu")
-        for piece in known.pieces:
-            target = found[tuple(slice(*each) for each in piece.box)]
-            target.copy_(self._piece(name, piece, known.dtype))
-        return found
+        known = self._tensors[name]
+        with _damage(f"{name!r} in {self.path}"):
+            if len(known.chunks) == 1 and known.chunks[0].sizes == known.size:
+                return self._piece(name, known.chunks[0])
+            found = torch.empty(known.size, dtype=known.properties.dtype, device="cpu")
+            for chunk in known.chunks:
+                box = (slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
+                found[tuple(box)].copy_(self._piece(name, chunk))
+            return found
 
-    def _piece(self, name: str, piece: DcpPiece, dtype: torch.dtype) -> torch.Tensor:
-        data, path = self._bytes(piece.item), self.path / piece.item.file
-        try:
-            with path.open("rb", buffering=0) as file:
-                saved = cast("IO[bytes]", _create_file_view(file, piece.item.offset, piece.item.length))
-                like = torch.load(saved, map_location="meta", weights_only=True)
-                saved.seek(0)
-                reader: Any = torch._C.PyTorchFileReader(saved)
-                stored = data[reader.get_record_offset(_STORAGE) :] if reader.has_record(_STORAGE) else data[:0]
-        except Exception as error:
-            raise CorruptData(f"{name!r} in {self.path} is damaged: {error}") from error
-        if not isinstance(like, torch.Tensor) or like.dtype != dtype or tuple(like.shape) != shape_of(piece.box):
+    def _piece(self, name: str, chunk: ChunkStorageMetadata) -> torch.Tensor:
+        dtype = self._tensors[name].properties.dtype
+        place = self._metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+        with (self.path / place.relative_path).open("rb", buffering=0) as file:
+            saved = cast("IO[bytes]", _create_file_view(file, place.offset, place.length))
+            like = torch.load(saved, map_location="meta", weights_only=True)
+            saved.seek(0)
+            reader: Any = torch._C.PyTorchFileReader(saved)
+            at = reader.get_record_offset(_STORAGE) if reader.has_record(_STORAGE) else place.length
+        if not isinstance(like, torch.Tensor) or like.dtype != dtype or like.shape != chunk.sizes:
             raise CorruptData(f"{name!r} in {self.path} is not what its metadata says")
         if not like.numel():
             return torch.empty(like.shape, dtype=dtype, device="cpu")
-        last = sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
-        if stored.nbytes < (like.storage_offset() + last + 1) * dtype.itemsize:
-            raise CorruptData(f"{name!r} in {self.path} has too few bytes")
+        stored = self._bytes(place)[at:]
         flat = torch.frombuffer(stored, dtype=torch.uint8)[: stored.nbytes // dtype.itemsize * dtype.itemsize]
+        last = sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
+        if like.storage_offset() + last >= flat.numel() // dtype.itemsize:
+            raise CorruptData(f"{name!r} in {self.path} has too few bytes")
         return flat.view(dtype).as_strided(like.shape, like.stride(), like.storage_offset())
 
-    def _bytes(self, item: Item) -> memoryview:
-        """The bytes of an item, mapped. What is written into them stays in this process."""
-        path = self.path / item.file
-        if item.file not in self._mappings:
-            with disk_errors(path), path.open("rb") as file:
-                try:
-                    self._mappings[item.file] = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE)
-                except ValueError as error:
-                    raise CorruptData(f"{path} is empty") from error
-        found = memoryview(self._mappings[item.file])[item.offset : item.offset + item.length]
-        if len(found) < item.length:
-            raise CorruptData(f"{path} is cut off")
-        return found
+    def _value(self, name: str) -> Any:
+        """A value that is not a tensor. Raises `Unsupported` for one of a type that torch does not take for safe."""
+        data = bytes(self._bytes(self._metadata.storage_data[MetadataIndex(name)]))
+        try:
+            with _damage(f"{name!r} in {self.path}"):
+                return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except CorruptData as error:
+            if not isinstance(error.__cause__, Refused):
+                raise
+            reason = str(error.__cause__).partition("\n")[0]
+            raise Unsupported(f"{name!r} in {self.path}: {reason}", "leave it out of the checkpoint") from error
 
-
-def _nested(flat: Mapping[str, Any], paths: Mapping[str, tuple[str | int, ...]]) -> dict[str, Any]:
-    """Values in dicts, by their paths. A dict with the keys 0, 1, 2, ... was a list, as far as DCP knows."""
-    root: dict[Any, Any] = {}
-    for name, value in flat.items():
-        *above, last = paths.get(name) or (name,)
-        at = root
-        for key in above:
-            at = at.setdefault(key, _Branch())
-            if not isinstance(at, _Branch):
-                raise CorruptData(f"{name!r} lies within another value of the state dict")
-        if last in at:
-            raise CorruptData(f"{name!r} is in the state dict twice")
-        at[last] = value
-    return {key: _with_lists(value) for key, value in root.items()}
-
-
-class _Branch(dict[Any, Any]):
-    """A dict or list of the state dict, not one of its values."""
-
-
-def _with_lists(value: Any) -> Any:
-    if not isinstance(value, _Branch):
-        return value
-    items = {key: _with_lists(each) for key, each in value.items()}
-    numbered = all(isinstance(key, int) for key in items) and sorted(items) == list(range(len(items)))
-    return [items[number] for number in range(len(items))] if numbered else items
+    def _bytes(self, place: Any) -> memoryview:
+        """The bytes at a place, mapped. What is written into them stays in this process."""
+        file = self.path / place.relative_path
+        if place.relative_path not in self._mappings:
+            with disk_errors(file), file.open("rb") as opened:
+                self._mappings[place.relative_path] = mmap.mmap(opened.fileno(), 0, mmap.MAP_PRIVATE)
+        return memoryview(self._mappings[place.relative_path])[place.offset : place.offset + place.length]
