@@ -42,7 +42,6 @@ from holdfast.store.interop.disk_copy import (
     disk_errors,
     need_room,
     new_directory,
-    publish_copy,
     read_record,
 )
 from holdfast.store.weight_store import WeightStore
@@ -294,30 +293,6 @@ def _cause(error: CheckpointException, target: Path) -> HoldfastError:
                 return typed
         found = found.__cause__ or found.__context__
     return CopyFailed(target, str(first))
-
-
-def import_version(
-    store: WeightStore,
-    directory: str | Path,
-    version: int | None = None,
-    *,
-    part: int = 0,
-    parts: int = 1,
-    timeout: float | None = None,
-    progress: Progress | None = None,
-) -> int:
-    """Publish what `torch.distributed.checkpoint.save` wrote as a version; returns its number.
-
-    The number is that of the exported version; directories from elsewhere need `version`. With `parts` processes each
-    publishes its share of the tensors, of about equal bytes, as its `part`. Tensors that were saved in one piece are
-    mapped; those that were sharded are put together in memory. No code from the directory runs: a type that DCP does
-    not write itself is refused.
-
-    Raises `CorruptData` with all that is wrong with the directory before anything is published, `Unsupported` for
-    values of other types, `CopyFailed` if it cannot be read, and the errors of `publish`.
-    """
-    found = DcpDirectory(Path(directory))
-    return publish_copy(store, found, version, part, parts, timeout, progress)
 
 
 class DcpDirectory:

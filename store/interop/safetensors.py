@@ -17,7 +17,6 @@ from safetensors import SafetensorError, safe_open
 from holdfast.comms.errors import CorruptData, Unsupported
 from holdfast.store.data.digests import as_bytes
 from holdfast.store.data.state_dicts import encode
-from holdfast.store.errors import CopyFailed
 from holdfast.store.inspection import TensorReport
 from holdfast.store.interop.disk_copy import (
     DiskRecord,
@@ -27,7 +26,6 @@ from holdfast.store.interop.disk_copy import (
     disk_errors,
     need_room,
     new_directory,
-    publish_copy,
     read_record,
 )
 from holdfast.store.weight_store import WeightStore
@@ -162,29 +160,6 @@ def _natural(name: str) -> str:
     return re.sub("[0-9]+", lambda digits: digits[0].zfill(20), name)
 
 
-def import_version(
-    store: WeightStore,
-    directory: str | Path,
-    version: int | None = None,
-    *,
-    part: int = 0,
-    parts: int = 1,
-    timeout: float | None = None,
-    progress: Progress | None = None,
-) -> int:
-    """Publish the tensors of a directory of safetensors as a version; returns its number.
-
-    The number is that of the exported version; directories from elsewhere need `version`. With `parts` processes each
-    publishes its share of the tensors, of about equal bytes, as its `part`. Files are mapped: the weights are in memory
-    once, as the store's replica. Tensors of an exported version are compared with their checksums.
-
-    Raises `CorruptData` with all that is wrong with the directory before anything is published, `CopyFailed` if it
-    cannot be read, and the errors of `publish`.
-    """
-    with SafetensorsDirectory(Path(directory)) as found:
-        return publish_copy(store, found, version, part, parts, timeout, progress)
-
-
 class SafetensorsDirectory:
     """A directory of safetensors: those that `model.safetensors.index.json` names, or `model.safetensors` alone."""
 
@@ -221,8 +196,6 @@ class SafetensorsDirectory:
     def _places(self) -> dict[str, str]:
         """The file of each tensor."""
         if not (self.path / INDEX).exists():
-            if not (self.path / WHOLE).exists():
-                raise CopyFailed(self.path, f"it has neither {INDEX} nor {WHOLE}")
             with ExitStack() as opened:
                 return dict.fromkeys(self._open([WHOLE], opened)[WHOLE].keys(), WHOLE)
         try:

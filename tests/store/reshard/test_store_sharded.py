@@ -28,7 +28,7 @@ from holdfast.ft.processes.zygote_client import zygote
 from holdfast.harness import LocalCluster
 from holdfast.store import WeightStore
 from holdfast.store.data.manifest import LARGE_BYTES
-from holdfast.store.interop.dcp import import_version
+from holdfast.store.interop import import_version
 from holdfast.store.publication import Publication
 from holdfast.store.reshard import giving
 from holdfast.store.reshard.placements import local_of, place
