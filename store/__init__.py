@@ -4,7 +4,6 @@ from holdfast.store.async_weight_store import AsyncFollower, AsyncLease, AsyncWe
 from holdfast.store.catalog.records import Holder, Reader
 from holdfast.store.errors import (
     CallCancelled,
-    CastUnavailable,
     CorruptVersion,
     NoSuchVersion,
     NotCaughtUp,
@@ -23,7 +22,6 @@ __all__ = [
     "AsyncLease",
     "AsyncWeightStore",
     "CallCancelled",
-    "CastUnavailable",
     "Component",
     "CorruptVersion",
     "Follower",

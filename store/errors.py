@@ -105,19 +105,6 @@ class StoreFull(StoreTimeout):
         )
 
 
-class CastUnavailable(StoreTimeout):
-    """No holder can pack a part in the cast that a reader asked for, or none did in time. `cast` names it."""
-
-    def __init__(self, version: int, part: int, cast: str, waited: float, why: str) -> None:
-        self.part, self.cast = part, cast
-        HoldfastError.__init__(
-            self,
-            f"part {part} of version {version} cannot be had in {cast} after {waited:.3g} s: {why}; get it without a "
-            "cast, give holders more memory (limit), or the call more time",
-        )
-        self.op, self.seq, self.waited, self.missing_ranks = "get", version, waited, ()
-
-
 class CorruptVersion(CorruptData):
     """No replica of a part has the right bytes. `mixed` are tensors of the reader that hold a mixture."""
 

@@ -19,7 +19,7 @@ from holdfast.comms.system.files import touched_pages
 from holdfast.comms.transport.liveness import this_host
 from holdfast.ft.state.boxes import Box
 from holdfast.store.catalog.client import DEFAULT, CatalogClient, gone
-from holdfast.store.catalog.part_casts import casts_listed
+from holdfast.store.catalog.part_casts import casts_of
 from holdfast.store.catalog.records import Catalog, Holder, Replica, Shard, Version
 from holdfast.store.data.manifest import Manifest
 from holdfast.store.data.state_dicts import Skeleton, build_value, decode, merge
@@ -285,7 +285,7 @@ class _Living:
             for replica in shard.replicas
             if replica.holder == holder.id
         ]
-        cast = sum(form.handle.nbytes for _, _, form in casts_listed(self.catalog, holder.id) if form.handle)
+        cast = sum(form.handle.nbytes for _, _, form in casts_of(self.catalog, holder.id, packed=True) if form.handle)
         deltas = sum(
             shard.delta.handle.nbytes
             for version in self.catalog.versions

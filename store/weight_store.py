@@ -374,8 +374,8 @@ class WeightStore:
         With a `cast` fewer bytes are moved: holders pack wider floating-point tensors as "bf16" (float32: half the
         bytes; each number within 1/256 of itself) or "fp8" (a quarter; within 1/16 of itself, or 2**-17 of the largest
         in its block of up to 128 in a row), and keep that with the version; the targets stay what they are. What a cast
-        does not shrink, and each tensor with an element that it cannot carry (an infinity in fp8), arrives as it is.
-        `CastUnavailable` if no holder can do it in time: nothing is cast in silence, nor left out.
+        does not shrink, and each tensor with an element that it cannot carry (an infinity in fp8), arrives as it is. A
+        part that no holder packs in time is read whole and cast here, to the same bits, which the log says.
 
         Raises `NoSuchVersion`, `CorruptVersion` if no replica has the right bytes, `StoreTimeout`.
         """

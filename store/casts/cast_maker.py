@@ -18,7 +18,6 @@ from holdfast.store.catalog import part_casts
 from holdfast.store.catalog.client import CatalogClient
 from holdfast.store.catalog.records import CastForm, Catalog, Holder, PartKey, Shard, Version
 from holdfast.store.data.manifest import Manifest
-from holdfast.store.errors import StoreFull
 from holdfast.store.holding.memory_pool import MemoryPool
 from holdfast.store.holding.watchers import keep_trying
 
@@ -65,17 +64,17 @@ class CastMaker:
 
     def follow(self, at: int, catalog: Catalog) -> None:
         """Pack what the catalogue of the register's version `at` asks for; let go of what it no longer lists."""
-        listed = {form.handle for _, _, form in part_casts.casts_listed(catalog, self._holder.id)}
+        listed = {form.handle for _, _, form in part_casts.casts_of(catalog, self._holder.id, packed=True)}
         with self._lock:
             over = [key for key, kept in self._kept.items() if kept.listed <= at and kept.form.handle not in listed]
             gone = [self._kept.pop(key) for key in over]
             here = {kept.form.handle for kept in self._kept.values()}
         for kept in gone:
             self._close(kept)
-        for version, shard, form in part_casts.casts_listed(catalog, self._holder.id):
+        for version, shard, form in part_casts.casts_of(catalog, self._holder.id, packed=True):
             if form.handle not in here:  # a change that was made although the register seemed to be away
-                self._decline(version, shard, form, "it is not there")
-        if any(part_casts.casts_to_make(catalog, self._holder.id)) and not self._closing.is_set():
+                self._withdraw(version, shard, form, "it is not there")
+        if any(part_casts.casts_of(catalog, self._holder.id, packed=False)) and not self._closing.is_set():
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="holdfast-store-casts", daemon=True)
                 self._thread.start()
@@ -111,7 +110,7 @@ class CastMaker:
             while not self._closing.is_set():
                 at, catalog = self._client.read()
                 self.follow(at, catalog)
-                found = next(part_casts.casts_to_make(catalog, self._holder.id), None)
+                found = next(part_casts.casts_of(catalog, self._holder.id, packed=False), None)
                 if found is None:
                     return
                 self._make(*found)
@@ -125,7 +124,7 @@ class CastMaker:
             kept = self._pack(key, shard, form)
         except HoldfastError as error:
             if not self._closing.is_set():
-                self._decline(version, shard, form, _why(error))
+                self._withdraw(version, shard, form, error)
             return
         with self._lock:
             closing = self._closing.is_set()
@@ -161,12 +160,6 @@ class CastMaker:
         if self._closing.is_set():
             raise RegionGone("its store is closing")
 
-    def _decline(self, version: Version, shard: Shard, form: CastForm, why: str) -> None:
+    def _withdraw(self, version: Version, shard: Shard, form: CastForm, why: object) -> None:
         _log.info("version %d part %d is not cast to %s: %s", version.number, shard.part, form.cast, why)
-        self._client.change(lambda now: part_casts.decline_cast(now, version.number, shard.part, form, why))
-
-
-def _why(error: HoldfastError) -> str:
-    if isinstance(error, StoreFull):
-        return f"{error.nbytes} bytes find no room: {error.used} of {error.limit} bytes are taken"
-    return str(error)
+        self._client.change(lambda now: part_casts.withdraw_cast(now, version.number, shard.part, form))

@@ -1,14 +1,16 @@
 """Reads a version in a cast: fewer bytes of its wider floating-point tensors, all others as they are.
 
-It asks the catalogue for the casts of parts, and waits until holders have packed them.
+It asks the catalogue for the casts of parts, and waits until holders have packed them. A part whose form cannot be had
+is read whole, and cast here.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 
@@ -27,8 +29,8 @@ from holdfast.store.casts.wire_cast import (
 from holdfast.store.catalog import part_casts
 from holdfast.store.catalog.client import CatalogClient
 from holdfast.store.catalog.records import CastForm, Catalog, Replica, Shard
-from holdfast.store.data.manifest import Manifest, RegionLayout, TensorEntry
-from holdfast.store.errors import CastUnavailable, StoreTimeout
+from holdfast.store.data.manifest import RegionLayout, TensorEntry
+from holdfast.store.errors import StoreTimeout
 from holdfast.store.read.filling import PartTargets, fill
 from holdfast.store.read.part_source import PartSource
 from holdfast.store.read.read_plan import plan_into, sources_of
@@ -37,15 +39,14 @@ from holdfast.store.reshard.plan import BoxCopy, BoxTarget, plan
 
 LOOK_SECONDS = 0.2
 """Seconds between two looks for processes that died: no event of the register tells of them."""
-STALLED_SECONDS = 5.0
+PACK_SECONDS = 5.0
 SLOW_CAST = 20e6
-"""Bytes a second. A holder that casts more slowly, after `STALLED_SECONDS`, is passed over."""
+"""Bytes a second. Holders that cast more slowly, after `PACK_SECONDS`, are not waited for."""
 PATIENT_ROUND = 2
-"""The round of `PartSource`: a holder of a form gets its patience, before another holder packs one."""
-
-
+"""The round of `PartSource`: a holder of a form gets its patience, before the part is read whole."""
 BATCH_ELEMENTS = 32 << 20
 """About so many elements are decoded at a time: so temporary memory is small."""
+_log = logging.getLogger("holdfast.store")
 
 
 @functools.lru_cache(maxsize=16)
@@ -54,27 +55,21 @@ def _copies_of(layouts: tuple[RegionLayout, ...], wanted: tuple[BoxTarget, ...],
 
 
 class CastVersionReader(VersionReader):
-    """A version that is being read in a cast, which it asks holders for. It raises `CastUnavailable` besides."""
+    """A version that is being read in a cast, which it asks holders for."""
 
     fills_devices = False
 
     def __init__(self, terms: ReadTerms, client: CatalogClient, cast: WireCast) -> None:
         super().__init__(terms)
         self._cast, self._client, self._terms = cast, client, terms
-        self._began = time.monotonic()
-        self._forms: dict[int, tuple[CastForm, PartSource]] = {}
-        self._since: dict[tuple[int, str], float] = {}
+        self._forms: dict[int, tuple[CastForm, PartSource] | None] = {}
+        """The form of each part, and where it is read; None if it cannot be had."""
 
     def fits(self, stored: TensorEntry, dtype: torch.dtype) -> bool:
         """Besides tensors of its own dtype, float32 and float64 fill floating-point targets: they are always cast."""
         if super().fits(stored, dtype):
             return True
         return stored.dtype in ("float32", "float64") and dtype.is_floating_point and dtype.itemsize > 1
-
-    def prepare(self, targets: Mapping[str, Sequence[BoxTarget]]) -> None:
-        """Wait until holders have packed what the targets take. Raises `CastUnavailable`."""
-        wanted = [target for each in targets.values() for target in each]
-        self._obtain({copy.part for copy in self._copies_of(wanted) if self._is_cast(copy)})
 
     def fill(self, wanted: Sequence[BoxTarget], into: Mapping[str, torch.Tensor]) -> None:
         """See `VersionReader.fill`."""
@@ -89,7 +84,7 @@ class CastVersionReader(VersionReader):
             super().fill(plain, into)
         for part, copies in cast.items():
             for batch in _batches(copies):
-                self._fill_uncast(self._fill_cast(part, batch, into), into)
+                self._fill_cast(part, batch, into)
 
     def plan_whole(self, names: tuple[str, ...]) -> None:
         """None: what is cast is not copied as it is."""
@@ -102,61 +97,36 @@ class CastVersionReader(VersionReader):
         return is_cast(layout, layout.numbers[copy.name, copy.source], self._cast)
 
     def _obtain(self, parts: set[int]) -> None:
-        """Have the forms of parts, packed now if there is none, and sources to read them from.
-
-        Raises `CastUnavailable` if no holder can pack one, or none did before the deadline; `RegionGone` if a part is
-        gone.
-        """
-        missing, anew = sorted(parts - self._forms.keys()), True
+        """Find the forms of parts, packed now if there is none, as long as half of the time is left."""
+        missing = sorted(parts - self._forms.keys())
+        if not missing:
+            return
         shards = [self._sources[part].shard for part in missing]
-        while missing:
-            at, catalog = self._client.change(lambda now, anew=anew: self._requested(now, shards, anew))  # type: ignore[misc]
-            anew = False
-            forms = {shard.part: self._form(catalog, shard) for shard in shards}
-            if all(form.handle is not None for form in forms.values()):
-                sources = [(forms[shard.part], self._source(catalog, shard, forms[shard.part])) for shard in shards]
-                self._forms.update(zip(missing, sources, strict=True))
-                return
-            left = self._terms.deadline - time.monotonic()
-            self._check(forms, left)
-            if self._client.wait(at, min(left, LOOK_SECONDS)) is None:
-                self._client.remove_dead_holders()
-                self._pass_over_stalled(catalog, forms)
+        began, nbytes = time.monotonic(), sum(self._sources[part].nbytes for part in missing)
+        until = began + min((self._terms.deadline - began) / 2, PACK_SECONDS + nbytes / SLOW_CAST)
+        at, catalog = self._client.change(lambda now: self._requested(now, shards))
+        while any(self._is_awaited(catalog, shard) for shard in shards) and (left := until - time.monotonic()) > 0:
+            at, catalog = self._client.wait(at, min(left, LOOK_SECONDS)) or self._client.remove_dead_holders()
+        for part, shard in zip(missing, shards, strict=True):
+            form = self._form(catalog, shard)
+            if form is None or form.handle is None:
+                self._forms[part] = None
+                _log.warning("%s is read whole, and cast here: no holder has packed it", self._sources[part].what)
+            else:
+                self._forms[part] = form, self._source(catalog, shard, form)
 
-    def _pass_over(self, part: int, form: CastForm, why: str) -> None:
-        """Ask another holder than the maker of a form, which cannot be read or is slow."""
-        self._client.change(lambda now: part_casts.decline_cast(now, self.number, part, form, why))
-
-    def _requested(self, catalog: Catalog, shards: Sequence[Shard], anew: bool) -> Catalog:
+    def _requested(self, catalog: Catalog, shards: Collection[Shard]) -> Catalog:
         for shard in shards:
-            catalog = part_casts.request_cast(
-                catalog, self.number, shard.part, shard.digest, self._cast.value, anew=anew
-            )
+            catalog = part_casts.request_cast(catalog, self.number, shard.part, shard.digest, self._cast.value)
         return catalog
 
-    def _form(self, catalog: Catalog, shard: Shard) -> CastForm:
+    def _form(self, catalog: Catalog, shard: Shard) -> CastForm | None:
         there = catalog.find(self.number, shard.part, shard.digest)
-        found = None if there is None else there[1].cast(self._cast.value)
-        if found is None:
-            raise RegionGone(f"version {self.number} part {shard.part} was let go before it was cast")
-        return found
+        return None if there is None else there[1].cast(self._cast.value)
 
-    def _check(self, forms: Mapping[int, CastForm], left: float) -> None:
-        for part, form in forms.items():
-            if form.handle is None and (left <= 0 or not form.maker):
-                why = [f"holder {holder}: {said}" for holder, said in form.declined]
-                why.append(f"holder {form.maker} has not packed it in time" if form.maker else "no other keeps it")
-                waited = time.monotonic() - self._began
-                raise CastUnavailable(self.number, part, self._cast.value, waited, "; ".join(why))
-
-    def _pass_over_stalled(self, catalog: Catalog, forms: Mapping[int, CastForm]) -> None:
-        now = time.monotonic()
-        for part, form in forms.items():
-            if form.handle is None:
-                since = self._since.setdefault((part, form.maker), now)
-                patience = STALLED_SECONDS + part_casts.bytes_to_cast(catalog, form.maker) / SLOW_CAST
-                if now - since > patience:
-                    self._pass_over(part, form, f"it has not packed the part within {now - since:.2g} s")
+    def _is_awaited(self, catalog: Catalog, shard: Shard) -> bool:
+        form = self._form(catalog, shard)
+        return form is not None and form.handle is None and form.maker != ""
 
     def _source(self, catalog: Catalog, shard: Shard, form: CastForm) -> PartSource:
         assert form.handle is not None
@@ -164,84 +134,80 @@ class CastVersionReader(VersionReader):
         plane, version, deadline = self._terms.plane, self._terms.version, self._terms.deadline
         return PartSource(plane, catalog, version, alone, deadline, lambda *_: None, PATIENT_ROUND)
 
-    def _fill_cast(self, part: int, copies: Sequence[BoxCopy], into: Mapping[str, torch.Tensor]) -> list[BoxCopy]:
-        """Read and decode boxes of one part; if its form cannot be read, from that of the next holder.
-
-        Returns the boxes of tensors that the cast cannot carry, which are still to be read.
-        """
-        while True:
-            self._obtain({part})
-            form, source = self._forms[part]
+    def _fill_cast(self, part: int, copies: Sequence[BoxCopy], into: Mapping[str, torch.Tensor]) -> None:
+        """Read and decode boxes of one part: from its form, else of the part itself."""
+        if (packed := self._forms[part]) is not None:
+            form, source = packed
             try:
-                manifest = source.manifest()
-                layout = self.manifests[part].layout
-                left = carried_whole(layout, manifest.layout, self._cast)
-                if manifest.layout.digest != form_layout(layout, self._cast, left).digest:
-                    raise CorruptData(f"{source.what}: a cast to {self._cast.value} of another part")
-                cast, uncast = list[BoxCopy](), list[BoxCopy]()
-                for copy in copies:
-                    (uncast if layout.numbers[copy.name, copy.source] in left else cast).append(copy)
-                if cast:
-                    self._read(source, manifest, part, cast, into)
-            except CastUnavailable:
-                raise
+                self._fill_from_form(part, source, copies, into)
             except (RegionGone, CorruptData, StoreTimeout) as error:
                 if time.monotonic() >= self._terms.deadline:
                     raise
-                self._pass_over(source.shard.part, form, str(error))
-                del self._forms[part]
+                _log.warning("%s is read whole, and cast here: %s", self._sources[part].what, error)
+                self._client.change(lambda now: part_casts.withdraw_cast(now, self.number, source.shard.part, form))
+                self._forms[part] = None
             else:
-                return uncast
+                return
+        self._fill_here(part, copies, into)
 
-    def _fill_uncast(self, copies: Sequence[BoxCopy], into: Mapping[str, torch.Tensor]) -> None:
-        """Fill boxes from the part itself; the targets may have another floating-point dtype."""
-        if not copies:
-            return
-        staged, wanted = dict[str, torch.Tensor](), list[BoxTarget]()
-        for number, copy in enumerate(copies):
-            layout = self.manifests[copy.part].layout
-            dtype = layout.entries[layout.numbers[copy.name, copy.source]].torch_dtype
-            shape = shape_of(copy.take)
-            staged[str(number)] = torch.empty(shape, dtype=dtype, device="cpu")
-            wanted.append(BoxTarget(str(number), copy.name, _box_of(copy), whole(shape)))
-        super().fill(wanted, staged)
-        for number, copy in enumerate(copies):
-            local = into[copy.into]
-            with torch.inference_mode(local.is_inference()):
-                local[tuple(slice(low, high) for low, high in copy.put)].copy_(staged[str(number)])
-
-    def _read(
-        self,
-        source: PartSource,
-        manifest: Manifest,
-        part: int,
-        copies: Sequence[BoxCopy],
-        into: Mapping[str, torch.Tensor],
+    def _fill_from_form(
+        self, part: int, source: PartSource, copies: Sequence[BoxCopy], into: Mapping[str, torch.Tensor]
     ) -> None:
-        layout = self.manifests[part].layout
+        manifest, layout = source.manifest(), self.manifests[part].layout
+        form = manifest.layout
+        if form.digest != form_layout(layout, self._cast, carried_whole(layout, form)).digest:
+            raise CorruptData(f"{source.what}: a cast to {self._cast.value} of another part")
         wanted: list[BoxTarget] = []
         staged: dict[str, torch.Tensor] = {}
         for number, copy in enumerate(copies):
             entry = layout.numbers[copy.name, copy.source]
-            boxes = [(values_name(entry), copy.take, self._cast.dtype)]
-            if self._cast.exponents(shape_of(copy.source)) is not None:
-                boxes.append((exponents_name(entry), _blocks(copy.take), torch.int16))
-            for name, box, dtype in boxes:
-                target = f"{number} {name}"
-                staged[target] = torch.empty(shape_of(box), dtype=dtype, device="cpu")
-                wanted.append(BoxTarget(target, name, box, whole(shape_of(box))))
-        planned = plan_into([manifest.layout], wanted, staged, self._reader)
+            for name, box in ((values_name(entry), copy.take), (exponents_name(entry), _blocks(copy.take))):
+                if name in form.by_name:
+                    target, dtype = f"{number} {name}", form.by_name[name][0].torch_dtype
+                    staged[target] = torch.empty(shape_of(box), dtype=dtype, device="cpu")
+                    wanted.append(BoxTarget(target, name, box, whole(shape_of(box))))
+        planned = plan_into([form], wanted, staged, self._reader)
         fill(source, manifest, PartTargets(planned[0], list(staged.values())))
         for number, copy in enumerate(copies):
             entry = layout.numbers[copy.name, copy.source]
             exponents = staged.get(f"{number} {exponents_name(entry)}")
-            encoded = EncodedTensor(staged[f"{number} {values_name(entry)}"], exponents)
-            local = into[copy.into]
-            with torch.inference_mode(local.is_inference()):
-                part_of_local = local[tuple(slice(low, high) for low, high in copy.put)]
-                last = shape_of(copy.source)[-1] if copy.source else 1
-                first = copy.take[-1][0] % BLOCK if copy.take else 0
-                self._cast.decode(encoded, part_of_local, first, last)
+            self._decode(copy, EncodedTensor(staged[f"{number} {values_name(entry)}"], exponents), into)
+
+    def _fill_here(self, part: int, copies: Sequence[BoxCopy], into: Mapping[str, torch.Tensor]) -> None:
+        """Read what the part has of each tensor, encode that as a holder does, and decode the boxes."""
+        layout, of_entry = self.manifests[part].layout, defaultdict[int, list[BoxCopy]](list)
+        for copy in copies:
+            of_entry[layout.numbers[copy.name, copy.source]].append(copy)
+        for number, boxes in of_entry.items():
+            entry = layout.entries[number]
+            read = torch.empty(entry.extent, dtype=entry.torch_dtype, device="cpu")
+            super().fill([BoxTarget("", entry.name, boxes[0].source, whole(entry.extent))], {"": read})
+            encoded = EncodedTensor(read)
+            if self._cast.carries(read):
+                shape = self._cast.exponents(entry.extent)
+                exponents = None if shape is None else torch.empty(shape, dtype=torch.int16, device="cpu")
+                encoded = EncodedTensor(torch.empty(entry.extent, dtype=self._cast.dtype, device="cpu"), exponents)
+                self._cast.encode(read, encoded)
+            for copy in boxes:
+                values = _in_box(encoded.values, copy.take)
+                scales = None if encoded.exponents is None else _in_box(encoded.exponents, _blocks(copy.take))
+                self._decode(copy, EncodedTensor(values, scales), into)
+
+    def _decode(self, copy: BoxCopy, encoded: EncodedTensor, into: Mapping[str, torch.Tensor]) -> None:
+        local = into[copy.into]
+        with torch.inference_mode(local.is_inference()):
+            last = shape_of(copy.source)[-1] if copy.source else 1
+            first = copy.take[-1][0] % BLOCK if copy.take else 0
+            self._cast.decode(encoded, _view(local, copy.put), first, last)
+
+
+def _view(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    return tensor[tuple(slice(low, high) for low, high in box)]
+
+
+def _in_box(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """A box of a tensor, contiguous; the exponents of a tensor without dimensions have one."""
+    return _view(tensor, box).contiguous()
 
 
 def _box_of(copy: BoxCopy) -> Box:

@@ -8,8 +8,8 @@ with an element that a cast would turn into something else: an infinity, for `fp
 `bf16`.
 
 A form is a region like that of a part, with a manifest of its own. Its tensors are named by the positions that those of
-the part have in the part's layout. What the cast does not shrink or carry is not in it: readers read that from the
-part.
+the part have in the part's layout. One that the cast cannot carry is in it as it is; what it does not shrink is not in
+it: readers read that from the part.
 """
 
 from __future__ import annotations
@@ -137,13 +137,14 @@ def exponents_name(number: int) -> str:
 def form_layout(layout: RegionLayout, cast: WireCast, whole: frozenset[int] = frozenset()) -> RegionLayout:
     """The layout of the form of a part: the same for all that compute it.
 
-    `whole` are the positions of entries that the cast would shrink, and cannot carry.
+    `whole` are the positions of entries that the cast would shrink, and cannot carry: they are in it as they are.
     """
     found: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
     for number, entry in enumerate(layout.entries):
-        if number not in whole and cast.shrinks(entry.torch_dtype, entry.extent):
-            found.append((values_name(number), cast.dtype, entry.extent))
-            if (shape := cast.exponents(entry.extent)) is not None:
+        if cast.shrinks(entry.torch_dtype, entry.extent):
+            dtype = entry.torch_dtype if number in whole else cast.dtype
+            found.append((values_name(number), dtype, entry.extent))
+            if number not in whole and (shape := cast.exponents(entry.extent)) is not None:
                 found.append((exponents_name(number), torch.int16, shape))
     drafts = [TensorEntry(name, str(dtype).removeprefix("torch."), shape, 0) for name, dtype, shape in found]
     drafts.sort(key=lambda each: each.nbytes >= LARGE_BYTES)  # small ones share pieces
@@ -155,15 +156,14 @@ def form_layout(layout: RegionLayout, cast: WireCast, whole: frozenset[int] = fr
 
 
 def is_cast(layout: RegionLayout, number: int, cast: WireCast) -> bool:
-    """Whether the entry at a position is in the form of its part, unless the cast cannot carry its elements."""
+    """Whether the entry at a position is in the form of its part."""
     return values_name(number) in form_layout(layout, cast).by_name
 
 
-def carried_whole(layout: RegionLayout, form: RegionLayout, cast: WireCast) -> frozenset[int]:
-    """The positions of a part's entries that the cast would shrink, and that its form does not have."""
-    names = form_layout(layout, cast).by_name
-    found = (number for number in range(len(layout.entries)) if values_name(number) in names)
-    return frozenset(number for number in found if values_name(number) not in form.by_name)
+def carried_whole(layout: RegionLayout, form: RegionLayout) -> frozenset[int]:
+    """The positions of a part's entries that its form has as they are."""
+    found = ((number, form.by_name.get(values_name(number))) for number in range(len(layout.entries)))
+    return frozenset(number for number, there in found if there and there[0].dtype == layout.entries[number].dtype)
 
 
 def pack_form(

@@ -154,8 +154,7 @@ class CastForm(msgspec.Struct, frozen=True, array_like=True):
     """A part in a cast that readers asked for, in the memory of the holder `maker`.
 
     The maker packs it on request. `handle` is None until it is packed; `digest` and `manifest_at` are those of the
-    form. `maker` is "" if no holder can pack it. `declined` are the holders that could not, each with the reason. See
-    `holdfast.store.catalog.part_casts`.
+    form. `maker` is "" if there is no holder that stays. See `holdfast.store.catalog.part_casts`.
     """
 
     cast: str
@@ -163,7 +162,6 @@ class CastForm(msgspec.Struct, frozen=True, array_like=True):
     digest: bytes = b""
     manifest_at: int = 0
     handle: Handle | None = None
-    declined: tuple[tuple[str, str], ...] = ()
 
 
 class Shard(msgspec.Struct, frozen=True, array_like=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +17,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from holdfast.comms.codecs import float8_blocks as fp8
-from holdfast.comms.errors import Mismatch
+from holdfast.comms.errors import CorruptData, Mismatch
 from holdfast.store import AsyncWeightStore, Slice, WeightStore
 from holdfast.store.casts import cast_reader
+from holdfast.store.casts.cast_reader import CastVersionReader
 from holdfast.store.casts.wire_cast import CastName, EncodedTensor, WireCast
-from holdfast.store.errors import CastUnavailable
 from support.waiting import eventually
 from support.weights.layouts import as_rank
 
@@ -199,13 +200,23 @@ def test_what_a_cast_shrinks_is_within_the_bound_and_all_else_is_exact(
         into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
         store.get(1, into, cast=cast)
         loaded = store.load(1, cast=cast)
+        with cast_here():
+            here = store.load(1, cast=cast)
         for name, tensor in state.items():
             assert into[name].dtype == tensor.dtype
-            assert torch.equal(loaded[name], into[name])
+            assert torch.equal(loaded[name], into[name]) and torch.equal(here[name], into[name])
             if tensor.dtype in SHRUNK[cast]:
                 assert within_bound(cast, tensor, into[name])
             else:
                 assert torch.equal(into[name], tensor)
+
+
+@contextmanager
+def cast_here() -> Iterator[None]:
+    """No form can be had, so readers read parts whole."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CastVersionReader, "_form", lambda *_: None)
+        yield
 
 
 UNUSUAL = (math.inf, -math.inf, math.nan, 3.4e38, -3.4e38)
@@ -223,6 +234,8 @@ def test_no_cast_turns_a_number_into_an_infinity_or_an_infinity_into_a_nan(
         store.publish(1, state)
         found = store.load(1, cast=cast)
         row = store.load(1, {"unusual": Slice((1, 2), (1, 40))}, cast=cast)["unusual"]
+        with cast_here():
+            assert torch.equal(store.load(1, cast=cast)["unusual"].nan_to_num(), found["unusual"].nan_to_num())
         halved = {"unusual": torch.zeros(2, 300, dtype=torch.bfloat16)} if dtype is not torch.float16 else {}
         if halved and dtype.itemsize > 2:
             store.get(1, halved, cast=cast, strict=False)
@@ -245,11 +258,15 @@ def test_boxes_of_boxes_are_those_of_the_whole(data: st.DataObject, cast: CastNa
                 store.publish(1, {"w": distribute_tensor(full, mesh, [Shard(dim)], src_data_rank=None)})
         read = store.load(1, cast=cast)["w"]
         assert within_bound(cast, full, read) and not torch.equal(full, read)
+        with cast_here():
+            assert torch.equal(store.load(1, cast=cast)["w"], read)
         low = [data.draw(st.integers(0, size - 1)) for size in full.shape]
         sides = [data.draw(st.integers(1, size - at)) for at, size in zip(low, full.shape, strict=True)]
         box = tuple(slice(at, at + side) for at, side in zip(low, sides, strict=True))
-        found = store.load(1, {"w": Slice(tuple(low), tuple(sides))}, cast=cast)["w"]
-        assert torch.equal(found, read[box])
+        wanted = {"w": Slice(tuple(low), tuple(sides))}
+        assert torch.equal(store.load(1, wanted, cast=cast)["w"], read[box])
+        with cast_here():
+            assert torch.equal(store.load(1, wanted, cast=cast)["w"], read[box])
 
 
 def test_targets_of_any_strides_and_meshes_are_filled(store: WeightStore) -> None:
@@ -360,25 +377,31 @@ def tight(tmp_path: Path) -> Iterator[WeightStore]:
         yield opened
 
 
-def test_a_holder_without_room_says_so_and_nothing_is_changed(tight: WeightStore) -> None:
+def test_a_part_for_whose_form_there_is_no_room_is_cast_by_the_reader(
+    tight: WeightStore, caplog: pytest.LogCaptureFixture
+) -> None:
     for version in (1, 2):
-        tight.publish(version, {"w": torch.full((1 << 18,), float(version))})
-    into = {"w": torch.full((1 << 18,), 7.0)}
-    with pytest.raises(CastUnavailable, match=r"part 0 of version 2 .* in bf16 .*find no room: .* are taken") as raised:
-        tight.get(2, into, cast="bf16")
-    assert raised.value.cast == "bf16" and raised.value.mixed == ()
-    assert into["w"].unique().tolist() == [7.0]
+        tight.publish(version, {"w": torch.full((1 << 18,), float(version) / 3)})
+    into = {"w": torch.zeros(1 << 18)}
+    tight.get(2, into, cast="bf16")
+    assert into["w"].unique().tolist() == [float(torch.tensor(2 / 3).bfloat16())] and forms(tight, 2) == []
+    assert "is read whole, and cast here" in caplog.text
     tight.delete(1)
     tight.get(2, into, cast="bf16")
-    assert into["w"].unique().tolist() == [2.0]
+    assert len(forms(tight, 2)) == 1, "the next reader asks anew"
 
 
-def test_a_form_with_wrong_bytes_is_packed_anew(store: WeightStore) -> None:
+@pytest.mark.parametrize("fault", ["wrong bytes", "gone"])
+def test_a_form_that_cannot_be_read_is_not_needed_and_packed_anew(store: WeightStore, fault: str) -> None:
     store.publish(1, {"w": torch.ones(1000, 1000)})
     store.load(1, cast="fp8")
     (before,) = store._replica_holder._casts._kept.values()
-    before.memory[500_000] ^= 1
-    assert store.load(1, cast="fp8")["w"].unique().tolist() == [1.0]
+    if fault == "gone":
+        before.region.close()
+    else:
+        before.memory[500_000] ^= 1
+    for _ in range(2):
+        assert store.load(1, cast="fp8")["w"].unique().tolist() == [1.0]
     (after,) = store._replica_holder._casts._kept.values()
     assert after is not before
 
@@ -387,8 +410,9 @@ def test_a_replica_with_wrong_bytes_is_not_cast(store: WeightStore) -> None:
     store.publish(1, {"w": torch.ones(1000, 1000)})
     (kept,) = store._replica_holder._kept.values()
     kept.memory[1_000_000] ^= 1
-    with pytest.raises(CastUnavailable, match="a part with wrong bytes cannot be cast"):
+    with pytest.raises(CorruptData):
         store.load(1, cast="bf16")
+    assert forms(store) == []
 
 
 def test_a_follower_and_asyncio_take_a_cast(tmp_path: Path) -> None:
