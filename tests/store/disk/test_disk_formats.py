@@ -135,12 +135,8 @@ def test_a_directory_that_exists_is_not_touched(store: WeightStore, tmp_path: Pa
         with pytest.raises(CopyFailed, match="exists already"):
             safetensors.export_version(store, 3, tmp_path / name)
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["copy", "file", "notes.txt"]
-
-
-def test_an_empty_directory_is_taken(store: WeightStore, tmp_path: Path) -> None:
-    store.publish(3, of_many_dtypes())
-    (tmp_path / "copy").mkdir()
-    safetensors.export_version(store, 3, tmp_path / "copy")
+    (tmp_path / "copy" / "notes.txt").unlink()
+    safetensors.export_version(store, 3, tmp_path / "copy")  # an empty one is taken
     assert (tmp_path / "copy" / INDEX).exists()
 
 
@@ -417,17 +413,6 @@ def test_tensors_of_many_dtypes_come_back_bit_by_bit(
     assert import_version(other, tmp_path / "copy") == 3
     found = content(other, 3, state)
     assert all(same(found[name], state[name]) for name in state)
-
-
-def test_parameters_come_back_as_parameters(
-    store: WeightStore, other: WeightStore, tmp_path: Path, export_version: Callable[..., int]
-) -> None:
-    store.publish(1, {"a": nn.Parameter(torch.randn(3)), "b": nn.Parameter(torch.arange(3), requires_grad=False)})
-    export_version(store, 1, tmp_path / "copy")
-    import_version(other, tmp_path / "copy")
-    found = other.load(1)
-    assert isinstance(found["a"], nn.Parameter) and found["a"].requires_grad
-    assert isinstance(found["b"], nn.Parameter) and not found["b"].requires_grad
 
 
 def test_tied_tensors_are_in_the_files_once(store: WeightStore, tmp_path: Path) -> None:

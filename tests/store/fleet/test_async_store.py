@@ -110,17 +110,6 @@ def test_a_follower_is_a_series_of_versions(tmp_path: Path) -> None:
     run(body)
 
 
-def test_a_fleet_is_switched(tmp_path: Path) -> None:
-    async def body() -> None:
-        async with AsyncWeightStore(f"memory://{tmp_path}") as store:
-            await store.publish(1, weights(1))
-            async with await store.follow(weights(-1), reader="g0") as one:
-                assert (await store.switch(1)).committed
-                assert await one.catch_up() == 1 and [each.id for each in await store.readers()] == ["g0"]
-
-    run(body)
-
-
 def test_many_calls_that_wait_do_not_keep_others_from_working(tmp_path: Path) -> None:
     async def body() -> None:
         async with AsyncWeightStore(f"memory://{tmp_path}") as store:

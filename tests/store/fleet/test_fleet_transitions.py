@@ -15,7 +15,7 @@ from holdfast.comms.memory_plane import Handle
 from holdfast.comms.transport.base import Peer
 from holdfast.store.catalog import fleet, settling, transitions
 from holdfast.store.catalog.records import Catalog, Holder, Reader, Replica, Shard, SwitchRecord, Version
-from holdfast.store.errors import NoSuchVersion, ReaderReplaced
+from holdfast.store.errors import NoSuchVersion
 
 TRAINER = Holder("trainer", Peer("host", 1, 1))
 NAMES = ("g0", "g1", "g2")
@@ -295,24 +295,6 @@ TestFleet = Fleet.TestCase
 TestFleet.settings = settings(stateful_step_count=40)
 
 
-def test_a_quorum_does_not_wait_for_the_rest_which_must_catch_up() -> None:
-    catalog = store_with(1, 2)
-    catalog, one = follow(catalog, "g0")
-    catalog, two = follow(catalog, "g1")
-    catalog = stage(stage(catalog, one, 1), two, 1)
-    catalog = fleet.propose(catalog, "first", 1, None, None, 5.0, TRAINER.peer)
-    for process in (one, two):
-        catalog = fleet.acknowledge(catalog, process.reader.id, process.reader.token, 1)
-    catalog = fleet.propose(catalog, "second", 2, None, 1, 5.0, TRAINER.peer)
-    catalog = stage(catalog, one, 2)
-    behind = fleet.find_reader(catalog, "g1")
-    assert behind is not None and behind.served == 1 and not fleet.may_serve(catalog, behind)
-    catalog = stage(catalog, two, 2)
-    catalog = fleet.acknowledge(catalog, "g1", two.reader.token, 2)
-    caught_up = fleet.find_reader(catalog, "g1")
-    assert caught_up is not None and fleet.may_serve(catalog, caught_up)
-
-
 def test_a_dead_reader_is_counted_out_unless_the_quorum_needs_it() -> None:
     for quorum, state in [(None, "committed"), (1, "committed"), (2, "aborted")]:
         catalog = store_with(1)
@@ -324,19 +306,6 @@ def test_a_dead_reader_is_counted_out_unless_the_quorum_needs_it() -> None:
         switch = fleet.find_switch(catalog, "t")
         assert switch is not None and switch.state == state
         assert quorum != 2 or "1 of 2 readers are left, and 2 are needed" in switch.reason
-
-
-def test_a_dead_proposers_switch_is_aborted_unless_it_was_committed() -> None:
-    proposer = Peer("host", 9, 9)
-    for all_ready, state in [(False, "aborted"), (True, "committed")]:
-        catalog, one = follow(store_with(1), "g0")
-        catalog = fleet.propose(catalog, "t", 1, None, None, 5.0, proposer)
-        assert proposer in catalog.peers()
-        catalog = stage(catalog, one, 1) if all_ready else catalog
-        catalog = transitions.remove_dead_holders(catalog, {proposer})
-        switch = fleet.find_switch(catalog, "t")
-        assert switch is not None and switch.state == state
-        assert stage(catalog, one, 1).switches == catalog.switches
 
 
 def test_a_new_reader_joins_the_newest_committed_switch() -> None:
@@ -365,17 +334,6 @@ def test_a_refusal_counts_for_the_switch_to_its_version_and_from_one_of_its_read
     assert switch is not None and switch.state == "aborted" and "it does not fit" in switch.reason
 
 
-def test_two_processes_cannot_be_one_reader() -> None:
-    catalog, one = follow(store_with(1), "g0")
-    other = Reader("g0", "another", "store", Peer("host", 5, 5), switched=True)
-    with pytest.raises(Mismatch, match=f"process {one.reader.pid} follows as reader 'g0'"):
-        fleet.register(catalog, other)
-    elsewhere = Reader("g0", "another", "store", Peer("other host", 5, 5), switched=True)
-    catalog = fleet.register(catalog, elsewhere)
-    with pytest.raises(ReaderReplaced, match="process 5 took its place"):
-        stage(catalog, one, 1)
-
-
 def test_what_cannot_be_proposed_is_refused() -> None:
     catalog = store_with(1)
     with pytest.raises(Mismatch, match="needs readers"):
@@ -387,28 +345,6 @@ def test_what_cannot_be_proposed_is_refused() -> None:
     catalog = fleet.register(catalog, Reader("free", "x", "store", Peer("host", 5, 5), switched=False))
     with pytest.raises(Mismatch, match="'free' follows the latest version"):
         fleet.propose(catalog, "t", 1, ["free"], None, 5.0, TRAINER.peer)
-
-
-def test_a_reader_cannot_drop_a_version_that_a_switch_asks_of_it() -> None:
-    catalog, one = follow(store_with(1, 2), "g0")
-    catalog, _ = follow(catalog, "g1")
-    catalog = stage(catalog, one, 1)
-    catalog = fleet.propose(catalog, "t", 1, ["g0", "g1"], None, 5.0, TRAINER.peer)
-    assert fleet.report(catalog, "g0", one.reader.token, {2}, {}) == catalog
-    catalog = fleet.abort(catalog, "t", "it took too long")
-    free = fleet.find_reader(fleet.report(catalog, "g0", one.reader.token, {2}, {}), "g0")
-    assert free is not None and free.pinned == (2,) and free.ready == ()
-
-
-def test_an_acknowledgement_that_comes_too_late_counts_for_nothing() -> None:
-    """Another switch was committed while the reader swapped."""
-    catalog, one = follow(store_with(1, 2), "g0")
-    catalog = stage(catalog, one, 1, 2)
-    for number in (1, 2):
-        catalog = fleet.propose(catalog, f"to {number}", number, ["g0"], None, 5.0, TRAINER.peer)
-    assert fleet.acknowledge(catalog, "g0", one.reader.token, 1) == catalog
-    reader = fleet.find_reader(fleet.acknowledge(catalog, "g0", one.reader.token, 2), "g0")
-    assert reader is not None and reader.served == 2
 
 
 def test_a_reader_is_not_ready_for_other_bytes_of_the_same_number() -> None:

@@ -19,7 +19,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import holdfast.store.torchstore as ts
 from holdfast.comms.errors import CorruptData, HoldfastError, Mismatch, Unsupported
 from holdfast.store.errors import NoSuchKey, NoSuchSlice, NotInitialized, ObjectRefused
-from holdfast.store.torchstore import api
 from holdfast.store.torchstore.transport import Request
 from support.waiting import eventually
 from support.weights.layouts import Shape, Sizes, as_rank, coordinates, meshes, placements, shapes, torchs_local
@@ -114,12 +113,8 @@ def test_a_slice_that_the_tensor_does_not_have_is_refused() -> None:
     ):
         with pytest.raises(error):
             get("k", tensor_slice_spec=wanted)
-
-
-def test_a_slice_and_a_target_have_one_shape() -> None:
-    put("k", torch.zeros(10))
     with pytest.raises(ValueError, match="does not fit"):
-        get("k", torch.zeros(3), a_slice((0,), (2,), (10,)))
+        get("k", torch.zeros(3), a_slice((0, 0), (2, 1), (100, 200)))
 
 
 def test_an_object_comes_back_equal() -> None:
@@ -128,13 +123,9 @@ def test_an_object_comes_back_equal() -> None:
         put("k", value)
         found = get("k")
         assert found == value and type(found) is type(value)
-
-
-def test_an_object_may_hold_tensors() -> None:
-    value = {"small": torch.ones(3), "large": torch.randn(5000), "n": 1}
-    put("k", value)
+    put("k", {"small": torch.ones(3), "large": torch.arange(5000), "n": 1})
     found = get("k")
-    assert torch.equal(found["large"], value["large"]) and torch.equal(found["small"], value["small"])
+    assert found["small"].tolist() == [1, 1, 1] and found["large"].sum() == 4999 * 2500 and found["n"] == 1
 
 
 def test_an_object_that_would_have_to_be_pickled_is_refused() -> None:
@@ -151,15 +142,6 @@ def test_an_object_is_not_read_into_a_tensor() -> None:
     put("k", {"a": 1})
     with pytest.raises(Mismatch, match="holds an object"):
         get("k", torch.zeros(1))
-
-
-def test_a_key_changes_its_kind_only_after_a_delete() -> None:
-    put("k", torch.zeros(2))
-    with pytest.raises(Mismatch, match="delete the key"):
-        put("k", "text")
-    run(ts.delete("k"))
-    put("k", "text")
-    assert get("k") == "text"
 
 
 def test_a_batch_is_put_and_got_whole() -> None:
@@ -214,14 +196,6 @@ def test_keys_exists_and_delete() -> None:
     run(ts.delete_batch(["v0.y", "v0.y", "missing"]))
     run(ts.delete_batch([]))
     assert sorted(run(ts.keys())) == ["v0.x.z", "v1.x"]
-
-
-def test_several_calls_may_run_at_once() -> None:
-    async def many() -> list[torch.Tensor]:
-        await asyncio.gather(*(ts.put(f"k{i}", torch.full((2000,), i)) for i in range(20)))
-        return list(await asyncio.gather(*(ts.get(f"k{i}") for i in range(20))))
-
-    assert [int(each[0]) for each in run(many())] == list(range(20))
 
 
 def test_a_cancelled_get_has_stopped_writing_when_it_returns() -> None:
@@ -333,16 +307,6 @@ def test_a_store_that_is_started_anew_is_empty_and_found_by_the_same_client() ->
     run(ts.initialize())
     assert run(ts.keys()) == []
     put("k", torch.ones(3000))
-
-
-def test_memory_of_replaced_values_is_used_again() -> None:
-    for turn in range(5):
-        put("k", torch.full((6 << 20,), float(turn)))
-        assert get("k")[-1] == turn
-    held = run(ts.client())
-    assert held is run(ts.client()) and held.store_name == api.DEFAULT_TORCHSTORE_NAME
-    ts.reset_client()
-    assert run(ts.client()) is not held
 
 
 def test_many_small_values_share_pieces_of_memory() -> None:
@@ -513,14 +477,11 @@ def test_a_key_is_there_once_all_ranks_have_put_their_shard() -> None:
             run(ts.put("k", sharded(tensor, (Shard(0),), (4,), rank)))
     assert run(ts.exists("k"))
     run(ts.delete("k"))
-
-
-def test_a_batch_delete_takes_incomplete_keys_too() -> None:
-    with as_rank(0, 2):
-        run(ts.put("k", sharded(torch.ones(4), (Shard(0),), (2,), 0)))
+    with as_rank(0, 4):
+        run(ts.put("k", sharded(tensor, (Shard(0),), (4,), 0)))
     assert run(ts.keys()) == ["k"]
     run(ts.delete_batch(["k"]))
-    assert run(ts.keys()) == []
+    assert run(ts.keys()) == [], "a batch takes incomplete keys too"
 
 
 def test_a_slice_is_collected_from_the_shards_that_have_it() -> None:

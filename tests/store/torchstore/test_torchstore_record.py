@@ -82,12 +82,6 @@ def test_readers_get_the_value_of_the_volume_that_was_first() -> None:
     assert directory.keys() == [] and directory.grants == set()
 
 
-def test_an_incomplete_key_says_which_shards_are_missing() -> None:
-    directory = after(part({"k": shard(1, 3)}))
-    with pytest.raises(NoSuchKey, match=r"partially committed: 2 of its shards .* \(0,\), \(2,\) of a mesh of \(3,\)"):
-        directory.find(["k"])
-
-
 def test_a_tensor_that_is_put_anew_with_another_dtype_is_there_once_all_shards_have_it() -> None:
     parts = [part({"k": shard(rank, 2)}, str(rank)) for rank in range(2)]
     anew = [part({"k": shard(rank, 2, "int8")}, str(rank)) for rank in range(2)]
