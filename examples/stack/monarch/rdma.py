@@ -95,12 +95,16 @@ async def main(nbytes: int, rounds: int) -> None:
     for way in ("read", "write"):
         ours, theirs = (rates[kind, way] for kind in KINDS)
         print(f"{way} {nbytes >> 20} MiB: {ours:.2f} GB/s, Monarch over TCP {theirs:.2f}: {ours / theirs:.1f} times")
+        assert ours > theirs
     for kind in KINDS:
         await owner.drop.call_one(kind)
     try:
         await reader.read.call_one(buffers["holdfast"])
     except Exception as error:
-        print("after drop:", "RegionGone" if "RegionGone" in str(error) else error)
+        print("after drop:", error)
+        assert "RegionGone" in str(error)
+    else:
+        raise AssertionError("a dropped buffer was read")
 
 
 if __name__ == "__main__":

@@ -94,19 +94,3 @@ except RuntimeError as error:
 else:
     raise AssertionError("the store was shut down")
 """)
-
-
-def test_what_an_actor_has_put_survives_its_process() -> None:
-    drive("""
-import monarch.actor
-monarch.actor.unhandled_fault_hook = lambda failure: None
-await ts.initialize()
-doomed = spawn(1, "doomed")
-await doomed.put_rank.call()
-try:
-    await doomed.end_by_force.call()
-except Exception:
-    pass
-assert torch.equal(await ts.get("key_0"), torch.zeros(5000, dtype=torch.int64))
-await ts.shutdown()
-""")

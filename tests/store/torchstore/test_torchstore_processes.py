@@ -144,18 +144,23 @@ def test_memory_that_a_dead_process_was_filling_is_used_again(start: Start) -> N
     eventually(taken_again)
 
 
-def test_processes_that_were_started_before_the_store_find_it(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_was_started_before_the_store_finds_it_and_may_end_it(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOSTNAME", "here")
     child = start(a_caller)
     child.tell(("keys", (), {}))
     kind, said = child.hear()
     assert kind == "error" and "NotInitialized" in said
     run(ts.initialize(strategy=ts.HostStrategy()))
-    try:
-        call(child, "put", "k", [1, 2])
-        assert run(ts.get("k")) == [1, 2]
-    finally:
-        run(ts.shutdown())
+    call(child, "put", "k", [1, 2])
+    assert run(ts.get("k")) == [1, 2]
+    call(child, "shutdown")
+    with pytest.raises(NotInitialized):
+        run(ts.keys())
+    run(ts.initialize())
+    assert run(ts.keys()) == [] and call(child, "keys") == []
+    run(ts.shutdown())
     child.tell(None)
     child.end()
 
@@ -204,21 +209,6 @@ def test_a_strategy_of_a_user_is_imported_by_name(start: Start) -> None:
 
     with pytest.raises(Mismatch, match="top level of a module"):
         run(ts.initialize(2, strategy=Local()))
-
-
-def test_a_process_may_end_a_store_of_another(start: Start) -> None:
-    run(ts.initialize())
-    child = start(a_caller)
-    call(child, "put", "k", [1, 2])
-    assert run(ts.get("k")) == [1, 2]
-    call(child, "shutdown")
-    with pytest.raises(NotInitialized):
-        run(ts.keys())
-    run(ts.initialize())
-    assert run(ts.keys()) == [] and call(child, "keys") == []
-    run(ts.shutdown())
-    child.tell(None)
-    child.end()
 
 
 def test_a_store_ends_with_the_process_that_owns_it(start: Start) -> None:

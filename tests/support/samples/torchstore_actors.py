@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from typing import Any
 
 import torch
@@ -46,7 +45,3 @@ class Worker(Actor):
         except KeyError as error:
             return str(error)
         return ""
-
-    @endpoint
-    async def end_by_force(self) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
