@@ -62,22 +62,15 @@ def packed(catalog: Catalog, maker: str) -> CastForm:
 def test_one_holder_is_asked_once(catalog: Catalog) -> None:
     once = asked(catalog)
     assert form(once).maker in "abc" and form(once).handle is None
-    assert asked(once) == once
+    assert asked(once) == once and form(asked(once, "fp8")) == form(once)
     (made,) = casts_of(once, form(once).maker, packed=False)
     assert made[2] == form(once)
     assert Catalog.decode(once.encode()) == once
 
 
-def test_casts_of_one_part_are_asked_for_apart(catalog: Catalog) -> None:
-    both = asked(asked(catalog, "fp8"), "bf16")
-    shard = both.shard(1, 0)
-    assert shard is not None and [each.cast for each in shard.casts] == ["bf16", "fp8"]
-
-
-def test_other_bytes_and_other_versions_are_not_asked_for(catalog: Catalog) -> None:
-    assert request_cast(catalog, 1, 0, b"other", "bf16") == catalog
-    assert request_cast(catalog, 2, 0, DIGEST, "bf16") == catalog
-    assert request_cast(catalog, 1, 1, DIGEST, "bf16") == catalog
+def test_what_is_not_there_is_not_asked_for(catalog: Catalog) -> None:
+    for number, part, digest in ((1, 0, b"other"), (2, 0, DIGEST), (1, 1, DIGEST)):
+        assert request_cast(catalog, number, part, digest, "bf16") == catalog
 
 
 def test_only_the_holder_that_was_asked_lists_a_form(catalog: Catalog) -> None:
