@@ -31,12 +31,13 @@ class HoldfastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     """
 
     def __init__(self, bucket_size: int, url: str, is_master: bool = False, timeout: float = 600.0) -> None:
-        self._bucket_size, self._open = bucket_size, {"url": url, "replicas": 1, "timeout": timeout}
-        self._store: WeightStore | None = None
+        self._bucket_size = bucket_size
+        self._open: dict[str, Any] = {"url": url, "replicas": 1, "timeout": timeout}
+        self._store: Any = None  # verl calls `prepare` first
 
     def prepare(self) -> dict[str, Any]:
         """Open the store, which stays open; the newest version that this worker knows."""
-        self._store = self._store or WeightStore(**self._open)  # type: ignore[arg-type]
+        self._store = self._store or WeightStore(**self._open)
         return {"latest": self._store.latest()}
 
     @classmethod
@@ -64,11 +65,11 @@ class HoldfastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             if index % self._parts == self._part:
                 mine[name] = tensor.detach().to("cpu", copy=True)  # verl may reuse its memory for the next one
             index += 1
-        await asyncio.to_thread(self._opened.publish, self._version, mine, part=self._part, parts=self._parts)
+        await asyncio.to_thread(self._store.publish, self._version, mine, part=self._part, parts=self._parts)
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of the version, `bucket_size` bytes read at a time."""
-        version, store = self._version, self._opened
+        version, store = self._version, self._store
         await asyncio.to_thread(store.wait, version)
         with store.pin(version):
             bucket, nbytes = list[str](), 0
@@ -80,11 +81,6 @@ class HoldfastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                     for found in (await asyncio.to_thread(store.load, version, bucket)).items():
                         yield found
                     bucket, nbytes = [], 0
-
-    @property
-    def _opened(self) -> WeightStore:
-        assert self._store is not None, "verl calls prepare() first"
-        return self._store
 
 
 async def _each(weights: Weights) -> AsyncIterator[tuple[str, torch.Tensor]]:

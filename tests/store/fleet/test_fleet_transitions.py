@@ -58,12 +58,6 @@ def bytes_of(*numbers: int) -> dict[int, tuple[bytes, ...]]:
     return {number: (bytes([number]) * 16,) for number in numbers}
 
 
-def asked_of(catalog: Catalog, name: str) -> SwitchRecord | None:
-    reader = fleet.find_reader(catalog, name)
-    assert reader is not None
-    return fleet.target(catalog, reader)
-
-
 def stage(catalog: Catalog, process: Process, *versions: int) -> Catalog:
     """Copy versions, and say that they are ready."""
     reader = process.reader
@@ -312,7 +306,8 @@ def test_a_new_reader_joins_the_newest_committed_switch() -> None:
     catalog, one = follow(store_with(1, 2), "g0")
     catalog = fleet.propose(stage(catalog, one, 1), "t", 1, None, None, 5.0, TRAINER.peer)
     catalog, _ = follow(catalog, "g2")
-    assert (joined := asked_of(catalog, "g2")) is not None and joined.version == 1
+    (joined,) = (fleet.target(catalog, each) for each in catalog.readers if each.id == "g2")
+    assert joined is not None and joined.version == 1
     for number in (3, 4, 5):
         catalog = publish(catalog, number)
     assert 1 in catalog.visible(), "a reader that restarts must find it"

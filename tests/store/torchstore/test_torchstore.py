@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
 from typing import Any
 
@@ -22,20 +21,9 @@ from holdfast.store.errors import NoSuchKey, NoSuchSlice, NotInitialized, Object
 from holdfast.store.torchstore.transport import Request
 from support.waiting import eventually
 from support.weights.layouts import Shape, Sizes, as_rank, coordinates, meshes, placements, shapes, torchs_local
-from support.weights.state_dicts import same
+from support.weights.state_dicts import of_many_dtypes, same
 
 run = asyncio.run
-DTYPES = [
-    torch.bool,
-    torch.uint8,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex64,
-    torch.float8_e4m3fn,
-]
 
 
 def put(key: str, value: Any) -> None:
@@ -54,9 +42,7 @@ pytestmark = pytest.mark.usefixtures("store")
 
 
 def test_a_tensor_comes_back_as_it_was_put() -> None:
-    for dtype, shape in itertools.product(DTYPES, [(), (0,), (3,), (1000, 7)]):
-        tensor = (torch.randn(shape) * 10).to(dtype)
-        key = f"{dtype} {shape}"
+    for key, tensor in of_many_dtypes().items():
         put(key, tensor)
         assert same(get(key), tensor), key
 
@@ -484,22 +470,16 @@ def test_a_sum_that_is_not_reduced_yet_is_refused() -> None:
             run(ts.put("k", partial))
 
 
-def test_a_request_names_the_slice_of_a_dtensor() -> None:
+def test_a_request_names_the_slice_of_a_dtensor_unless_it_is_strided() -> None:
     with as_rank(2, 4):
         mine = sharded(torch.zeros(8, 6), (Shard(1), Shard(0)), (2, 2), 2)
         found = Request.from_any("k", mine).tensor_slice
         assert found == ts.TensorSlice((0, 3), (1, 0), (8, 6), (4, 3), (2, 2))
         with pytest.raises(ValueError, match="DTensor says itself"):
             run(ts.get("k", mine, found))
-
-
-def test_a_strided_shard_is_no_single_slice() -> None:
-    with as_rank(0, 4):
-        placed = (_StridedShard(0, split_factor=2), Replicate())
-        request = Request.from_any("k", sharded(torch.zeros(8), placed, (2, 2), 0))
-        assert request.placed is not None and len(request.placed.blocks) == 2
+        strided = sharded(torch.zeros(8), (_StridedShard(0, split_factor=2), Replicate()), (2, 2), 2)
         with pytest.raises(Unsupported, match="no single slice"):
-            _ = request.tensor_slice
+            _ = Request.from_any("k", strided).tensor_slice
 
 
 def test_a_state_dict_of_shards_is_read_whole_and_by_another_mesh() -> None:
