@@ -272,13 +272,13 @@ def cpu_ticks(pid: int) -> int:
     return int(fields[11]) + int(fields[12]) if fields else 0
 
 
-def open_threads_of(pid: int, most: int = 4) -> tuple[OwnedDescriptor, ...]:
-    """Descriptors of some threads of a process that has several; each becomes readable when its thread ends.
+def oldest_threads(pid: int, most: int = 4) -> tuple[int, ...]:
+    """Some threads of a process that has several; the end of each is reported when it ends.
 
-    Empty for a process with one thread: its memory is freed before that thread is reported.
+    None of a process with one thread: its memory is freed before that thread is reported.
     """
     numbers = _threads(pid)
-    return _open_threads(pid, numbers[:most]) if len(numbers) > 1 else ()
+    return tuple(numbers[:most]) if len(numbers) > 1 else ()
 
 
 def _threads(pid: int) -> list[int]:

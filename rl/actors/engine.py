@@ -27,13 +27,13 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
-from holdfast.comms.system.files import OwnedDescriptor
 from holdfast.comms.transport.base import Peer
-from holdfast.comms.transport.liveness import is_gone, start_time, this_host
+from holdfast.comms.transport.liveness import start_time, this_host
 from holdfast.ft.control.event_loop import LoopThread
-from holdfast.ft.detectors.process_watch import fatal_signal, open_threads_of
+from holdfast.ft.detectors.process_watch import ProcessWatch, fatal_signal, oldest_threads
 from holdfast.ft.launch.held_directory import HeldDirectory
 from holdfast.ft.launch.launcher import StartFailed, how_it_ended
+from holdfast.ft.membership.view import Member
 from holdfast.ft.processes.channel import ChannelClosed, FramedSocket, ProcessChannel
 from holdfast.ft.processes.child_process import ChildProcess, ExecutedProcess, spawned
 from holdfast.ft.processes.remote_calls import (
@@ -67,7 +67,6 @@ START_SECONDS = 180.0
 _ATTRIBUTE = "__holdfast_endpoint__"
 _PING = "(ping)"
 _REAP_SECONDS = 15.0
-_LOOK_SECONDS = 0.05
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -349,62 +348,22 @@ def current_engine() -> Engine:
         raise NoEngine from None
 
 
-class DeathWatch:
-    """Calls `on_death` once: with how a killed process is ending, or with "" once it has ended otherwise.
+def process_of(pid: int, *, threads: bool = False) -> Member:
+    """A process of this host as `ProcessWatch` follows it; with `threads`, once it has those that stay.
 
     The kernel reports the threads of a killed process at once, and the process itself only when its memory is freed,
-    up to 190 ms later. `pidfd` stays the caller's.
+    up to 190 ms later.
     """
+    started = 0  # of one that is gone: the watch says so
+    with contextlib.suppress(OSError):
+        started = start_time(pid)
+    return Member(str(threads), "", Peer(this_host(), pid, started), oldest_threads(pid) if threads else ())
 
-    def __init__(self, pid: int, pidfd: OwnedDescriptor, on_death: Callable[[str], None]) -> None:
-        self._pid, self._pidfd, self._on_death = pid, pidfd, on_death
-        self._loop = asyncio.get_running_loop()
-        self._threads: tuple[OwnedDescriptor, ...] = ()
-        self._watching = True
-        self._peer = Peer(this_host(), pid, 0)
-        with contextlib.suppress(OSError):
-            self._peer = Peer(this_host(), pid, start_time(pid))
-        self._loop.add_reader(pidfd, self._process_ended)
 
-    def follow_threads(self) -> None:
-        """Follow the oldest threads of the process too, once it has those that stay."""
-        if self._watching and not self._threads:
-            self._threads = open_threads_of(self._pid)
-            for fd in self._threads:
-                self._loop.add_reader(fd, self._thread_ended, fd)
-
-    def _thread_ended(self, fd: OwnedDescriptor) -> None:
-        self._loop.remove_reader(fd)
-        if number := fatal_signal(self._pid):
-            self._tell(f"process {self._pid} {how_it_ended(-number)}")
-
-    def _process_ended(self) -> None:
-        if self._pidfd.ours:
-            self._tell("")
-            return
-        self._loop.remove_reader(self._pidfd)  # another part of the program closed it: look from time to time
-        self._look()
-
-    def _look(self) -> None:
-        if self._watching and is_gone(self._peer):
-            self._tell("")
-        elif self._watching:
-            self._loop.call_later(_LOOK_SECONDS, self._look)
-
-    def _tell(self, how: str) -> None:
-        if self._watching:
-            self.close()
-            self._on_death(how)
-
-    def close(self) -> None:
-        """Watch no more. Idempotent."""
-        if self._watching:
-            self._watching = False
-            self._loop.remove_reader(self._pidfd)
-            for fd in self._threads:
-                self._loop.remove_reader(fd)
-                fd.close()
-            self._threads = ()
+def how_killed(pid: int) -> str:
+    """By which signal a process is ending; "" if by none."""
+    number = fatal_signal(pid)
+    return f"process {pid} {how_it_ended(-number)}" if number else ""
 
 
 class Child:
@@ -417,8 +376,12 @@ class Child:
         self._how = ""
         self._on_death: Callable[[str], None] = lambda how: None
         self._reaping: asyncio.Task[None] | None = None
-        self._watch = DeathWatch(process.pid, process.pidfd, self._died)
-        self.follow_threads = self._watch.follow_threads
+        self._watch = ProcessWatch(self._died)
+        self._watch.follow([process_of(self.pid)])
+
+    def follow_threads(self) -> None:
+        """See its end at the first thread that ends, from now on."""
+        self._watch.follow([process_of(self.pid, threads=True)])
 
     def tell(self, on_death: Callable[[str], None]) -> None:
         """Call `on_death` with how it ends, at once if it has."""
@@ -426,18 +389,27 @@ class Child:
         if self._how:
             on_death(self._how)
 
-    def _died(self, how: str) -> None:
-        self._how = how or self._process.epitaph()
-        self._on_death(self._how)
-        self._reaping = asyncio.create_task(self._reap())
+    def _died(self, deaths: object) -> None:
+        if self._reaping is None:
+            if how := how_killed(self.pid):
+                self._tell(how)
+            self._reaping = asyncio.create_task(self._reap())
 
     async def _reap(self) -> None:
-        self._ended(await asyncio.to_thread(self._exit_code))  # the kernel may take 100 ms more to free its memory
+        code = await asyncio.to_thread(self._exit_code)  # the kernel may take 100 ms more to free its memory
+        self._watch.close()
+        if not self._how:
+            self._tell(self._process.epitaph())
+        self._ended(code)
         self.reaped.set()
 
+    def _tell(self, how: str) -> None:
+        self._how = how
+        self._on_death(how)
+
     def _exit_code(self) -> int:
-        self._process.close()
         status = self._process.wait(_REAP_SECONDS).status
+        self._process.close()
         return 1 if status is None else os.waitstatus_to_exitcode(status)
 
 

@@ -20,8 +20,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from holdfast.comms.system.files import OwnedDescriptor
 from holdfast.comms.transport.liveness import start_time, this_host
+from holdfast.ft.detectors.process_watch import ProcessWatch
 from holdfast.ft.launch.launcher import StartFailed
 from holdfast.ft.launch.process_proxies import ProcessProxy, proxy_command
 from holdfast.ft.processes.child_process import ChildProcess, ExecutedProcess
@@ -32,9 +32,10 @@ from holdfast.rl.actors.engine import (
     ActorOrder,
     ActorProcess,
     Child,
-    DeathWatch,
     Engine,
     OwnProcess,
+    how_killed,
+    process_of,
 )
 from holdfast.rl.actors.errors import ActorDied, ActorHostAway, ActorStartFailed, EndpointTimeout, NoEngine
 from holdfast.rl.actors.monarch_host import PRELOAD, Forks, become_proc, listen_on, whereabouts
@@ -81,18 +82,14 @@ class HostObserver(monarch_actor.Actor):  # type: ignore[misc]
     @monarch_actor.concurrent_endpoint  # type: ignore[untyped-decorator]
     async def watch(self, pid: int) -> str:
         """Return how a process ends, when it does."""
+        ended = asyncio.Event()
+        watch = ProcessWatch(lambda deaths: ended.set())
+        watch.follow([process_of(pid, threads=True)])
         try:
-            pidfd = OwnedDescriptor(os.pidfd_open(pid))
-        except ProcessLookupError:
-            return f"process {pid} has ended"
-        ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        watching = DeathWatch(pid, pidfd, ended.set_result)
-        watching.follow_threads()
-        try:
-            return await ended or f"process {pid} ended"
+            await ended.wait()
+            return how_killed(pid) or f"process {pid} has ended"
         finally:
-            watching.close()
-            pidfd.close()
+            watch.close()
 
     @monarch_actor.concurrent_endpoint  # type: ignore[untyped-decorator]
     async def kill(self, pid: int, started: int) -> None:
@@ -318,7 +315,6 @@ class RemoteHost:
     def __init__(self, address: str, engine: MonarchEngine) -> None:
         self.address, self.identity, self.engine = address, "", engine
         self._attached: _Attached | None = None
-        self._attaching: asyncio.Task[None] | None = None
         self._away = ""
         self._unfenced: set[tuple[int, int]] = set()
         self._lock = asyncio.Lock()
@@ -338,10 +334,9 @@ class RemoteHost:
 
     async def close(self) -> None:
         """End the observer. The host stays."""
-        for task in (self._watching, self._attaching):
-            if task is not None:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
         if self._attached is not None and not self._away:
             await stop_procs(self._attached.procs)
 
@@ -377,25 +372,22 @@ class RemoteHost:
                 raise
 
     async def _watch(self) -> None:
-        """Beat for ever: counted, so that a pause of this process is not taken for one of the host."""
-        missed, interval = 0, self.engine.silence / _BEATS
         while True:
-            asked = self._attached
+            await self._until_silent()
+            self._away = f"it has answered no beat for {self.engine.silence:.3g} s"
+            self._unfenced |= self.engine.lose_host(self, self._away)
+            while self._away:
+                await asyncio.sleep(_LOOK_SECONDS)
+                with contextlib.suppress(Exception):
+                    await self._take_back()
+
+    async def _until_silent(self) -> None:
+        """Beat until it is away: counted, so that a pause of this process is not taken for one of the host."""
+        missed, interval = 0, self.engine.silence / _BEATS
+        while missed < _BEATS:
             answered = asyncio.create_task(self._beat(interval))
             await asyncio.gather(answered, asyncio.sleep(min(interval, 0.25)))
-            if self._attached is not asked:  # it was attached again meanwhile
-                missed = 0
-                continue
             missed = 0 if answered.result() else missed + 1
-            if missed >= _BEATS and not self._away:
-                self._away = f"it has answered no beat for {self.engine.silence:.3g} s"
-                self._unfenced |= self.engine.lose_host(self, self._away)
-                await self._cancel_attaching()
-                self._attaching = asyncio.create_task(self._attach_again())
-            elif self._away and not missed:
-                await self._cancel_attaching()
-                if self._away:
-                    await self._take_back()
 
     async def _beat(self, seconds: float) -> bool:
         until = asyncio.get_running_loop().time() + seconds
@@ -409,36 +401,27 @@ class RemoteHost:
         return True
 
     async def _take_back(self) -> None:
-        """Kill what the host still has of the processes that were given up, then use it again."""
-        assert self._attached is not None
-        with contextlib.suppress(Exception):
-            async with asyncio.timeout(_KILL_SECONDS):
-                for pid, started in tuple(self._unfenced):
-                    await self._attached.observer.kill.call_one(pid, started)
-                    self._unfenced.discard((pid, started))
-                self._away = ""
+        """Use the host again if it answers; before, kill what it still has of the processes that were given up.
 
-    async def _attach_again(self) -> None:
-        """While the host is away, look whether it was started again. Its old observer never answers then."""
-        assert self._attached is not None
-        while self._away:
-            with contextlib.suppress(Exception):
-                async with asyncio.timeout(self.engine.silence):
-                    at = await whereabouts(self.address)
-                if at != self._attached.at:
-                    found = await self._attach(_ATTACH_SECONDS)
-                    before, self._attached = self._attached, found
-                    if found.identity != self.identity:  # the machine was started again: what ran there is gone
-                        self._unfenced.clear()
-                    self.identity = found.identity
-                    await self._take_back()
-                    await stop_procs(before.procs)
-            await asyncio.sleep(_LOOK_SECONDS)
-
-    async def _cancel_attaching(self) -> None:
-        if self._attaching is not None:
-            self._attaching.cancel()
-            await asyncio.gather(self._attaching, return_exceptions=True)
+        Its old observer never answers if it was started again: then it has another address, and gets another one.
+        """
+        before = attached = self._attached
+        assert attached is not None and before is not None
+        async with asyncio.timeout(self.engine.silence):
+            at = await whereabouts(self.address)
+            if at == before.at:
+                await before.observer.beat.call_one()
+        if at != before.at:
+            self._attached = attached = await self._attach(_ATTACH_SECONDS)
+            if attached.identity != self.identity:  # the machine was started again: what ran there is gone
+                self._unfenced.clear()
+            self.identity = attached.identity
+            await stop_procs(before.procs)
+        async with asyncio.timeout(_KILL_SECONDS):
+            for pid, started in tuple(self._unfenced):
+                await attached.observer.kill.call_one(pid, started)
+                self._unfenced.discard((pid, started))
+        self._away = ""
 
 
 async def stop_procs(procs: Any, seconds: float = _STOP_SECONDS) -> None:

@@ -292,8 +292,8 @@ def _passes(error: Exception) -> bool:
     return isinstance(error, HoldfastError) and error.retryable and not isinstance(error, ActorProcessLost)
 
 
-class ReplicaSet:
-    """The replicas of one service: keeps them alive, and gives them calls. Used in one event loop."""
+class Service:
+    """Replicas of an actor, called as one, and kept alive. Used in one event loop; a context manager that closes it."""
 
     def __init__(
         self,
@@ -304,9 +304,9 @@ class ReplicaSet:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> None:
-        self.name, self.options = name, options
-        self.calls = self.retried = self.lost = self.overloaded = 0
-        self.replicas: list[ServiceReplica] = []
+        self._name, self._options = name, options
+        self._calls = self._retried = self._lost = self._overloaded = 0
+        self._replicas: list[ServiceReplica] = []
         """That of each slot. It is filled again whenever its replica is lost."""
         self._engine, self._actor, self._args, self._kwargs = engine, actor, args, kwargs
         self._waiting: dict[asyncio.Future[ServiceReplica], frozenset[str]] = {}
@@ -318,85 +318,125 @@ class ReplicaSet:
         self._keeping: list[asyncio.Task[None]] = []
         self._stopping: set[asyncio.Task[None]] = set()
 
-    @property
-    def queued(self) -> int:
-        """How many calls wait for a replica."""
-        return len(self._waiting)
+    def __getattr__(self, method: str) -> ServiceEndpoint:
+        return self.endpoint(method)
+
+    def endpoint(self, method: str) -> ServiceEndpoint:
+        """A method of the replicas, also where the service has one of that name. Raises `NoSuchEndpoint`."""
+        found = endpoint_of(self._actor, method)
+        return ServiceEndpoint(found, self._options.timeout, found.deadline or self._options.deadline, self)
+
+    @contextlib.asynccontextmanager
+    async def session(self) -> AsyncIterator[ReplicaSession]:
+        """Work with one replica, the least loaded one."""
+        async with asyncio.timeout(self._options.timeout):
+            replica = await self._acquire()
+        replica.sessions += 1
+        self._release(replica)
+        try:
+            yield ReplicaSession(replica, self)
+        finally:
+            replica.sessions -= 1
+            self._settle()
 
     def check(self) -> None:
         """Raise `ServiceFailed` or `ServiceClosed` if the service is over."""
         if self._over is not None:
             raise again(self._over)
 
-    async def start(self) -> None:
+    def replace(self, replica: str, why: str) -> None:
+        """Kill a replica, by its name, and start another one in its place. Does nothing to one that is gone."""
+        for each in self._replicas:
+            if each.name == replica:
+                each.lose(why)
+
+    def status(self) -> ServiceStatus:
+        """The service and its replicas now. May be called from any thread."""
+        return ServiceStatus(
+            name=self._name,
+            replicas=tuple(each.status() for each in tuple(self._replicas)),
+            queued=len(self._waiting),
+            calls=self._calls,
+            retried=self._retried,
+            overloaded=self._overloaded,
+            lost=self._lost,
+        )
+
+    async def close(self) -> None:
+        """End all replicas; waiting calls raise `ServiceClosed`. Idempotent."""
+        self._end(ServiceClosed(self._name))
+        for task in self._keeping:
+            task.cancel()
+        await asyncio.gather(*self._keeping, return_exceptions=True)
+        replicas, self._replicas = self._replicas, []
+        await asyncio.gather(*[each.stop() for each in replicas])
+        await asyncio.gather(*self._stopping, return_exceptions=True)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    async def _start(self) -> None:
         """Start all replicas. Raises `ServiceFailed`."""
-        self.replicas = [self._new(slot, 0, 0) for slot in range(self.options.num_replicas)]
-        self._keeping = [asyncio.create_task(self._keep(slot)) for slot in range(self.options.num_replicas)]
+        self._replicas = [self._new(slot, 0, 0) for slot in range(self._options.num_replicas)]
+        self._keeping = [asyncio.create_task(self._keep(slot)) for slot in range(self._options.num_replicas)]
         await self._started.wait()
         self.check()
 
-    async def acquire(self, avoid: frozenset[str] = frozenset()) -> ServiceReplica:
-        """Wait for a replica, as `choose` has it; the caller must `release` it. Raises `Overloaded`."""
+    async def _acquire(self, avoid: frozenset[str] = frozenset()) -> ServiceReplica:
+        """Wait for a replica, as `choose` has it; the caller must `_release` it. Raises `Overloaded`."""
         self.check()
-        chosen = choose(self.replicas, avoid)
+        chosen = choose(self._replicas, avoid)
         if chosen is not None:
             return chosen
-        if len(self._waiting) >= self.options.queue:
-            self.overloaded += 1
-            raise Overloaded(self.name, len(self._waiting))
+        if len(self._waiting) >= self._options.queue:
+            self._overloaded += 1
+            raise Overloaded(self._name, len(self._waiting))
         waiting: asyncio.Future[ServiceReplica] = asyncio.get_running_loop().create_future()
         self._waiting[waiting] = avoid
         try:
             return await waiting
         except asyncio.CancelledError:
             if waiting.done() and not waiting.cancelled() and waiting.exception() is None:
-                self.release(waiting.result())
+                self._release(waiting.result())
             raise
         finally:
             self._waiting.pop(waiting, None)
 
-    def release(self, replica: ServiceReplica) -> None:
+    def _release(self, replica: ServiceReplica) -> None:
         """Take back a replica after a call."""
         replica.outstanding -= 1
-        self.settle()
+        self._settle()
 
-    def settle(self) -> None:
+    def _settle(self) -> None:
         """Give replicas to waiting calls, as far as there are free ones."""
         for waiting, avoid in tuple(self._waiting.items()):
-            if not any(each.routable for each in self.replicas):
+            if not any(each.routable for each in self._replicas):
                 return
-            if not waiting.done() and (chosen := choose(self.replicas, avoid)) is not None:
+            if not waiting.done() and (chosen := choose(self._replicas, avoid)) is not None:
                 waiting.set_result(chosen)
                 del self._waiting[waiting]
-
-    async def close(self) -> None:
-        """End all replicas; waiting calls raise `ServiceClosed`. Idempotent."""
-        self._end(ServiceClosed(self.name))
-        for task in self._keeping:
-            task.cancel()
-        await asyncio.gather(*self._keeping, return_exceptions=True)
-        replicas, self.replicas = self.replicas, []
-        await asyncio.gather(*[each.stop() for each in replicas])
-        await asyncio.gather(*self._stopping, return_exceptions=True)
 
     async def _keep(self, slot: int) -> None:
         """Start the replica of a slot, and another one whenever that is lost or cannot be started."""
         failures, moves, since = 0, 0, time.monotonic()
         while True:
-            replica = self.replicas[slot]
+            replica = self._replicas[slot]
             try:
                 await replica.start(self._engine, self._actor, self._args, self._kwargs)
             except Exception as error:
                 await replica.stop()
                 away = isinstance(error, ActorHostAway)
                 moves += away
-                elsewhere = away and moves % len(self.options.hosts) != 0
+                elsewhere = away and moves % len(self._options.hosts) != 0
                 passing = elsewhere or (_passes(error) and time.monotonic() - since < _AWAY_SECONDS)
                 failures += not elsewhere
-                over = failures >= self.options.start_failures and not passing
+                over = failures >= self._options.start_failures and not passing
                 if over:
-                    self._end(ServiceFailed(self.name, failures, describe(error)))
-                self.tell(replica, "start_failed", describe(error), passing=passing)
+                    self._end(ServiceFailed(self._name, failures, describe(error)))
+                self._tell(replica, "start_failed", describe(error), passing=passing)
                 if over:
                     return
                 if not elsewhere:
@@ -404,26 +444,26 @@ class ReplicaSet:
             else:
                 failures = 0
                 replica.health = "ready"
-                self.tell(replica, "ready", seconds=time.monotonic() - replica.began)
+                self._tell(replica, "ready", seconds=time.monotonic() - replica.began)
                 self._unready.discard(slot)
                 if not self._unready:
                     self._started.set()
-                self.settle()
+                self._settle()
                 await replica.gone.wait()
                 since = time.monotonic()
                 stopping = asyncio.create_task(replica.stop())
                 self._stopping.add(stopping)
                 stopping.add_done_callback(self._stopping.discard)
-            self.replicas[slot] = self._new(slot, replica.restarts + 1, moves)
+            self._replicas[slot] = self._new(slot, replica.restarts + 1, moves)
 
     def _new(self, slot: int, restarts: int, moves: int) -> ServiceReplica:
-        name = f"{self.name}-{slot}" + (f".{restarts}" if restarts else "")
-        return ServiceReplica(name, slot, self.options, self._was_lost, restarts, moves)
+        name = f"{self._name}-{slot}" + (f".{restarts}" if restarts else "")
+        return ServiceReplica(name, slot, self._options, self._was_lost, restarts, moves)
 
     def _was_lost(self, replica: ServiceReplica, served: bool) -> None:
         if served:
-            self.lost += 1
-            self.tell(replica, "lost", replica.why)
+            self._lost += 1
+            self._tell(replica, "lost", replica.why)
 
     def _end(self, error: HoldfastError) -> None:
         self._over = self._over or error
@@ -432,7 +472,7 @@ class ReplicaSet:
                 waiting.set_exception(again(self._over))
         self._started.set()
 
-    def tell(
+    def _tell(
         self,
         replica: ServiceReplica,
         kind: ReplicaEventKind,
@@ -441,8 +481,8 @@ class ReplicaSet:
         passing: bool = False,
     ) -> None:
         """Give the observer an event."""
-        if self.options.observer is not None:
-            self.options.observer(
+        if self._options.observer is not None:
+            self._options.observer(
                 ReplicaEvent(
                     time=time.monotonic(),
                     replica=replica.name,
@@ -496,7 +536,7 @@ class ServiceEndpoint:
     endpoint: Endpoint
     timeout: float
     deadline: float | None
-    _replicas: ReplicaSet
+    _service: Service
     patience: float | None = None
 
     def options(self, *, timeout: float | None = None, patience: float | None = None) -> ServiceEndpoint:
@@ -513,48 +553,48 @@ class ServiceEndpoint:
         call that passed its `deadline` costs the replica. Raises `ReplicaLost`, `Overloaded`, `NoReplica`,
         `ServiceFailed`, and `EndpointFailed` if the method raised.
         """
-        name, most = self.endpoint.name, self._replicas.options.tries
-        self._replicas.calls += 1
+        name, most = self.endpoint.name, self._service._options.tries
+        self._service._calls += 1
         began, lost, tries, tried = time.monotonic(), "", 0, frozenset[str]()
         bound = asyncio.timeout(self.timeout)
         try:
             async with bound:
                 while True:
-                    replica = await self._replicas.acquire(tried)
+                    replica = await self._service._acquire(tried)
                     try:
                         if replica.health == "lost":  # since it was chosen: it never had the call
                             continue
                         tries += 1
                         answer = await replica.call(name, *args, timeout=self.deadline, **kwargs)
                         if lost:
-                            self._replicas.tell(replica, "took_over", lost, time.monotonic() - began)
+                            self._service._tell(replica, "took_over", lost, time.monotonic() - began)
                         return answer
                     except ActorProcessLost as error:
                         if not self.endpoint.idempotent or tries >= most:
                             hint = "the call itself may end them" if self.endpoint.idempotent else _HALF_DONE
                             raise ReplicaLost(replica.name, name, replica.why, tries, hint) from error
                         lost = lost or replica.name
-                        self._replicas.retried += 1
+                        self._service._retried += 1
                     except HoldfastError as error:
                         if not error.retryable or not self.endpoint.idempotent or tries >= most:
                             raise
-                        self._replicas.retried += 1
+                        self._service._retried += 1
                     finally:
-                        self._replicas.release(replica)
+                        self._service._release(replica)
                     if replica.name in tried:  # there is no other one
                         await asyncio.sleep(min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**tries))
                     tried |= {replica.name}
         except TimeoutError:
             if not bound.expired():
                 raise
-            states = ", ".join(f"{each.name}: {each.health}" for each in self._replicas.replicas)
-            raise NoReplica(self._replicas.name, self.timeout, states) from None
+            states = ", ".join(f"{each.name}: {each.health}" for each in self._service._replicas)
+            raise NoReplica(self._service._name, self.timeout, states) from None
 
     async def fanout(self, *args: Any, **kwargs: Any) -> tuple[ReplicaResult, ...]:
         """Call all replicas; a result or an error for each."""
-        self._replicas.check()
-        self._replicas.calls += 1
-        return tuple(await asyncio.gather(*[self._result(each, args, kwargs) for each in self._replicas.replicas]))
+        self._service.check()
+        self._service._calls += 1
+        return tuple(await asyncio.gather(*[self._result(each, args, kwargs) for each in self._service._replicas]))
 
     async def _result(self, replica: ServiceReplica, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ReplicaResult:
         name, method = replica.name, self.endpoint.name
@@ -575,7 +615,7 @@ class ServiceEndpoint:
             why = f"no answer in {self.patience:.3g} s" if late.expired() and self.patience else describe(failure)
             error = HoldfastError(f"{method}: {name}: {why}")
         finally:
-            self._replicas.release(replica)
+            self._service._release(replica)
         return ReplicaResult(replica=name, error=error)
 
 
@@ -604,70 +644,6 @@ class ReplicaSession:
         return call
 
 
-class Service:
-    """Replicas of an actor, called as one. A context manager that closes it."""
-
-    def __init__(self, actor: type[Any], replicas: ReplicaSet) -> None:
-        self.actor = actor
-        self._replicas = replicas
-
-    def __getattr__(self, method: str) -> ServiceEndpoint:
-        return self.endpoint(method)
-
-    def endpoint(self, method: str) -> ServiceEndpoint:
-        """A method of the replicas, also where the service has one of that name. Raises `NoSuchEndpoint`."""
-        found = endpoint_of(self.actor, method)
-        options = self._replicas.options
-        deadline = found.deadline or options.deadline
-        return ServiceEndpoint(found, options.timeout, deadline, self._replicas)
-
-    @contextlib.asynccontextmanager
-    async def session(self) -> AsyncIterator[ReplicaSession]:
-        """Work with one replica, the least loaded one."""
-        async with asyncio.timeout(self._replicas.options.timeout):
-            replica = await self._replicas.acquire()
-        replica.sessions += 1
-        self._replicas.release(replica)
-        try:
-            yield ReplicaSession(replica, self)
-        finally:
-            replica.sessions -= 1
-            self._replicas.settle()
-
-    def check(self) -> None:
-        """Raise `ServiceFailed` or `ServiceClosed` if the service is over."""
-        self._replicas.check()
-
-    def replace(self, replica: str, why: str) -> None:
-        """Kill a replica, by its name, and start another one in its place. Does nothing to one that is gone."""
-        for each in self._replicas.replicas:
-            if each.name == replica:
-                each.lose(why)
-
-    def status(self) -> ServiceStatus:
-        """The service and its replicas now. May be called from any thread."""
-        replicas = self._replicas
-        return ServiceStatus(
-            name=replicas.name,
-            replicas=tuple(each.status() for each in tuple(replicas.replicas)),
-            queued=replicas.queued,
-            calls=replicas.calls,
-            retried=replicas.retried,
-            overloaded=replicas.overloaded,
-            lost=replicas.lost,
-        )
-
-    async def close(self) -> None:
-        """End all replicas. Idempotent."""
-        await self._replicas.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self.close()
-
-
 @dataclass(frozen=True, slots=True)
 class ServiceSpec:
     """An actor and the options of its service, to be started."""
@@ -682,13 +658,13 @@ class ServiceSpec:
         """
         options, actor = self.chosen, self.actor
         name = options.name or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", actor.__name__).lower()
-        replicas = ReplicaSet(options.engine or current_engine(), name, actor, options, args, kwargs)
+        service = Service(options.engine or current_engine(), name, actor, options, args, kwargs)
         try:
-            await replicas.start()
+            await service._start()
         except BaseException:
-            await asyncio.shield(replicas.close())
+            await asyncio.shield(service.close())
             raise
-        return Service(actor, replicas)
+        return service
 
 
 class Servable:
