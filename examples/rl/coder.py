@@ -15,6 +15,7 @@ comparison busy.
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import random
@@ -28,9 +29,7 @@ import msgspec
 
 from holdfast.rl.environments.environment import Action, Environment, Observation
 from holdfast.rl.environments.sandbox import Limits, Sandbox, SandboxError, SandboxResult
-from holdfast.rl.environments.sandbox.inside.execute import decode
 from holdfast.rl.environments.sandbox.limits import MEBIBYTE, Reason
-from holdfast.rl.environments.sandbox.sandbox import program_of
 from holdfast.rl.errors import EpisodeOver, UnknownEnvironment
 
 RELATIVE, ABSOLUTE = 1e-9, 1e-12
@@ -46,6 +45,62 @@ _MOST_IN_KEY = 1000
 """Elements of a container within a set or a key: the code may choose them so that their hashes collide."""
 
 _SCALARS = (bool, int, float, str, bytes, type(None))
+
+
+def encode(value: Any) -> Any:
+    """Plain data as JSON that keeps the types apart; any other value as its type's name.
+
+    A value of a subclass, such as `Counter`, a named tuple or `IntEnum`, is what its plain type says that it is.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return ["int", hex(value)]
+    if isinstance(value, float):
+        return ["float", float.hex(value)]
+    if isinstance(value, bytes | bytearray):
+        return ["bytes", value.hex()]
+    if isinstance(value, dict):
+        return ["dict", [[encode(key), encode(item)] for key, item in dict.items(value)]]
+    for kind in (list, tuple, set, frozenset):
+        if isinstance(value, kind):
+            return [kind.__name__, [encode(item) for item in kind.__iter__(value)]]
+    return ["object", type(value).__name__]
+
+
+def decode(encoded: Any) -> Any:
+    """Plain data from what `encode` makes of it. Raises for any other text."""
+    if not isinstance(encoded, list):
+        return encoded
+    kind, content = encoded
+    match kind:
+        case "int":
+            return int(content, 16)
+        case "float":
+            return float.fromhex(content)
+        case "bytes":
+            return bytes.fromhex(content)
+        case "dict":
+            return {decode(key): decode(item) for key, item in content}
+    make: Any = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[kind]
+    return make(map(decode, content))
+
+
+_CALL = f"""
+from __future__ import annotations
+import json, os, sys, types
+{inspect.getsource(encode)}
+{inspect.getsource(decode)}
+def call(code, function, arguments):
+    module = sys.modules["solution"] = types.ModuleType("solution")
+    exec(compile(code, "<solution>", "exec"), module.__dict__)
+    encoded = json.dumps(encode(getattr(module, function)(*decode(arguments)))).encode()
+    while encoded:
+        encoded = encoded[os.write(3, encoded) :]
+"""
+"""What runs beside the solution, and writes what a call of it gives on descriptor 3."""
 
 
 def equals(encoded: bytes, expected: object) -> bool:
@@ -203,7 +258,8 @@ def run_tests(
 def _run(solution: str, test: CodeTest, limits: Limits, sandbox: Sandbox) -> Verdict:
     for _ in range(_TRIES):
         if isinstance(test, CallTest):
-            result = sandbox.run_program(program_of(solution, test.function, test.arguments), "", limits)
+            call = json.dumps([solution, test.function, encode(test.arguments)])
+            result = sandbox.run(f"{_CALL}\ncall(*json.loads({call!r}))", "", limits)
         else:
             result = sandbox.run(solution, test.stdin, limits)
         if result.reason != "lost":

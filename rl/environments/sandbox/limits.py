@@ -108,7 +108,7 @@ class SandboxResult(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
     cpu_seconds: float = 0.0
     value: bytes = b""
-    """What the code wrote on descriptor 3: see `program_of`."""
+    """What the code wrote on descriptor 3."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,6 @@ import msgspec
 
 from holdfast.comms.system.files import OwnedDescriptor, write_all
 from holdfast.rl.environments.sandbox.inside import seccomp
-from holdfast.rl.environments.sandbox.inside.execute import encode
 from holdfast.rl.environments.sandbox.limits import (
     ForkedRun,
     Limits,
@@ -83,15 +82,12 @@ class TemplateProcess:
         finally:
             theirs.close()
             os.close(job)
+        self.pid = self._process.pid
         try:
             self._wait_until_ready()
         except BaseException:
             self.close()
             raise
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     def _wait_until_ready(self) -> None:
         self._channel.settimeout(START_TIMEOUT)
@@ -133,12 +129,6 @@ class TemplateProcess:
 _SEALED = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
-def program_of(code: str, function: str = "", arguments: tuple[object, ...] = ()) -> str:
-    """What a run executes: code, and perhaps the call of a function. Its value is encoded on descriptor 3."""
-    module = "solution" if function else "__main__"
-    return json.dumps({"code": code, "module": module, "function": function, "arguments": encode(arguments)})
-
-
 class Sandbox:
     """A template process and its runs. Any number of threads may run code at once; `close` ends everything.
 
@@ -173,14 +163,14 @@ class Sandbox:
                 self._template = None
 
     def run(self, code: str, stdin: str = "", limits: Limits | None = None) -> SandboxResult:
-        """Execute `code` as a program. Returns how it ended, whatever it did."""
-        return self.run_program(program_of(code), stdin, limits or Limits())
+        """Execute `code` as a program. Returns how it ended, whatever it did.
 
-    def run_program(self, program: str, stdin: str, limits: Limits) -> SandboxResult:
-        """Execute a program. If the template dies while it runs the reason is "lost"; the next run has a new one."""
+        If the template dies while it runs the reason is "lost"; the next run has a new one.
+        """
+        limits = limits or Limits()
         ours, theirs = list[int](), list[int]()
         try:
-            for text in (program, stdin):
+            for text in (code, stdin):
                 theirs.append(_sealed_file(text))
             for _ in Streams.__slots__:
                 reading, writing = os.pipe()

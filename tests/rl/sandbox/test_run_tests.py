@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from holdfast.rl.config.named_code import load_code
 from holdfast.rl.environments.sandbox import Limits, Sandbox, SandboxError
-from holdfast.rl.environments.sandbox.inside.execute import encode
 from support.source_tree import ROOT
 
 example: Any = sys.modules[load_code(f"{ROOT / 'examples' / 'rl' / 'coder.py'}:run_tests").__module__]
-CallTest, OutputTest, equals, run_tests = example.CallTest, example.OutputTest, example.equals, example.run_tests
+CallTest, OutputTest, encode = example.CallTest, example.OutputTest, example.encode
+equals, run_tests = example.equals, example.run_tests
 
 SECRET = 987654321987654321
 TESTS = (CallTest("f", (2,), SECRET), CallTest("f", (3,), SECRET + 1))

@@ -125,7 +125,7 @@ def test_a_right_solution_passes_although_its_judge_is_killed(own: Sandbox) -> N
 def test_a_solution_whose_judge_is_killed_again_and_again_has_no_score(own: Sandbox) -> None:
     lost = SandboxResult(reason="lost")
     with pytest.MonkeyPatch.context() as patch, pytest.raises(example.SandboxLost, match="no score"):
-        patch.setattr(own, "run_program", lambda *_: lost)
+        patch.setattr(own, "run", lambda *_: lost)
         example.run_tests(SLOW, [example.CallTest("f", (1,), 1)], sandbox=own)
 
 

@@ -102,7 +102,7 @@ def _execute(here: Inherited, limits: Mapping[str, Any], fds: Sequence[int]) -> 
         os.environ.clear()
         os.environ.update(HOME="/tmp", TMPDIR="/tmp", PATH="", LANG="C.UTF-8")
         _limit(here, limits)
-        code = execute(json.loads(text))
+        code = execute(text.decode())
     finally:
         os._exit(code)
 
