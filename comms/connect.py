@@ -103,7 +103,9 @@ def connect(
     """
     timeout = seconds(timeout)
     if _is_peerless(backend):
-        return _connect_alone(backend, rank, size, name, device, timeout, hints)
+        rank, size = places.rank_and_size(rank, size)
+        alone = KnownMembers(rank=rank, peers=[this_process()] * size, store=dist.HashStore(), epoch=0, name=name)
+        return connect_members(backend, alone, device=device, timeout=timeout, hints=hints)
     deadline = time.monotonic() + timeout
     rank = None if rank is None else integer(rank, "rank")
     size = None if size is None else integer(size, "size")
@@ -177,21 +179,6 @@ def _is_peerless(backend: str) -> bool:
     if found and len(named) > 1:
         raise Unsupported(f"{found[0]!r} in a preference list", "it moves nothing: ask for it alone")
     return bool(found)
-
-
-def _connect_alone(
-    backend: str,
-    rank: int | None,
-    size: int | None,
-    name: str,
-    device: str | torch.device | None,
-    timeout: float,
-    hints: Hints | None,
-) -> Communicator:
-    """Connect to a backend that needs no other ranks."""
-    rank, size = places.rank_and_size(rank, size)
-    members = KnownMembers(rank=rank, peers=[this_process()] * size, store=dist.HashStore(), epoch=0, name=name)
-    return connect_members(backend, members, device=device, timeout=timeout, hints=hints)
 
 
 @reraise_local_cause("connecting")

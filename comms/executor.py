@@ -487,20 +487,25 @@ class Agreement:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
 
-    def check(self, words: str, deadline: float) -> None:
-        """Raise `Mismatch` unless `words` (the next collective and its number) is the same on every rank.
+    def check(self, description: str, deadline: float) -> None:
+        """Raise `Mismatch` unless `description` (the next collective and its number) is the same on every rank.
 
         Sends and receives are not counted in that number, since ranks may differ in them.
         """
-        encoded = words.encode()
+        encoded = description.encode()
         digest = hashlib.blake2b(encoded, digest_size=_DIGEST).digest()
         messages = gather_bytes(self._transport, digest + len(encoded).to_bytes(_LENGTH, "little"), deadline)
         if len(set(messages)) > 1:
-            descriptions = self._descriptions(messages, encoded, deadline)
+            words = self._descriptions(messages, encoded, deadline)
             # The first rank to raise aborts. Over MPI, that ends the exchange of ranks that are still in it.
             with contextlib.suppress(HoldfastError):
                 self._transport.barrier(min(deadline, time.monotonic() + _PARTING_SECONDS))
-            self._raise(descriptions)
+            common = max(set(words), key=lambda word: (words.count(word), -words.index(word)))
+            odd = "; ".join(f"rank {r} called {word}" for r, word in enumerate(words) if word != common)
+            raise Mismatch(
+                f"{odd}; rank {words.index(common)} called {common}; every rank must issue the same ops, in the same "
+                "order, with the same shapes and dtypes"
+            )
 
     def _descriptions(self, messages: Sequence[bytes], mine: bytes, deadline: float) -> list[str]:
         """Every rank's description. All ranks have seen the same messages, so all call this."""
@@ -508,15 +513,6 @@ class Agreement:
         texts = [torch.zeros(length, dtype=torch.uint8, device="cpu") for length in lengths]
         self._transport.all_gather(texts, torch.tensor([*mine], dtype=torch.uint8, device="cpu"), deadline)
         return [bytes(text.numpy()).decode(errors="replace") for text in texts]
-
-    def _raise(self, words: list[str]) -> None:
-        common = max(set(words), key=lambda word: (words.count(word), -words.index(word)))
-        usual = words.index(common)
-        odd = "; ".join(f"rank {r} called {word}" for r, word in enumerate(words) if word != common)
-        raise Mismatch(
-            f"{odd}; rank {usual} called {common}; every rank must issue the same ops, in the same order, with the "
-            "same shapes and dtypes"
-        )
 
 
 def _local_failure(error: BaseException, op: str) -> HoldfastError | None:

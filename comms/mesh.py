@@ -35,7 +35,7 @@ class Mesh:
         self.coordinate = _coordinate(whole.rank, shape)
         """This rank's index in each dimension: its rank in that dimension's communicator."""
         self._along = MappingProxyType(dict(along))
-        self._owned = owned
+        self._ended_with_it = [*along.values(), *([whole] * owned)]
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in zip(self.names, self.shape, strict=True))
@@ -54,7 +54,7 @@ class Mesh:
     def close(self) -> None:
         """Close the communicators of all dimensions, and that of all ranks if `mesh` connected it. Idempotent."""
         failed: list[HoldfastError] = []
-        for comm in [*self._along.values(), *([self.whole] * self._owned)]:
+        for comm in self._ended_with_it:
             try:
                 comm.close()
             except HoldfastError as error:
@@ -66,7 +66,7 @@ class Mesh:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        for comm in [*self._along.values(), *([self.whole] * self._owned)]:
+        for comm in self._ended_with_it:
             comm.__exit__(kind, error, trace)
 
 

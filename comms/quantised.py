@@ -1,9 +1,8 @@
 """All-reduce in eight bits: contributions and sums travel as fp8 with scales.
 
-128 elements have one scale, a power of two. Each rank owns a part of the result. An all-to-all brings the others'
-contributions to the owner, which adds them in float32, in rank order, and casts the sum block by block while it is in
-the cache; an all-gather distributes the parts. A rank sends 1.02 bytes an element instead of 4, twice: a quarter of the
-traffic of float32, half of bfloat16's.
+128 elements have one scale, a power of two. Each rank owns a part of the result: an all-to-all brings the others'
+contributions to the owner, which adds them in float32, in rank order, and an all-gather distributes the sums, cast
+again. A rank sends a quarter of the traffic of float32, half of bfloat16's.
 
 **Bound.** With m_r the largest magnitude of rank r's contribution in the 128 elements around an element, its sum is
 wrong by at most 0.13 times the m_r of all ranks together; an average by that over the number of ranks. float16 and

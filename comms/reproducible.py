@@ -1,24 +1,14 @@
 """Reproducible reductions: their bits depend on the values alone, not on the ranks, their order or the backend.
 
-A sum is the exact sum, rounded once (see below). With two ranks and one tensor each, a plain all_reduce gives
-that already, since IEEE addition of two numbers rounds correctly. Otherwise each rank owns a part of the result: an
+A sum is the exact sum, rounded once to its dtype. With two ranks and one tensor each, a plain all_reduce gives that
+already, since IEEE addition of two numbers rounds correctly. Otherwise each rank owns a part of the result: an
 all-to-all brings all contributions of a part to its owner, the owner adds them, and an all-gather distributes the
-parts. That moves as many bytes as an ordinary all_reduce. It runs in segments, so that received data is still in the
-cache when it is added. A sum with NaN, or with infinities of both signs, is NaN; one with an infinity is that infinity.
-Complex numbers are summed as pairs of reals. A minimum or maximum that is zero is 0.0, never -0.0.
+parts. It runs in segments, so that received data is still in the cache when it is added. A sum with NaN, or with
+infinities of both signs, is torch's own NaN; one with an infinity is that infinity; a zero is negative if all values
+are negative zeros. Complex numbers are summed as pairs of reals. A minimum or maximum that is zero is 0.0, never -0.0.
 
-**Exact sums.** The correctly rounded elementwise sum of several tensors: the exact sum, rounded once to their dtype.
-
-The sum does not depend on the order of the values, and no sum has a smaller error. Two numbers are simply added: IEEE
-addition rounds correctly. More are added in float64 by Knuth's TwoSum, which yields each rounding error: the error of
-one partial sum is added to the next partial sum, as in J. Shewchuk, "Adaptive Precision Floating-Point Arithmetic"
-(1997), so the partial sums together are exact. Mostly the errors are zero, since sums of 24-bit numbers of similar size
-are exact in 53 bits. Otherwise the sum is rounded to odd in float64 before it is rounded to the dtype: S. Boldo and
-G. Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd" (2008). NaN becomes
-torch's own NaN; a zero is negative if all values are negative zeros.
-
-On the host, compiled code adds nearly everything: all elements with an exact sum that fits in two partial sums. Blocks
-with other elements are added here.
+On the host, compiled code adds all elements with an exact sum that fits in two partial sums; blocks with other elements
+are added here (docs/internals/message-collectives.md says how).
 """
 
 from __future__ import annotations

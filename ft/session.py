@@ -15,6 +15,7 @@ import contextlib
 import functools
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -30,7 +31,6 @@ from holdfast.comms.ops import Recorder
 from holdfast.comms.quantities import integer
 from holdfast.comms.system import forks
 from holdfast.comms.system.local_causes import reraise_local_cause
-from holdfast.comms.system.signal_safety import OwnSteps
 from holdfast.ft import departure, event_lines, events, faultpoints, settings
 from holdfast.ft import step_protocol as protocol
 from holdfast.ft.communicators import CommunicatorManager, DefaultGroup, collect_votes
@@ -62,6 +62,39 @@ _CLOSED = "its session was closed"
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+class OwnSteps(threading.local):
+    """Marks steps of an object's own code, by thread. What a handler asks for amid them is done right after."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._later: list[Callable[[], None]] = []
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether this thread is amid such steps: the caller is a handler, or called by one."""
+        return self._depth > 0
+
+    def do_after(self, action: Callable[[], None]) -> None:
+        """Run `action` at the end of the steps that this call has interrupted."""
+        self._later.append(action)
+
+    def __enter__(self) -> None:
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            if self._depth == 1:
+                self._do_later()
+        finally:
+            self._depth -= 1
+            if self._depth == 0:  # a handler may have come before that line
+                self._do_later()
+
+    def _do_later(self) -> None:
+        while self._later:
+            self._later.pop(0)()
 
 
 def _in_own_steps(method: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[Session, P], T]:

@@ -1,1 +1,1 @@
-"""Encodings of Python objects and values as msgpack, without pickle, and of tensors in eight bits."""
+"""Encodings of Python objects as msgpack, without pickle, and of tensors in eight bits."""

@@ -210,14 +210,6 @@ class HoldfastSpec:
         """A communicator ended: by `abort`, by a failed op, or by `close` with ops that had not ended."""
 
 
-def _memfd_create() -> None:
-    os.close(os.memfd_create("holdfast-probe", os.MFD_CLOEXEC))
-
-
-def _pidfd_open() -> None:
-    os.close(os.pidfd_open(os.getpid()))
-
-
 def _pidfd_send_signal() -> None:
     pidfd = os.pidfd_open(os.getpid())
     try:
@@ -227,8 +219,8 @@ def _pidfd_send_signal() -> None:
 
 
 _CALLS: dict[str, tuple[Callable[[], None], str]] = {
-    "memfd_create": (_memfd_create, "Linux 3.17"),
-    "pidfd_open": (_pidfd_open, "Linux 5.3"),
+    "memfd_create": (lambda: os.close(os.memfd_create("holdfast-probe", os.MFD_CLOEXEC)), "Linux 3.17"),
+    "pidfd_open": (lambda: os.close(os.pidfd_open(os.getpid())), "Linux 5.3"),
     "pidfd_send_signal": (_pidfd_send_signal, "Linux 5.1"),
 }
 

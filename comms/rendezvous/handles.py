@@ -104,7 +104,9 @@ def parse_members(handles: Sequence[str] | Set[str], own: str) -> Members:
     """
     if isinstance(handles, str | bytes) or not isinstance(handles, Sequence | Set):
         raise TypeError(f"reconfigure: handles must be a list or a set of texts, not {type(handles).__name__}")
-    texts = [_text(handle) for handle in handles]
+    texts = [handle.decode(errors="replace") if isinstance(handle, bytes) else handle for handle in handles]
+    if others := [type(text).__name__ for text in texts if not isinstance(text, str)]:
+        raise TypeError(f"reconfigure: a handle must be a text, not {others[0]}")
     texts = sorted(texts) if isinstance(handles, Set) else texts
     if not 0 < len(texts) <= _MOST_MEMBERS:
         raise ValueError(f"reconfigure: {len(texts)} handles; pass those of 1 to {_MOST_MEMBERS} processes")
@@ -137,14 +139,6 @@ def _check_like(rank: int, member: ProcessHandle, mine: ProcessHandle) -> None:
             raise Mismatch(
                 f"reconfigure: the handle of rank {rank} is of another {what} ({theirs}, this process's {ours}); {hint}"
             )
-
-
-def _text(handle: object) -> str:
-    if isinstance(handle, bytes):
-        handle = handle.decode(errors="replace")
-    if not isinstance(handle, str):
-        raise TypeError(f"reconfigure: a handle must be a text, not {type(handle).__name__}")
-    return handle
 
 
 def _decoded(text: str) -> ProcessHandle:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -197,32 +198,24 @@ def wait_for(store: dist.Store, keys: Sequence[str], deadline: float, look: Call
     A store written in Python, such as that of a session, says when a key is set. torch's own are polled: a wait of
     TCPStore that times out asks the DNS about the store's address, which may take seconds.
     """
-    keys = list(keys)
+    keys, pause, is_told = list(keys), _FIRST_PAUSE, type(store).wait is not dist.Store.wait
     try:
-        while not _wait_a_moment(store, keys, deadline):
+        while True:
+            moment = max(min(deadline - time.monotonic(), _MOMENT), 0.001)
+            if is_told:
+                with contextlib.suppress(TimeoutError):
+                    store.wait(keys, timedelta(seconds=moment))
+                    return
+            elif store.check(keys):
+                return
             look()
             if time.monotonic() >= deadline:
                 raise TimeoutError(f"no rank has set {', '.join(keys)} in time")
+            if not is_told:
+                time.sleep(min(pause, moment))
+                pause = min(2 * pause, _LAST_PAUSE)
     except dist.DistNetworkError as error:
         raise PeerFailed((), f"the store of {keys[0]!r} is gone: {first_line(error)}") from error
-
-
-def _wait_a_moment(store: dist.Store, keys: list[str], deadline: float) -> bool:
-    """Whether the keys are there by `deadline`, and within `_MOMENT`."""
-    until = min(deadline, time.monotonic() + _MOMENT)
-    if type(store).wait is not dist.Store.wait:
-        try:
-            store.wait(keys, timedelta(seconds=max(until - time.monotonic(), 0.001)))
-        except TimeoutError:
-            return False
-        return True
-    pause = _FIRST_PAUSE
-    while not store.check(keys):
-        if (left := until - time.monotonic()) <= 0:
-            return False
-        time.sleep(min(pause, left))
-        pause = min(2 * pause, _LAST_PAUSE)
-    return True
 
 
 def fetch(store: dist.Store, key: str, deadline: float, liveness: Liveness | None = None) -> bytes:

@@ -6,11 +6,9 @@ and it may raise (KeyboardInterrupt), which leaves the work half done.
 
 from __future__ import annotations
 
-import contextlib
 import threading
-import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from holdfast.comms.errors import again
 from holdfast.comms.system import forks
@@ -33,20 +31,6 @@ def _free_shared_locks() -> None:
     for lock in list(_shared):
         if not lock._is_owned():  # type: ignore[attr-defined]  # else by the thread that has forked, which releases it
             lock._at_fork_reinit()  # type: ignore[attr-defined]
-
-
-@contextlib.contextmanager
-def held_by(lock: threading.RLock, deadline: float) -> Iterator[None]:
-    """Hold a lock; TimeoutError if another thread keeps it until the deadline, or a handler finds it held below it."""
-    if lock._is_owned():  # type: ignore[attr-defined]
-        raise TimeoutError("a signal's handler has interrupted the call that it waits for")
-    try:
-        if not lock.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
-            raise TimeoutError("another thread holds it")
-        yield
-    finally:
-        if lock._is_owned():  # type: ignore[attr-defined]
-            lock.release()
 
 
 class HandlerLock:
@@ -72,39 +56,6 @@ class HandlerLock:
         finally:
             while self._later and not self._lock._is_owned():  # type: ignore[attr-defined]
                 self._later.pop(0)()
-
-
-class OwnSteps(threading.local):
-    """Marks steps of an object's own code, by thread. What a handler asks for amid them is done right after."""
-
-    def __init__(self) -> None:
-        self._depth = 0
-        self._later: list[Callable[[], None]] = []
-
-    @property
-    def interrupted(self) -> bool:
-        """Whether this thread is amid such steps: the caller is a handler, or called by one."""
-        return self._depth > 0
-
-    def do_after(self, action: Callable[[], None]) -> None:
-        """Run `action` at the end of the steps that this call has interrupted."""
-        self._later.append(action)
-
-    def __enter__(self) -> None:
-        self._depth += 1
-
-    def __exit__(self, *_: object) -> None:
-        try:
-            if self._depth == 1:
-                self._do_later()
-        finally:
-            self._depth -= 1
-            if self._depth == 0:  # a handler may have come before that line
-                self._do_later()
-
-    def _do_later(self) -> None:
-        while self._later:
-            self._later.pop(0)()
 
 
 def run_shielded(call: Callable[[], None]) -> None:

@@ -6,16 +6,16 @@ where pickles travel. Nothing that came over a network may ever be read with it.
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import struct
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import cloudpickle
-
-from holdfast.comms.system.signal_safety import held_by
 
 _LENGTH = struct.Struct("<Q")
 
@@ -39,7 +39,7 @@ class FramedSocket:
     def send(self, body: bytes, timeout: float) -> None:
         """Send one frame. Raises `ChannelClosed`, or `TimeoutError` after `timeout` seconds without room."""
         deadline = time.monotonic() + timeout
-        with held_by(self._sending, deadline):
+        with _held_by(self._sending, deadline):
             for part in (_LENGTH.pack(len(body)), body):
                 view = memoryview(part)
                 while view:
@@ -107,3 +107,17 @@ class ProcessChannel(FramedSocket):
     def detach(self) -> socket.socket:
         """Give the socket, not blocking, to the caller; this channel is closed."""
         return socket.socket(fileno=self._socket.detach())
+
+
+@contextlib.contextmanager
+def _held_by(lock: threading.RLock, deadline: float) -> Iterator[None]:
+    """Hold a lock; TimeoutError if another thread keeps it until the deadline, or a handler finds it held below it."""
+    if lock._is_owned():  # type: ignore[attr-defined]
+        raise TimeoutError("a signal's handler has interrupted the call that it waits for")
+    try:
+        if not lock.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
+            raise TimeoutError("another thread holds it")
+        yield
+    finally:
+        if lock._is_owned():  # type: ignore[attr-defined]
+            lock.release()

@@ -14,9 +14,9 @@ import msgspec
 import numpy as np
 import torch
 
-from holdfast.comms.codecs.value_codec import EncodedNode, ValueNode, decode_value, encode_value
 from holdfast.comms.errors import CorruptData, Unsupported
 from holdfast.comms.tensors.packing import plain_tensor
+from holdfast.ft.state.value_codec import EncodedNode, ValueNode, decode_value, encode_value
 
 _KEY = object()
 

@@ -22,7 +22,7 @@ import torch
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import CorruptData, HoldfastError, Mismatch
 from holdfast.comms.memory_plane import Handle, MemoryPlane
-from holdfast.comms.tensors.overlap import check_agreement, groups_sharing_memory
+from holdfast.ft.state.aliases import check_agreement, groups_sharing_memory
 from holdfast.ft.state.codec import decode_state, encode_state
 from holdfast.ft.state.fetching import BLOCK, Block, Fetch, Fetched, Fetcher, Source, blocks_of, digest
 from holdfast.ft.step_protocol import FAILURES, Decision

@@ -22,11 +22,11 @@ import xxhash
 from torch import nn
 
 from holdfast.comms._native import plain
-from holdfast.comms.codecs.value_codec import Plain, decode_value, encode_value
 from holdfast.comms.errors import CorruptData, Mismatch, Unsupported
 from holdfast.comms.tensors.memory import PlainTensors
-from holdfast.comms.tensors.overlap import alias_key
 from holdfast.comms.tensors.packing import dlpack_device, plain_tensor
+from holdfast.ft.state.aliases import alias_key
+from holdfast.ft.state.value_codec import Plain, decode_value, encode_value
 from holdfast.store.data.state_nodes import (
     DEEPEST,
     PARAMETER,

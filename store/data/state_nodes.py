@@ -18,8 +18,8 @@ import msgspec
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from holdfast.comms.codecs.value_codec import EncodedNode, ValueNode, decode_value, encode_value
 from holdfast.comms.errors import CorruptData, Mismatch, Unsupported
+from holdfast.ft.state.value_codec import EncodedNode, ValueNode, decode_value, encode_value
 
 DEEPEST = 200
 """The most levels of dicts, lists and tuples of a state dict."""

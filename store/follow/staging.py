@@ -17,7 +17,8 @@ import torch
 
 from holdfast.comms import _native
 from holdfast.comms.errors import Mismatch
-from holdfast.comms.tensors.overlap import alias_key, groups_sharing_memory, span
+from holdfast.comms.tensors.overlap import span
+from holdfast.ft.state.aliases import alias_key, groups_sharing_memory
 from holdfast.store.catalog.fleet import Digests, digests_of
 from holdfast.store.catalog.records import Catalog
 from holdfast.store.data.digests import NBYTES, SOURCE, TARGET, copy_elements, lies_in_order

@@ -23,7 +23,8 @@ import torch
 
 from holdfast.comms.errors import Mismatch
 from holdfast.comms.tensors.memory import PlainTensors
-from holdfast.comms.tensors.overlap import check_agreement, groups_sharing_memory, span
+from holdfast.comms.tensors.overlap import span
+from holdfast.ft.state.aliases import check_agreement, groups_sharing_memory
 from holdfast.store.data.cuda_copies import CopiesToDevices, on_device
 from holdfast.store.data.digests import copy_elements, is_dense
 from holdfast.store.data.manifest import TensorEntry, quoted

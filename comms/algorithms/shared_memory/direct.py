@@ -5,16 +5,10 @@ Compiled code runs it (`comms/native/board/run_op.c`) and returns if a peer is l
 deadline and at the peers, and resumes it.
 
 Each op has a number k and two phases: 4k+1 "my inputs are published" and 4k+3 "I have taken all I need". Small inputs
-are copied into the rank's slot of the board, so that it need not wait until the others have taken them. Slots have two
-parities, so op k+2 waits until all have finished op k before it writes; tiny ops have sixteen lines to go round. Larger
-inputs go block by block through the stage, or are read in place (`pipeline.c`). No rank writes into the tensors of
-another, so a rank that was stopped and wakes up late harms none.
-
-Cost for n ranks: one synchronisation, and two copies of all that the op makes a rank move. A large all_reduce of b
-bytes, of which each rank owns a part, copies 3 b (n-1)/n bytes a rank (2 where inputs are read in place) and adds b
-(n-1)/n; with blocks of B bytes, ranks meet about b (n-1) / (n B) times. The pipeline is that of R. Graham et al., "MPI
-Support for Multi-core Architectures: Optimized Shared Memory Collectives" (2008); the single copy is D. Buntinas et
-al., "Cache-Efficient, Intranode, Large-Message MPI Communication with MPICH2-Nemesis" (2009).
+are copied into the rank's slot of the board, tiny ones into a line. Slots have two parities, so op k+2 waits until all
+have finished op k before it writes; lines go round after sixteen ops. Larger inputs go block by block through the
+stage, or are read in place (`pipeline.c`). No rank writes into the tensors of another, so a rank that was stopped and
+wakes up late harms none. docs/internals/shared-memory.md has the costs and the papers.
 """
 
 from __future__ import annotations

@@ -18,12 +18,12 @@ import torch
 from holdfast import ft
 from holdfast.comms import StaleEpoch
 from holdfast.comms.system.keys import create_key
-from holdfast.comms.system.signal_safety import OwnSteps
 from holdfast.ft import Session, settings
 from holdfast.ft.communicators import CommunicatorManager, DefaultGroup
 from holdfast.ft.departure import TERMINATED, Terminated, TerminationRequest
 from holdfast.ft.node.register import Register
 from holdfast.ft.node.runtime import Runtime
+from holdfast.ft.session import OwnSteps
 from holdfast.ft.state.replicator import StateReplicator
 from holdfast.ft.telemetry.event_log import EventLog
 from holdfast.ft.telemetry.flight.recorder import FlightRecorder
