@@ -2,62 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 
 import pytest
 import torch
 
 from holdfast import comms
 from holdfast.comms import Communicator, Recv, ReduceOp, Send
-from holdfast.ft import Session, Timeouts
 from holdfast.harness import LocalCluster
 from holdfast.store import WeightStore
 
-QUICK = Timeouts(heartbeat=0.1, suspect=1.0, operation=20.0, rebuild=10.0, join=15.0)
-STEPS = 30
 CPU = torch.device("cpu")
-
-
-class Total:
-    """The job's state: a sum."""
-
-    def __init__(self) -> None:
-        self.value = torch.zeros(5, dtype=torch.float64, device=CPU)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.value.copy_(state["value"])
-
-
-def add_up(session: Session) -> list[float]:
-    torch.set_default_device("meta")
-    torch.set_default_dtype(torch.float64)
-    torch.use_deterministic_algorithms(True)
-    total = Total()
-    session.attach("total", total)
-    for attempt in session.steps(STEPS):
-        with attempt:
-            part = torch.full((5,), float(sum(attempt.shards)), dtype=torch.float64, device=CPU)
-            attempt.comm.all_reduce(part)
-            if attempt.step == 5 and attempt.epoch == 1 and session.rank == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-        if attempt.committed:
-            total.value += part
-    return total.value.tolist()
-
-
-@pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=pytest.mark.thorough)])
-def test_a_whole_session_runs_under_another_default_device_and_dtype(backend: str) -> None:
-    with LocalCluster(2, backend, spares=1, session={"timeouts": QUICK}) as cluster:
-        job = cluster.start(add_up)
-        results = job.results(60.0)
-    assert results == [[STEPS * 1.0] * 5] * 2
 
 
 def every_op(comm: Communicator) -> bool:
