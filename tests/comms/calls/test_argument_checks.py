@@ -35,17 +35,6 @@ def checks_of(rank: int = 1, size: int = 3, **capabilities: Any) -> ArgumentChec
 checks = checks_of()
 
 
-def test_a_tensor_is_used_itself_if_its_memory_is_what_would_be_sent() -> None:
-    plain, strided = torch.ones(4), torch.ones(4, 2)[:, 0]
-    assert checks.operand(plain) is plain and checks.output(plain) is plain
-    assert checks.operands([plain, strided], "tensors") == [plain, strided]
-    [one, other] = checks.outputs([plain, strided], "tensors")
-    assert one is plain and other is strided
-    assert checks.needs_no_copy(plain) and not checks.needs_no_copy(strided)
-    for tensor in (plain, strided):
-        checks.movable(tensor)  # a copy of it can be sent
-
-
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX])
 def test_a_tensor_is_reduced_itself_unless_its_sums_need_a_wider_dtype(op: ReduceOp) -> None:
     single, half = torch.ones(4), torch.ones(4, dtype=torch.float16)

@@ -26,7 +26,6 @@ from holdfast.comms import (
     Revoked,
 )
 from holdfast.comms.plugins.spec import AbortEvent
-from holdfast.comms.rendezvous.handles import epoch_of, parse_members
 from holdfast.harness import LocalCluster
 from support.meeting import in_threads
 from support.waiting import PATIENCE
@@ -187,15 +186,6 @@ def test_bad_handles_change_nothing(tmp_path: Path) -> None:
             with pytest.raises(wrong, match="uuid"):
                 comm.reconfigure(uuid, [comm.handle()])  # type: ignore[arg-type]
         assert (total(comm), ends) == (1.0, [])
-
-
-def test_all_processes_put_a_set_into_one_order() -> None:
-    with comms.unconnected("shm") as first, comms.unconnected("shm") as second:
-        handles = {first.handle(), second.handle()}
-        orders = [parse_members(handles, each.handle()) for each in (first, second)]
-    assert orders[0].handles == orders[1].handles and {each.rank for each in orders} == {0, 1}
-    assert epoch_of(7) == 7 and epoch_of("seven") == epoch_of("seven") != epoch_of("eight")
-    assert 0 <= epoch_of(-3) < 1 << 48 and 0 <= epoch_of(1 << 63) < 1 << 48
 
 
 def side_by_side(*bodies: Callable[[], Any]) -> list[Any]:
