@@ -62,7 +62,7 @@ def offer_delta(holder: ReplicaHolder, catalog: Catalog, key: PartKey, packed: P
     None where that does not pay: all processes that are known to read map the part, no such version is here,
     too much has changed, or the memory's limit leaves no room. `key` is that of the part, which `holder` keeps.
     """
-    if holder.maps and transitions.reading_hosts(catalog) <= {this_host()}:
+    if holder.maps and not transitions.has_far_readers(catalog, this_host()):
         return None
     _, part, digest = key
     for number in reversed(catalog.visible()):

@@ -19,7 +19,7 @@ from holdfast.comms.errors import CorruptData, HoldfastError, Mismatch, RegionGo
 from holdfast.comms.memory_plane import MemoryPlane, memory
 from holdfast.comms.quantities import integer_in, seconds, seconds_or
 from holdfast.comms.system import forks
-from holdfast.comms.transport.liveness import this_host, this_process
+from holdfast.comms.transport.liveness import this_process
 from holdfast.ft.registers import RegisterAway
 from holdfast.store.casts.cast_reader import CastVersionReader
 from holdfast.store.casts.wire_cast import CastName, WireCast, wire_cast
@@ -445,11 +445,12 @@ class WeightStore:
                 at, catalog = self._catalog_client.wait(at, min(left, PAUSE_SECONDS)) or self._catalog_client.read()
 
     def _note_far_read(self, version: int) -> None:
-        """Note that a process of this host has read a version without mapping it, unless the register is away."""
-        if transitions.is_noted(self._catalog_client.newest()[1], this_host(), version):
+        """Note that this process has read a version without mapping it, unless the register is away."""
+        newest = self._catalog_client.newest()[1]
+        if transitions.note_far_read(newest, version) is newest:
             return
         try:
-            self._catalog_client.change(lambda now: transitions.noted(now, this_host(), version))
+            self._catalog_client.change(lambda now: transitions.note_far_read(now, version))
         except RegisterAway as error:
             _log.info("publishers are not told to make deltas: %s", error)
 

@@ -12,29 +12,16 @@ import argparse
 import heapq
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
-from typing import Generic, TypeVar
 
 import msgspec
 
 from holdfast.comms.memory_plane import Handle
 from holdfast.comms.transport.base import Peer
 from holdfast.ft.console.console import print_json
-from holdfast.store.catalog import transitions
-from holdfast.store.catalog.fan_out import (
-    ABOVE,
-    ReaderGroup,
-    announce_copy,
-    announce_in_group,
-    group_of,
-    request_copy,
-    request_in_group,
-    source_of,
-)
-from holdfast.store.catalog.records import Catalog, Holder, Replica, Shard, Version
-
-Value = TypeVar("Value", Catalog, ReaderGroup)
+from holdfast.store.catalog.fan_out import LEAD, LEADERS, ReaderGroup, announce_copy, group_of, request_copy
+from holdfast.store.catalog.records import Holder, PartKey
 
 
 class FanOutSpec(msgspec.Struct, frozen=True):
@@ -59,8 +46,8 @@ class FanOutResult(msgspec.Struct, frozen=True):
     `alone` is the time of one reader if there are no others, `seconds` the time until the last of all has every part,
     `direct` that time if all read from the replicas. Copies are counts of whole versions that a process sent: the
     holder of replicas and the reader that sent most, and readers on average. `at_once` is the largest number of readers
-    of one part that one process served at a time; `changes` and `retries` are those of all registers,
-    `catalog_changes` those of the catalogue; `catalog_bytes` and `group_bytes` are the largest values of a cell.
+    of one part that one process served at a time; `changes` and `retries` are those of all groups' cells, `group_bytes`
+    is the largest value of one.
     """
 
     readers: int
@@ -73,9 +60,7 @@ class FanOutResult(msgspec.Struct, frozen=True):
     mean_copies: float
     at_once: int
     changes: int
-    catalog_changes: int
     retries: int
-    catalog_bytes: int
     group_bytes: int
 
 
@@ -84,16 +69,16 @@ def measure(spec: FanOutSpec) -> FanOutResult:
     return _Simulation(spec).run()
 
 
-class _Cell(Generic[Value]):
+class _Cell:
     """A register cell: a change fails, and is tried again, if another one was made meanwhile."""
 
-    def __init__(self, simulation: _Simulation, value: Value) -> None:
+    def __init__(self, simulation: _Simulation) -> None:
         self._simulation = simulation
-        self.value: Value = value
+        self.value = ReaderGroup()
         self.version = self.retries = self.largest = 0
         self.watchers: list[Callable[[], None]] = []
 
-    def change(self, transition: Callable[[Value], Value], done: Callable[[], None]) -> None:
+    def change(self, transition: Callable[[ReaderGroup], ReaderGroup], done: Callable[[], None]) -> None:
         version, before = self.version, self.value
 
         def commit() -> None:
@@ -163,10 +148,11 @@ class _SimulatedReader:
         self._simulation = simulation
         self.holder = Holder(f"reader{host:06}", Peer(f"host{host:06}", 1000 + host, 1), leaving=True)
         self._group = simulation.group(group_of(self.holder.peer.host))
+        self._leaders = simulation.group(LEADERS)
         self._group.watchers.append(self._look)
+        self._leads: set[int] = set()
         self._parts = list(range(simulation.spec.parts))
         simulation.dice.shuffle(self._parts)
-        self._leads: set[int] = set()
         self._reading = False
 
     def next(self, complete: int | None = None) -> None:
@@ -174,48 +160,35 @@ class _SimulatedReader:
 
         def transition(now: ReaderGroup) -> ReaderGroup:
             if complete is not None:
-                now = announce_in_group(now, 1, complete, digest(complete), self.holder.id, handle(self.holder.id))
-            if self._parts:
-                now = request_in_group(now, 1, self._parts[-1], digest(self._parts[-1]), self.holder)
-            return now
+                now = announce_copy(now, key(complete), self.holder.id, handle(self.holder.id))
+            return request_copy(now, key(self._parts[-1]), self.holder) if self._parts else now
 
         self._group.change(transition, self._look)
 
     def _look(self) -> None:
-        """Read from the source that the group has assigned; the leader asks in the catalogue."""
+        """Read from the source that the group has assigned; the leader asks in the group of leaders."""
         if self._reading or not self._parts:
             return
         part = self._parts[-1]
-        source = source_of(self._group.value.part(1, part, digest(part)), self.holder.id)
-        if isinstance(source, Replica):
-            self._read(part, source.holder)
-        elif source == ABOVE and part not in self._leads:
-            self._leads.add(part)
-            if len(self._leads) == 1:
-                self._simulation.catalog.watchers.append(self._look_above)
-            self._simulation.catalog.change(
-                lambda now: request_copy(now, 1, part, digest(part), self.holder), self._look_above
-            )
-
-    def _look_above(self) -> None:
-        if self._reading or not self._parts or self._parts[-1] not in self._leads:
-            return
-        shard = self._simulation.catalog.value.shard(1, self._parts[-1])
-        mine = next((each for each in shard.copies if each.reader == self.holder.id), None) if shard else None
-        if mine is not None and mine.source:
-            self._read(self._parts[-1], mine.source)
-
-    def _read(self, part: int, source: str) -> None:
-        self._reading = True
-        self._simulation.read(part, source, self.holder.id, self._has)
+        for group in (self._group, self._leaders):
+            copies = group.value.part(key(part)).copies
+            mine = next((each for each in copies if each.reader == self.holder.id), None)
+            if mine is not None and mine.source not in ("", LEAD):
+                self._reading = True
+                self._simulation.read(part, mine.source, self.holder.id, self._has)
+            elif mine is not None and mine.source == LEAD and part not in self._leads:
+                if not self._leads:
+                    self._leaders.watchers.append(self._look)
+                self._leads.add(part)
+                seeds = self._simulation.seeds
+                self._leaders.change(partial(request_copy, key=key(part), reader=self.holder, seeds=seeds), self._look)
 
     def _has(self) -> None:
         self._reading = False
         part = self._parts.pop()
         if part in self._leads:
-            self._simulation.catalog.change(
-                lambda now: announce_copy(now, 1, part, digest(part), self.holder.id, handle(self.holder.id)),
-                self._look_above,
+            self._leaders.change(
+                lambda now: announce_copy(now, key(part), self.holder.id, handle(self.holder.id)), self._look
             )
         self.next(part)
         if not self._parts:
@@ -229,8 +202,8 @@ class _Simulation:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._number = 0
         self.network = _Network(self, spec.bandwidth)
-        self.catalog = _Cell(self, _published(spec))
-        self._groups: dict[int, _Cell[ReaderGroup]] = {}
+        self.seeds = [f"holder{number}" for number in range(spec.replicas)]
+        self._groups: dict[int, _Cell] = {}
         self.finished: list[float] = []
         self._serving: Counter[tuple[str, int]] = Counter()
         self._at_once = 0
@@ -243,8 +216,8 @@ class _Simulation:
         """The time of one exchange with a register."""
         return self.spec.register * self.dice.uniform(0.75, 1.25)
 
-    def group(self, number: int) -> _Cell[ReaderGroup]:
-        return self._groups.setdefault(number, _Cell(self, ReaderGroup()))
+    def group(self, number: int) -> _Cell:
+        return self._groups.setdefault(number, _Cell(self))
 
     def read(self, part: int, source: str, target: str, done: Callable[[], None]) -> None:
         self._serving[source, part] += 1
@@ -269,9 +242,9 @@ class _Simulation:
         whole = spec.parts * spec.part_bytes
         alone = whole / spec.bandwidth
         sent = {each: nbytes / whole for each, nbytes in self.network.sent.items()}
-        publishers = [sent.get(f"holder{number}", 0.0) for number in range(spec.replicas)]
+        publishers = [sent.get(each, 0.0) for each in self.seeds]
         others = [sent.get(reader.holder.id, 0.0) for reader in readers]
-        cells: Iterable[_Cell[Catalog] | _Cell[ReaderGroup]] = [self.catalog, *self._groups.values()]
+        cells = self._groups.values()
         return FanOutResult(
             readers=spec.readers,
             hosts=spec.hosts,
@@ -283,34 +256,18 @@ class _Simulation:
             mean_copies=sum(others) / len(others),
             at_once=self._at_once,
             changes=sum(cell.version for cell in cells),
-            catalog_changes=self.catalog.version,
             retries=sum(cell.retries for cell in cells),
-            catalog_bytes=self.catalog.largest,
-            group_bytes=max(cell.largest for cell in self._groups.values()),
+            group_bytes=max(cell.largest for cell in cells),
         )
 
 
-def digest(part: int) -> bytes:
-    return part.to_bytes(16, "big")
+def key(part: int) -> PartKey:
+    return 1, part, part.to_bytes(16, "big")
 
 
 def handle(holder: str) -> Handle:
     """A handle of the size of a real one of another host."""
     return Handle("ucx", holder.encode().ljust(96), 0)
-
-
-def _published(spec: FanOutSpec) -> Catalog:
-    """A catalogue with version 1. Its replicas are on hosts without readers."""
-    catalog = Catalog()
-    ids = [f"holder{number}" for number in range(spec.replicas)]
-    for name in ids:
-        catalog = transitions.join(catalog, Holder(name, Peer(f"host of {name}", 1, 1)))
-    for part in range(spec.parts):
-        shard = Shard(part, digest(part), 0, ids[0], (Replica(ids[0], handle(ids[0])),))
-        catalog = transitions.announce(catalog, Version(1, spec.parts, spec.replicas, None, False, ()), shard, 2)
-        for name in ids[1:]:
-            catalog = transitions.replicated(catalog, 1, part, digest(part), Replica(name, handle(name)))
-    return catalog
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Generic, TypeVar
@@ -242,18 +242,16 @@ class BeatsClient(CellClient[HostBeats]):
 
 
 class GroupClient(CellClient[ReaderGroup]):
-    """The group of reader hosts to which a host belongs, of the store `name`."""
+    """A group of reader hosts, of the store `name`."""
 
-    def __init__(self, url: str, name: str, host: str) -> None:
-        cell = f"{cell_of(name)}/readers/{fan_out.group_of(host)}"
-        super().__init__(url, cell, ReaderGroup(), ReaderGroup.decode)
+    def __init__(self, url: str, name: str, number: int) -> None:
+        super().__init__(url, f"{cell_of(name)}/readers/{number}", ReaderGroup(), ReaderGroup.decode)
 
-    def remove_dead_readers(self) -> tuple[int, ReaderGroup]:
-        """Remove the dead processes of this host from the group."""
-        version, group = self.read()
-        dead = gone(each.peer for each in group.readers)
-        ids = {each.id for each in group.readers if each.peer in dead}
-        return self.change(lambda now: fan_out.remove_readers(now, ids)) if ids else (version, group)
+    def remove_dead_readers(self, away: Collection[str] = ()) -> None:
+        """Remove the dead processes of this host from the group, and those of hosts that are `away`."""
+        peers = {copy.peer for part in self.read()[1].parts for copy in part.copies}
+        if dead := gone(peers) | {peer for peer in peers if peer.host in away}:
+            self.change(lambda now: fan_out.remove_readers(now, dead))
 
 
 def gone(peers: Iterable[Peer]) -> frozenset[Peer]:

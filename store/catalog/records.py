@@ -84,7 +84,7 @@ class SwitchRecord(msgspec.Struct, frozen=True, array_like=True):
 
 Record = TypeVar("Record", bound="CellRecord")
 
-LAYOUT = 2
+LAYOUT = 3
 """The layout of the records. A release refuses catalogues of any other."""
 KEPT = ""
 """The publisher of a part after its publishers have closed or died: the part stays as long as it has a replica."""
@@ -131,17 +131,6 @@ class Replica(msgspec.Struct, frozen=True, array_like=True):
     device: DeviceAddress | None = None
 
 
-class ServingCopy(msgspec.Struct, frozen=True, array_like=True):
-    """A whole part in the memory of a reader, which serves other readers. It does not count for safety.
-
-    While it is being read, `handle` is None, and `source` is the store that it is read from ("" until there is one).
-    """
-
-    reader: str
-    source: str = ""
-    handle: Handle | None = None
-
-
 class DeltaOffer(msgspec.Struct, frozen=True, array_like=True):
     """What changed in a part since that with digest `base`, in the memory of the store with id `holder`."""
 
@@ -169,8 +158,7 @@ class Shard(msgspec.Struct, frozen=True, array_like=True):
 
     `publisher` is the id of the store that published it, `also` are stores that published the same bytes later; `KEPT`
     replaces publishers that have closed or died. `accepted` is True once the part was safe: its `publish` may have
-    returned. `copies` are those of readers, see `holdfast.store.catalog.fan_out`; `delta` lies beside one of the
-    replicas, and goes with it, as do the forms in `casts`.
+    returned. `delta` lies beside one of the replicas, and goes with it, as do the forms in `casts`.
     """
 
     part: int
@@ -180,7 +168,6 @@ class Shard(msgspec.Struct, frozen=True, array_like=True):
     replicas: tuple[Replica, ...]
     also: tuple[str, ...] = ()
     accepted: bool = False
-    copies: tuple[ServingCopy, ...] = ()
     delta: DeltaOffer | None = None
     casts: tuple[CastForm, ...] = ()
 
@@ -249,13 +236,6 @@ class Past(msgspec.Struct, frozen=True, array_like=True):
     digests: tuple[bytes, ...]
 
 
-class FarRead(msgspec.Struct, frozen=True, array_like=True):
-    """A version that a process of a host has read without mapping it. See `holdfast.store.read.delta`."""
-
-    host: str
-    version: int
-
-
 class CellRecord(msgspec.Struct, frozen=True, array_like=True):
     """What a register cell of the store holds."""
 
@@ -290,6 +270,7 @@ class Catalog(CellRecord, frozen=True, array_like=True):
 
     `keep` is the number of versions that stay, `lost` the newest versions that lost their last replica.
     `switches` are in the order of their serials. `away` are hosts that no longer beat: their replicas do not count.
+    `far_read` is a version that a process has read of late without mapping it.
     """
 
     what: ClassVar[str] = "a catalogue of weights"
@@ -306,7 +287,7 @@ class Catalog(CellRecord, frozen=True, array_like=True):
     retainers: tuple[Retainer, ...] = ()
     disk: tuple[DiskCopy, ...] = ()
     away: tuple[str, ...] = ()
-    far_reads: tuple[FarRead, ...] = ()
+    far_read: int | None = None
 
     def version(self, number: int) -> Version | None:
         return next((version for version in self.versions if version.number == number), None)

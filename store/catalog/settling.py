@@ -1,7 +1,7 @@
 """What every transition shares: editing versions and parts, and the rules that hold after each change.
 
-`settle` accepts parts that are safe, makes complete versions visible, drops superseded ones, and assigns sources to
-readers.
+`settle` accepts parts that are safe, makes complete versions visible, drops superseded ones, and assigns casts to
+holders.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection
 from msgspec.structs import replace
 
 from holdfast.comms.memory_plane import Handle
-from holdfast.store.catalog.fan_out import settled_copies
 from holdfast.store.catalog.part_casts import settled_casts
 from holdfast.store.catalog.records import KEPT, Catalog, DiskCopy, Past, Pin, SwitchRecord
 
@@ -167,7 +166,7 @@ def settle(catalog: Catalog) -> Catalog:
     superseded = [
         each.number for each in catalog.versions if (each.number not in kept if each.visible else each.number < oldest)
     ]
-    return _settle_copies(_without_idle_away(_forget(without_versions(catalog, superseded))))
+    return _settle_casts(_without_idle_away(_forget(without_versions(catalog, superseded))))
 
 
 def _without_idle_away(catalog: Catalog) -> Catalog:
@@ -189,13 +188,10 @@ def _without_idle_away(catalog: Catalog) -> Catalog:
     return replace(catalog, away=tuple(host for host in catalog.away if host in there))
 
 
-def _settle_copies(catalog: Catalog) -> Catalog:
+def _settle_casts(catalog: Catalog) -> Catalog:
     for version in catalog.versions:
         for shard in version.shards:
-            settled = settled_copies(catalog, version, shard) if shard.copies else shard
-            if settled.casts:
-                settled = settled_casts(catalog, settled)
-            if settled is not shard and settled != shard:
+            if shard.casts and (settled := settled_casts(catalog, shard)) != shard:
                 version = version.with_shard(settled)
                 catalog = catalog.with_version(version)
     return catalog

@@ -18,9 +18,8 @@ from holdfast.comms.memory_plane import Handle
 from holdfast.comms.transport.base import Peer
 from holdfast.store.catalog.disk_copies import remove_dead_retainers
 from holdfast.store.catalog.failure_domains import candidates, helps, without_surplus
-from holdfast.store.catalog.fan_out import withdraw_copy
 from holdfast.store.catalog.fleet import decide_switch, remove_dead_readers, remove_readers_of
-from holdfast.store.catalog.records import KEPT, Catalog, FarRead, Holder, Pin, Replica, Shard, Version
+from holdfast.store.catalog.records import KEPT, Catalog, Holder, Pin, Replica, Shard, Version
 from holdfast.store.catalog.settling import (
     drop_replicas,
     end_publications,
@@ -199,11 +198,7 @@ def host_back(catalog: Catalog, host: str) -> Catalog:
 
 
 def drop_replica(catalog: Catalog, number: int, part: int, holder_id: str) -> Catalog:
-    """Remove a copy, or a replica that is not the only one. Readers that were to copy from it are assigned another.
-
-    Its bytes are wrong, or its holder does not want it.
-    """
-    catalog = withdraw_copy(catalog, number, part, holder_id)
+    """Remove a replica that is not the only one: its bytes are wrong, or its holder does not want it."""
     if (found := catalog.find(number, part)) is None:
         return catalog
     version, shard = found
@@ -272,42 +267,28 @@ def _keepers(catalog: Catalog, number: int) -> list[str]:
     return found + [f"{each.state} switch {each.serial}" for each in live_switches(catalog) if each.version == number]
 
 
-# -- hosts that read over a wire
+# -- reads over a wire
 #
-# Publishers make deltas while hosts read parts without mapping them. Holders, followers and pins are in the catalogue
-# with their processes; a process that only reads is noted there by its host. Such a host may be gone without a word, so
-# a note counts for the next versions only, and is renewed.
+# Publishers make deltas while processes read parts without mapping them. Holders, followers and pins are in the
+# catalogue with their processes; a process that only reads notes that there. It may be gone without a word, so a note
+# counts for the next versions only, and is renewed.
 
 RENEWED_AFTER, COUNTS_FOR = 8, 16
-"""Versions after which a host's note is renewed, and no longer counts."""
-MOST_HOSTS = 16
-"""One note is enough for deltas to be made; several make it likely that one of the hosts is alive."""
+"""Versions after which a note is renewed, and no longer counts."""
 
 
-def is_noted(catalog: Catalog, host: str, version: int) -> bool:
-    """Whether a read of a version by a process of a host needs no note."""
-    known = next((each.version for each in catalog.far_reads if each.host == host), None)
-    others = sum(1 for each in catalog.far_reads if _counts(each, version))
-    return others >= MOST_HOSTS if known is None else abs(version - known) < RENEWED_AFTER
+def note_far_read(catalog: Catalog, version: int) -> Catalog:
+    """Note that a process has read a version without mapping it. Changes nothing if a note of late is there."""
+    known, newest = catalog.far_read, max(catalog.visible(), default=0)
+    late = known is None or known > newest or version >= known + RENEWED_AFTER
+    return replace(catalog, far_read=version) if late else catalog
 
 
-def noted(catalog: Catalog, host: str, version: int) -> Catalog:
-    """Note that a process of a host has read a version without mapping it."""
-    if is_noted(catalog, host, version):
-        return catalog
-    others = [each for each in catalog.far_reads if each.host != host and _counts(each, version)]
-    return replace(catalog, far_reads=(*others, FarRead(host, version)))
-
-
-def reading_hosts(catalog: Catalog) -> frozenset[str]:
-    """The hosts of all processes that read parts of the newest versions, or may."""
-    latest = max(catalog.visible(), default=0)
-    far = {each.host for each in catalog.far_reads if _counts(each, latest)}
-    return frozenset(far | {peer.host for peer in catalog.peers()})
-
-
-def _counts(read: FarRead, version: int) -> bool:
-    return abs(version - read.version) < COUNTS_FOR
+def has_far_readers(catalog: Catalog, host: str) -> bool:
+    """Whether processes read the newest versions from `host` without mapping them, or may."""
+    far, newest = catalog.far_read, max(catalog.visible(), default=0)
+    noted = far is not None and 0 <= newest - far < COUNTS_FOR
+    return noted or any(peer.host != host for peer in catalog.peers())
 
 
 # -- the effects of a change

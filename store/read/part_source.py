@@ -19,7 +19,7 @@ from holdfast.comms.memory_plane import Handle, MemoryPlane
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import this_host, this_process
 from holdfast.store.catalog.client import check_cancelled
-from holdfast.store.catalog.records import Catalog, Holder, Replica, Shard, Version
+from holdfast.store.catalog.records import Catalog, Replica, Shard, Version
 from holdfast.store.data.manifest import Manifest
 from holdfast.store.errors import StoreTimeout
 
@@ -56,7 +56,7 @@ class PartSource:
         self._plane, self._report = plane, report
         self._catalog = catalog
         self._began = time.monotonic()
-        self._replicas = deque(sources_for(catalog, version, shard, this_store()))
+        self._replicas = deque(sources_for(catalog, shard, this_process()))
         self._failures: list[str] = []
         self._corrupt = False
         self._first_round, self._one_round, self._late = only_round or 0, only_round is not None, 0
@@ -253,36 +253,19 @@ class PartSource:
         self._opened, self._mapped = False, None
 
 
-def sources_for(catalog: Catalog, version: Version, shard: Shard, reader: Holder) -> tuple[Replica, ...]:
-    """Where a reader finds a part, in the order in which it should try.
+def sources_for(catalog: Catalog, shard: Shard, reader: Peer) -> tuple[Replica, ...]:
+    """The replicas of a part in the order in which a reader should try them.
 
-    First its own memory, then that of its host, then the source that it was assigned; then the others in an order that
-    differs by reader, holders that leave last.
+    First its own memory, then that of its host; then the others in an order that differs by reader, holders that leave
+    last.
     """
-    mine = next((each for each in shard.copies if each.reader == reader.id), None)
-    source = mine.source if mine is not None else ""
-    copies = [Replica(each.reader, each.handle) for each in shard.copies if each.handle is not None]
-    serving = {each.holder for each in copies}
 
-    def preference(replica: Replica) -> tuple[bool, bool, bool, bool, int]:
+    def preference(replica: Replica) -> tuple[bool, bool, bool, int]:
         holder = catalog.holder(replica.holder)
         peer = holder.peer if holder is not None else None
-        near = peer is not None and peer.host == reader.peer.host
-        leaving = catalog.is_away(replica.holder) or (
-            replica.holder not in serving and (holder is None or holder.leaving)
-        )
-        return (
-            peer != reader.peer,
-            not near,
-            replica.holder != source,
-            leaving,
-            xxhash.xxh3_64_intdigest(f"{reader.id} {replica.holder}".encode()),
-        )
+        near = peer is not None and peer.host == reader.host
+        leaving = holder is None or not catalog.stays(holder)
+        order = xxhash.xxh3_64_intdigest(f"{reader.host} {reader.pid} {replica.holder}".encode())
+        return peer != reader, not near, leaving, order
 
-    return tuple(sorted((*shard.replicas, *copies), key=preference))
-
-
-def this_store() -> Holder:
-    """A store of this process that was assigned no source."""
-    me = this_process()
-    return Holder(f"{me.pid}", me)
+    return tuple(sorted(shard.replicas, key=preference))

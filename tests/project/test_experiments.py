@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.harness.testbed import netns
-from holdfast.store.catalog.fan_out import AT_ONCE, SEEDS
+from holdfast.store.catalog.fan_out import AT_ONCE
 from support.programs.forked_programs import run_forked
 from support.source_tree import ROOT
 
@@ -40,10 +40,10 @@ def test_slow_ranks_on_too_few_cores_are_not_evicted() -> None:
 
 def test_a_version_reaches_a_thousand_readers_while_a_replica_sends_few_copies() -> None:
     found = json.loads(run("fan_out", "--readers", "1000"))
-    assert found["publisher_copies"] <= SEEDS
+    assert found["publisher_copies"] <= 1
     assert found["reader_copies"] <= 4 and found["at_once"] <= 2 * AT_ONCE
     assert found["seconds"] < 6 * found["alone"] < found["direct"] / 10
-    assert found["catalog_bytes"] < 100_000 and found["group_bytes"] < 100_000
+    assert found["group_bytes"] < 100_000
 
 
 def test_the_messages_of_an_exchange_grow_slower_than_the_job(tmp_path: Path) -> None:

@@ -9,14 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from msgspec.structs import replace
 
 from holdfast.comms.errors import CorruptData, HoldfastError
 from holdfast.comms.memory_plane import Handle
 from holdfast.comms.transport.base import Peer
 from holdfast.store.catalog import fleet, transitions
 from holdfast.store.catalog.failure_domains import candidates
-from holdfast.store.catalog.fan_out import AT_ONCE, COPIES, announce_copy, request_copy, withdraw_copy
 from holdfast.store.catalog.records import KEPT, Catalog, Holder, Pin, Reader, Replica, Shard, Spread, Version
 from holdfast.store.errors import NoSuchVersion
 from support.mutations import mutated
@@ -24,7 +22,7 @@ from support.mutations import mutated
 STORES = [Holder(f"holder{number}", Peer("north", 100 + number, 7)) for number in range(3)]
 
 
-@pytest.mark.parametrize("data", [b"", b"\xff", b"\x93\x01\xa1x\x03", Catalog(layout=3).encode()])
+@pytest.mark.parametrize("data", [b"", b"\xff", b"\x93\x01\xa1x\x03", Catalog(layout=4).encode()])
 def test_a_malformed_catalogue_is_refused(data: bytes) -> None:
     with pytest.raises(CorruptData):
         Catalog.decode(data)
@@ -38,7 +36,7 @@ def test_a_damaged_catalogue_is_read_as_a_catalogue_or_refused(where: int, what:
     replica = Replica(STORES[0].id, Handle("shm", b"region", 100))
     first = Shard(0, b"x" * 16, 50, STORES[0].id, (replica,))
     catalog = transitions.announce(catalog, Version(1, 1, 1, None, False, ()), first, 2)
-    catalog = transitions.pin(request_copy(catalog, 1, 0, b"x" * 16, STORES[2]), 1, "lease", STORES[1])
+    catalog = transitions.pin(catalog, 1, "lease", STORES[1])
     catalog = fleet.register(catalog, Reader("g0", "token", "store", STORES[2].peer, switched=True))
     catalog = fleet.propose(catalog, "undecided", 1, ["g0", "g1"], 2, 5.0, STORES[0].peer)
     catalog = fleet.refuse(catalog, "g0", "token", 1, "it does not fit")
@@ -50,7 +48,7 @@ def test_a_damaged_catalogue_is_read_as_a_catalogue_or_refused(where: int, what:
 
 
 def test_a_catalogue_of_another_release_is_refused() -> None:
-    with pytest.raises(CorruptData, match=r"layout 1, this release knows layout 2.*run one release in all processes"):
+    with pytest.raises(CorruptData, match=r"layout 1, this release knows layout 3.*run one release in all processes"):
         Catalog.decode(Catalog(layout=1).encode())
 
 
@@ -87,13 +85,6 @@ def accepted(catalog: Catalog, without: Collection[str] = ()) -> set[Part]:
         for each in version.shards
         if each.accepted and any(one.holder not in without for one in each.replicas)
     }
-
-
-def without_copies(catalog: Catalog) -> list[Version]:
-    return [
-        replace(version, shards=tuple(replace(each, copies=()) for each in version.shards))
-        for version in catalog.versions
-    ]
 
 
 class Catalogue(RuleBasedStateMachine):
@@ -299,44 +290,6 @@ class Catalogue(RuleBasedStateMachine):
         self.apply(lambda now: transitions.drop_replica(now, number, part, holder.id))
         assert self.catalog.visible() == before.visible() and accepted(self.catalog) == accepted(before)
 
-    # -- readers copy parts for their hosts
-
-    @rule(holder=holders, number=numbers, part=parts, digest=digests)
-    def request_copy(self, holder: Holder, number: int, part: int, digest: bytes) -> None:
-        self.copying(lambda now: request_copy(now, number, part, digest, holder))
-
-    @rule(holder=holders, number=numbers, part=parts, digest=digests)
-    def announce_copy(self, holder: Holder, number: int, part: int, digest: bytes) -> None:
-        made = replica(holder, number, part, digest).handle
-        self.copying(lambda now: announce_copy(now, number, part, digest, holder.id, made))
-
-    @rule(data=st.data(), holder=holders)
-    def copy_the_latest_for_a_host(self, data: st.DataObject, holder: Holder) -> None:
-        """A reader asks for a part, and lists its copy if it is assigned a source."""
-        version = self.catalog.version(-1 if self.catalog.latest is None else self.catalog.latest)
-        if version is None:
-            return
-        wanted = data.draw(st.sampled_from(version.shards))
-        self.request_copy(holder, version.number, wanted.part, wanted.digest)
-        shard = self.catalog.shard(version.number, wanted.part)
-        assert shard is not None
-        if any(each.reader == holder.id and each.source for each in shard.copies) and data.draw(st.booleans()):
-            self.announce_copy(holder, version.number, wanted.part, wanted.digest)
-
-    @rule(holder=holders, number=numbers, part=parts)
-    def withdraw_copy(self, holder: Holder, number: int, part: int) -> None:
-        self.copying(lambda now: withdraw_copy(now, number, part, holder.id))
-        shard = self.catalog.shard(number, part)
-        assert shard is None or holder.id not in {each.reader for each in shard.copies}
-
-    def copying(self, transition: Callable[[Catalog], Catalog]) -> None:
-        """What readers copy changes nothing but the lists of copies; a reader's store is listed as one that leaves."""
-        before = self.catalog
-        assert self.apply(transition)
-        assert transition(self.catalog) == self.catalog
-        assert without_copies(self.catalog) == without_copies(before)
-        assert self.catalog.hosts() == before.hosts()
-
     # -- versions are kept and let go
 
     @rule(number=numbers, holder=holders)
@@ -407,20 +360,6 @@ class Catalogue(RuleBasedStateMachine):
             for each in version.shards:
                 owners = [one.holder for one in each.replicas]
                 assert set(owners) <= known and len(owners) == len(set(owners))
-
-    @invariant()
-    def copies_have_open_stores_and_sources(self) -> None:
-        known = {holder.id for holder in self.catalog.holders}
-        for version in self.catalog.versions:
-            for each in version.shards:
-                readers = [one.reader for one in each.copies]
-                assert set(readers) <= known and len(readers) == len(set(readers)) <= COPIES
-                serving = {one.reader for one in each.copies if one.handle is not None}
-                reading = [one.source for one in each.copies if one.handle is None and one.source]
-                assert set(reading) <= serving | {one.holder for one in each.replicas}
-                assert all(reading.count(source) <= AT_ONCE for source in reading)
-                if version.number != self.catalog.latest and each.copies:
-                    assert len(serving) < len(readers), "a reader still waits for it"
 
     @invariant()
     def publishers_are_open_stores(self) -> None:

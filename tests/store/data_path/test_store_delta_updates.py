@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from holdfast.backends.inproc.transport import InprocPlane
 from holdfast.comms.errors import RegionGone, Unsupported
@@ -21,48 +20,33 @@ from holdfast.comms.transport.base import Peer
 from holdfast.comms.work import Work
 from holdfast.store import WeightStore
 from holdfast.store.catalog.records import Catalog, DeltaOffer, Holder, Shard, Version
-from holdfast.store.catalog.transitions import COUNTS_FOR, MOST_HOSTS, RENEWED_AFTER, noted, reading_hosts
+from holdfast.store.catalog.transitions import COUNTS_FOR, RENEWED_AFTER, has_far_readers, note_far_read
 from support.children import Child
 
 
 def at(catalog: Catalog, number: int) -> Catalog:
     """The catalogue when `number` is the newest version."""
     version = Version(number, 1, 1, None, True, ())
-    return Catalog.decode(Catalog(holders=catalog.holders, versions=(version,), far_reads=catalog.far_reads).encode())
+    return Catalog.decode(replace(catalog, versions=(version,)).encode())
 
 
-@given(st.lists(st.tuples(st.sampled_from(["north", "south", "west"]), st.integers(0, 5)), max_size=60))
-def test_a_host_counts_from_its_first_read_for_the_next_versions(reads: list[tuple[str, int]]) -> None:
-    catalog, number, last = Catalog(), 1, dict[str, int]()
-    for host, later in reads:
-        number += later
-        catalog = noted(at(catalog, number), host, number)
-        last[host] = number
-        found = reading_hosts(catalog)
-        assert found >= {each for each, when in last.items() if number - when < COUNTS_FOR - RENEWED_AFTER}
-        assert not found & {each for each, when in last.items() if number - when >= COUNTS_FOR}
-
-
-def test_a_host_that_reads_every_version_changes_the_catalogue_now_and_then() -> None:
+def test_a_process_that_reads_every_version_counts_and_changes_the_catalogue_now_and_then() -> None:
     catalog, changes = Catalog(), 0
     for number in range(1, 10 * RENEWED_AFTER + 1):
         before = at(catalog, number)
-        catalog = noted(before, "south", number)
+        catalog = note_far_read(before, number)
         changes += catalog != before
+        assert has_far_readers(catalog, "north")
+        assert note_far_read(catalog, max(1, number - 5)) is catalog, "one that is late"
     assert changes == 10
+    assert not has_far_readers(at(catalog, number + COUNTS_FOR), "north")
+    anew = note_far_read(at(catalog, 3), 3)
+    assert anew.far_read == 3 and has_far_readers(anew, "north"), "numbers began anew"
 
 
-def test_a_thousand_hosts_cost_no_more_than_a_few() -> None:
-    catalog = at(Catalog(), 7)
-    for host in range(1000):
-        catalog = noted(catalog, f"host {host}", 7)
-    assert len(catalog.far_reads) == MOST_HOSTS
-    later = noted(at(catalog, 7 + COUNTS_FOR), "another", 7 + COUNTS_FOR)
-    assert reading_hosts(later) == {"another"}
-
-
-def test_holders_count_without_a_note() -> None:
-    assert reading_hosts(Catalog(holders=(Holder("a", Peer("north", 1, 1)),))) == {"north"}
+def test_holders_of_other_hosts_count_without_a_note() -> None:
+    catalog = Catalog(holders=(Holder("a", Peer("north", 1, 1)),))
+    assert has_far_readers(catalog, "south") and not has_far_readers(catalog, "north")
 
 
 ELEMENTS = 4 << 20
