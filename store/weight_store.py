@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Literal, Protocol, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 
@@ -153,30 +153,22 @@ def wanted_version(version: int | str) -> int | str:
     return whole_number(version, "version")
 
 
-class HasUrl(Protocol):
-    """An object with the URL of a register, such as a session."""
-
-    @property
-    def url(self) -> str: ...
-
-
 class WeightStore:
     """Versioned weights, in the memory of the processes that have this store open.
 
-    `url` names a job's register (`memory://name` for one process, `sqlite:///path` for a host), or is an object with a
-    `url`; `name` distinguishes the stores of one register. Each version is kept in `replicas` different processes (2; 1
-    for `memory://`): publishers, and processes that opened the store with `hold=True`. With `spread="auto"` they are on
-    different hosts as far as there are that many; with "hosts" they must be, with "processes" they need not.
-    `hold=False` is for processes that only read, or publish what others keep. The newest `keep` versions stay, and
-    pinned ones. `plane` is the name of the memory plane that moves the bytes. `timeout` is the limit, in seconds, of
-    calls without one of their own. `observe` is called for each event, with its name and fields.
+    `url` names a job's register (`memory://name` for one process, `sqlite:///path` for a host); `name` distinguishes
+    the stores of one register. Each version is kept in `replicas` different processes (2; 1 for `memory://`):
+    publishers, and processes that opened the store with `hold=True`. With `spread="auto"` they are on different hosts
+    as far as there are that many; with "hosts" they must be, with "processes" they need not. `hold=False` is for
+    processes that only read, or publish what others keep. The newest `keep` versions stay, and pinned ones. `plane` is
+    the name of the memory plane that moves the bytes. `timeout` is the limit, in seconds, of calls without one of their
+    own. `observe` is called for each event, with its name and fields.
 
     `limit` bounds the bytes of memory that parts, and deltas beside them, may take: a publish lets deltas go, waits for
     room, then fails.
 
     Fresh memory is slow to write to, so a thread touches that of the next two versions as soon as the size of one is
-    known. `expect` tells that size, the bytes of a part's tensors, before the first publish. `reserve` does the same
-    for all versions that are kept and the one that is being published, and the constructor waits for it.
+    known. `expect` tells that size, the bytes of a part's tensors, before the first publish.
 
     With `device_copies`, readers of the same host and GPU copy CUDA tensors within the GPU, from a copy that the
     publisher keeps there: that takes as much memory of the GPU as `keep + 1` times the part, beside torch's. Publishers
@@ -191,7 +183,7 @@ class WeightStore:
 
     def __init__(
         self,
-        url: str | HasUrl = "memory://",
+        url: str = "memory://",
         *,
         name: str = DEFAULT,
         replicas: int | None = None,
@@ -202,11 +194,10 @@ class WeightStore:
         timeout: float = 30.0,
         limit: int | None = None,
         expect: int = 0,
-        reserve: int = 0,
         observe: Observe | None = None,
         device_copies: bool = False,
     ) -> None:
-        self.url, self.name = url if isinstance(url, str) else url.url, name
+        self.url, self.name = url, name
         local = self.url.startswith("memory://")
         self._replicas = integer_in((1 if local else 2) if replicas is None else replicas, "replicas", 1)
         if local and self._replicas > 1:
@@ -235,8 +226,6 @@ class WeightStore:
             self._replica_holder = ReplicaHolder(self._catalog_client, self._plane, pool, holder, self._observe)
             report = self._replica_holder.report_corrupt
             self._host_copies = HostCopies(self._catalog_client, self._plane, pool, holder, report)
-            if reserve:
-                pool.reserve(with_manifest(integer_in(reserve, "reserve", 1)), self._keep + 1)
             if expect:
                 pool.touch_ahead(with_manifest(integer_in(expect, "expect", 1)))
             if hold:

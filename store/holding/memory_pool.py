@@ -13,12 +13,11 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
 
-from holdfast.comms.errors import Mismatch
 from holdfast.comms.memory_plane import MemoryPlane
 from holdfast.store.catalog.client import check_cancelled
 from holdfast.store.data.cuda_copies import register_ahead
@@ -40,17 +39,16 @@ _log = logging.getLogger("holdfast.store")
 class MemoryPool:
     """Memory of `plane` for parts, at most `limit` bytes at a time (None: no limit). Thread-safe.
 
-    Memory that a reader has mapped for good is not reused before the mapping ends; it counts until then. Before an
-    `allocate` finds no room, `make_room` is called: whether it gave memory back.
+    Memory that a reader has mapped for good is not reused before the mapping ends; it counts until then. Before a part
+    finds no room, `make_room` is called: whether it gave memory back.
 
     A thread touches memory for up to `AHEAD` more parts of the last size, until the pool has that of `parts` parts; not
     beyond the limit, nor with more than half of the memory that the machine has left.
     """
 
     def __init__(self, plane: MemoryPlane, limit: int | None, parts: int = 0) -> None:
-        self._plane, self._budget, self._parts = plane, _Budget(limit), parts
-        self._budget.pools.append(self)
-        self._changed = self._budget.changed
+        self._plane, self.limit, self._parts = plane, limit, parts
+        self._changed = threading.Condition()
         self._used = 0
         self._toucher: threading.Thread | None = None
         self._fresh: deque[weakref.ref[torch.Tensor]] = deque()
@@ -59,30 +57,17 @@ class MemoryPool:
         """The size of the parts to come (0: not known), and of the memory that the thread touches now."""
         self._spare: list[torch.Tensor] = []
         self._lent: list[torch.Tensor] = []
-        self._most_spare = MOST_SPARE
         self.make_room: Callable[[], bool] = bool
         self._closed = False
 
     @property
-    def limit(self) -> int | None:
-        return self._budget.limit
-
-    @property
     def used(self) -> int:
-        """Bytes in use, by mappings too and from all pools of this limit, without spare memory."""
+        """Bytes in use, by mappings too, without spare memory."""
         with self._changed:
-            spare = sum(each.nbytes for pool in self._budget.pools for each in pool._spare)
-            return self._budget.used - spare - sum(pool._touching for pool in self._budget.pools)
+            return self._used - sum(each.nbytes for each in self._spare) - self._touching
 
-    def beside(self) -> MemoryPool:
-        """A pool for memory of another kind within the same limit."""
-        other = MemoryPool(self._plane, None)
-        other._budget, other._changed = self._budget, self._changed
-        self._budget.pools.append(other)
-        return other
-
-    def allocate(self, nbytes: int, deadline: float, version: int) -> torch.Tensor:
-        """Memory of at least `nbytes` for a part of `version`. Waits while the limit leaves no room.
+    def allocate(self, nbytes: int, deadline: float, version: int, *, part: bool = True) -> torch.Tensor:
+        """Memory of at least `nbytes` for a `part` of `version`, or beside one. Waits while the limit leaves no room.
 
         Raises `StoreFull` at the `deadline`, or at once if the part alone is larger than the limit. Memory that is
         touched at the deadline is waited for: it is room already, and the kernel gives it in bounded time.
@@ -95,17 +80,16 @@ class MemoryPool:
             while True:
                 check_cancelled()
                 self._take_back()
-                self._ahead = size
+                self._ahead = size if part else self._ahead
                 if (found := self._fitting(size)) is not None:
                     return found
-                touching = any(pool._touching for pool in self._budget.pools)
                 if not _fits(self._touching, size):
                     if self._drop_spare(size):
                         self._used += size
                         break
-                    if self.make_room():
+                    if part and self.make_room():
                         continue
-                left = LOOK_SECONDS if touching else deadline - time.monotonic()
+                left = LOOK_SECONDS if self._touching else deadline - time.monotonic()
                 if left <= 0 or self._closed:
                     raise StoreFull(version, nbytes, self.used, self.limit or 0, time.monotonic() - began)
                 self._changed.wait(min(left, LOOK_SECONDS))
@@ -150,18 +134,6 @@ class MemoryPool:
             self._lent.append(memory)
             self._take_back()
             self._changed.notify_all()
-
-    def reserve(self, nbytes: int, count: int) -> None:
-        """Touch memory for `count` parts of `nbytes` now, so that their publications need not.
-
-        Raises `StoreFull`, `Mismatch`.
-        """
-        if self._closed:
-            raise Mismatch("the store of this memory is closed; open another")
-        self._most_spare = max(self._most_spare, count)
-        with ExitStack() as taken:
-            for _ in range(count):  # each stays taken until the last is: the next one would get its memory
-                taken.callback(self.give_back, self.allocate(nbytes, time.monotonic(), 0))
 
     def close(self) -> None:
         """Let all spare memory go. Idempotent. The caller has closed the plane: that ends what touches memory of it."""
@@ -231,7 +203,7 @@ class MemoryPool:
             and size >= LEAST_AHEAD
             and self._used + size // 2 < self._parts * size
             and sum(_fits(each.nbytes, size) for each in self._spare) < AHEAD
-            and self._budget.fits(size)
+            and self._has_room(size)
             and 2 * size <= available_memory()
         )
 
@@ -241,9 +213,9 @@ class MemoryPool:
         if free:
             self._lent = [memory for memory in self._lent if not any(memory is each for each in free)]
             self._spare = [*free, *self._spare]
-            for memory in self._spare[self._most_spare :]:
+            for memory in self._spare[MOST_SPARE:]:
                 self._used -= memory.nbytes
-            del self._spare[self._most_spare :]
+            del self._spare[MOST_SPARE:]
 
     def _fitting(self, size: int) -> torch.Tensor | None:
         fits = [each for each in self._spare if _fits(each.nbytes, size)]
@@ -254,29 +226,13 @@ class MemoryPool:
         return best
 
     def _drop_spare(self, size: int) -> bool:
-        """Drop spare memory of all pools until `size` more bytes fit; whether they do."""
-        budget = self._budget
-        for pool in budget.pools:
-            while not budget.fits(size) and pool._spare:
-                pool._used -= pool._spare.pop().nbytes
-        return budget.fits(size)
+        """Drop spare memory until `size` more bytes fit; whether they do."""
+        while not self._has_room(size) and self._spare:
+            self._used -= self._spare.pop().nbytes
+        return self._has_room(size)
 
-
-class _Budget:
-    """The limit of several pools."""
-
-    def __init__(self, limit: int | None) -> None:
-        self.limit = limit
-        self.changed = threading.Condition()
-        self.pools: list[MemoryPool] = []
-
-    @property
-    def used(self) -> int:
-        """The bytes that the pools have allocated."""
-        return sum(pool._used for pool in self.pools)
-
-    def fits(self, size: int) -> bool:
-        return self.limit is None or self.used + size <= self.limit
+    def _has_room(self, size: int) -> bool:
+        return self.limit is None or self._used + size <= self.limit
 
 
 def available_memory(processes: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int:

@@ -79,7 +79,7 @@ class ReplicaHolder:
         self._catalog_client, self._plane, self._observe = client, plane, observe
         self._lock = threading.Lock()
         self._kept: dict[PartKey, _Kept] = {}
-        self.pool, self._delta_pool = pool, pool.beside()
+        self.pool = pool
         pool.make_room = self._drop_delta
         self.device_copies = DeviceCopies()
         self._casts = CastMaker(client, plane, pool, holder, self.memory_of, self._tell_cast)
@@ -129,7 +129,6 @@ class ReplicaHolder:
         for each in kept:
             self._close(each)
         self.pool.close()
-        self._delta_pool.close()
         self.device_copies.close()
 
     def rejoined(self, catalog: Catalog) -> Catalog:
@@ -183,7 +182,7 @@ class ReplicaHolder:
             self.device_copies.give_back(kept.device)
         if kept.delta is not None:
             kept.delta[0].close()
-            self._delta_pool.give_back(kept.delta[1])
+            self.pool.give_back(kept.delta[1])
 
     # -- deltas
 
@@ -204,7 +203,7 @@ class ReplicaHolder:
         The delta counts towards the memory's limit. Raises `StoreFull` if that leaves no room.
         """
         step = 1 << max(delta.nbytes.bit_length() - 3, 0)  # so that the memory fits the next deltas too
-        memory = self._delta_pool.allocate(-(-delta.nbytes // step) * step, time.monotonic(), key[0])
+        memory = self.pool.allocate(-(-delta.nbytes // step) * step, time.monotonic(), key[0], part=False)
         delta.write(memory[: delta.nbytes], base, key[2])
         region = self._plane.expose(memory[: delta.nbytes])
         with self._lock:
@@ -214,7 +213,7 @@ class ReplicaHolder:
                 kept.delta = (region, memory)
                 return region.handle
         region.close()
-        self._delta_pool.give_back(memory)
+        self.pool.give_back(memory)
         if known is None:
             raise RegionGone(f"version {key[0]} part {key[1]} was let go while its delta was made")
         return known[0].handle
@@ -229,7 +228,7 @@ class ReplicaHolder:
                 return False
             kept.delta = None
         delta[0].close()
-        self._delta_pool.give_back(delta[1])
+        self.pool.give_back(delta[1])
         return True
 
     def _base_of(self, shard: Shard) -> torch.Tensor | None:

@@ -13,9 +13,8 @@ import torch
 from holdfast.comms.memory_plane import Handle, MemoryPlane, Region, memory
 from holdfast.comms.work import Work
 from holdfast.store import WeightStore
-from holdfast.store.errors import StoreFull
 from holdfast.store.holding import memory_pool
-from holdfast.store.holding.memory_pool import AHEAD, MOST_SPARE, MemoryPool, available_memory
+from holdfast.store.holding.memory_pool import AHEAD, MemoryPool, available_memory
 from support.waiting import PATIENCE, eventually
 
 NBYTES = 1 << 20
@@ -87,29 +86,6 @@ def publish_versions(pool: MemoryPool, count: int) -> None:
             pool.give_back(parts.pop(0))
 
 
-# Reserved ahead -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("count", [1, 3, MOST_SPARE + 2])
-def test_reserved_memory_is_there_for_so_many_parts_at_once(plane: CountingPlane, count: int) -> None:
-    pool = MemoryPool(plane, None)
-    pool.reserve(NBYTES, count)
-    assert len(plane.made) == count
-    parts = [pool.allocate(NBYTES, time.monotonic(), version) for version in range(count)]
-    assert len(plane.made) == count
-    assert len({part.data_ptr() for part in parts}) == count
-    pool.close()
-
-
-def test_a_reserve_beyond_the_limit_is_refused_and_leaves_its_memory_to_parts(plane: CountingPlane) -> None:
-    pool = MemoryPool(plane, 2 * NBYTES)
-    with pytest.raises(StoreFull):
-        pool.reserve(NBYTES, 3)
-    assert pool.used == 0
-    assert take(pool, 1).nbytes == NBYTES
-    pool.close()
-
-
 # Touched beside the program -------------------------------------------------------------------------------------------
 
 
@@ -164,8 +140,8 @@ def test_no_more_is_touched_than_the_limit_allows(plane: CountingPlane) -> None:
     take(pool, 1)
     eventually(lambda: is_idle(pool))
     assert len(plane.made) == 2
-    other = pool.beside().allocate(NBYTES // 2, time.monotonic(), 1)
-    assert other.nbytes == NBYTES // 2, "what was touched ahead makes room"
+    other = pool.allocate(NBYTES // 4, time.monotonic(), 1, part=False)
+    assert other.nbytes == NBYTES // 4, "what was touched ahead makes room"
     pool.close()
 
 

@@ -556,7 +556,7 @@ def test_the_time_from_a_published_version_to_serving_it(tmp_path: Any) -> None:
     )
     model = source.build()
     nbytes = sum(each.nbytes for each in model.state_dict().values())
-    with WeightStore(f"sqlite://{tmp_path}/weights.sqlite", replicas=1, reserve=nbytes) as store:
+    with WeightStore(f"sqlite://{tmp_path}/weights.sqlite", replicas=1, expect=nbytes) as store:
         store.publish(0, model.state_dict())
         generator = TransformersGenerator(source, store.url)
         try:
