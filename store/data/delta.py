@@ -215,21 +215,27 @@ def diff(
     return PackedDelta(tuple(pieces), sizes, tuple(chunks))
 
 
-def patch(base: Tensors, into: Tensors, delta: Delta) -> list[int]:
-    """Make each piece of `into` (which may be `base`) that is not `WHOLE`; returns the checksums of those.
+def patch(base: Tensors, into: Tensors, delta: Delta, checksums: Sequence[int]) -> tuple[int, ...]:
+    """Make the pieces of the new version in `into`; return the positions of those that are to be read whole.
+
+    `base` and `into` are the bytes of the pieces, flat uint8 tensors of the host; each of `into` is that of `base`
+    itself, or beside it. All pieces but the returned ones have their `checksums`. The returned ones are `WHOLE` in the
+    delta, or came out with another checksum: their base was not the delta's base, or the delta is damaged.
 
     Raises `CorruptData` for a record that cannot be that of its piece; pieces are then half done.
     """
-    chosen = [at for at, record in enumerate(delta.records) if record is not None]
-    pieces = [delta.pieces[at] for at in chosen]
-    records = [record for record in delta.records if record is not None]
+    for piece, before, after in zip(delta.pieces, base, into, strict=True):
+        if before.nbytes != piece.nbytes or after.nbytes != piece.nbytes:
+            raise ValueError(f"{piece} lies in {before.nbytes} bytes, and goes to {after.nbytes}")
+    chosen = [(at, record) for at, record in enumerate(delta.records) if record is not None]
+    pieces = [delta.pieces[at] for at, _ in chosen]
     table = np.empty((len(chosen), 6), np.uint64)
-    table[:, 0] = [base[at].data_ptr() for at in chosen]
-    table[:, 1] = [into[at].data_ptr() for at in chosen]
+    table[:, 0] = [base[at].data_ptr() for at, _ in chosen]
+    table[:, 1] = [into[at].data_ptr() for at, _ in chosen]
     table[:, 2] = [piece.nbytes for piece in pieces]
     table[:, 3] = [piece.itemsize for piece in pieces]
-    table[:, 4] = [record.data_ptr() for record in records]
-    table[:, 5] = [record.nbytes for record in records]
+    table[:, 4] = [record.data_ptr() for _, record in chosen]
+    table[:, 5] = [record.nbytes for _, record in chosen]
 
     sums = np.zeros(len(chosen), np.uint64)
 
@@ -239,11 +245,11 @@ def patch(base: Tensors, into: Tensors, delta: Delta) -> list[int]:
 
     if any(_in_threads(run, pieces)):
         raise CorruptData("a delta with a record that cannot be that of its piece")
-    checksums: list[int] = sums.tolist()
-    for number, at in enumerate(chosen):
+    for number, (at, _) in enumerate(chosen):
         if pieces[number].nbytes < LEAST_BYTES:
-            checksums[number] = xxhash.xxh3_64_intdigest(into[at].numpy().data)
-    return checksums
+            sums[number] = xxhash.xxh3_64_intdigest(into[at].numpy().data)
+    right = {at for (at, _), checksum in zip(chosen, sums.tolist(), strict=True) if checksum == checksums[at]}
+    return tuple(at for at in range(len(delta.pieces)) if at not in right)
 
 
 def _sum(sizes: Sizes) -> int:

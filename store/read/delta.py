@@ -24,29 +24,6 @@ MOST_KNOWN = 8
 """The number of fills that are remembered: a reader that prefetches needs two for each part."""
 
 
-def apply(
-    delta: Delta, base: Sequence[torch.Tensor], into: Sequence[torch.Tensor], checksums: Sequence[int]
-) -> tuple[int, ...]:
-    """Write the delta's pieces, made from those of `base`, to `into`; returns the positions of those to read whole.
-
-    `base` and `into` are the bytes of the pieces, flat uint8 tensors of the host; each of `into` is that of `base`
-    itself, or beside it. All pieces but the returned ones have the `checksums` of the new version. The returned ones
-    are `WHOLE` in the delta, or have another checksum: their base was not the delta's base, or the delta is damaged.
-
-    Raises `CorruptData` for a delta with records that cannot be those of its pieces; the bytes of `into` are then
-    unknown.
-    """
-    for piece, before, after in zip(delta.pieces, base, into, strict=True):
-        if before.nbytes != piece.nbytes or after.nbytes != piece.nbytes:
-            raise ValueError(f"{piece} lies in {before.nbytes} bytes, and goes to {after.nbytes}")
-    if not delta.pieces:
-        return ()
-    found = patch(base, into, delta)
-    made = [at for at, record in enumerate(delta.records) if record is not None]
-    right = {at for at, checksum in zip(made, found, strict=True) if checksum == checksums[at]}
-    return tuple(at for at in range(len(delta.pieces)) if at not in right)
-
-
 @dataclass(frozen=True, slots=True)
 class TensorMemory:
     """The storage that a tensor lies in, as bytes, and the byte where the tensor starts."""
@@ -132,7 +109,7 @@ def read_delta(
     numbers = plan.pieces[direct]
     try:
         delta = Delta.decode(data, offer.base, source.shard.digest, element_pieces(manifest.layout))
-        left = apply(delta.only(numbers.tolist()), before, after, manifest.sums[numbers].tolist())
+        left = patch(before, after, delta.only(numbers.tolist()), manifest.sums[numbers].tolist())
     except CorruptData as error:
         _log.warning("%s is read whole: %s", source.what, error)
         return todo

@@ -125,30 +125,18 @@ def dense_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def plan_whole_tensors(
-    layout: RegionLayout, wanted: Sequence[BoxTarget], into: Mapping[str, LocalTensor]
-) -> PartPlan | None:
-    """Plan to fill dense tensors with whole tensors of the only part. None if anything else is wanted."""
-    numbers, places = layout.whole_numbers, {name: place for place, name in enumerate(into)}
-    fits: dict[tuple[object, ...], bool] = {}
-    taken: list[int] = []
-    for target in wanted:
-        number = numbers.get(target.name)
-        if number is None:
-            return None
-        shape, memory = layout.entries[number].shape, into[target.into]
-        key = shape, memory, target.box, target.local
-        if key not in fits:
-            dense = memory.strides == dense_strides(shape, memory.itemsize)
-            fits[key] = dense and target.box == target.local == whole(shape)
-        if not fits[key]:
-            return None
-        taken.append(number)
-    if len(set(taken)) < len(taken):
+def _whole_names(
+    layout: RegionLayout, wanted: Sequence[BoxTarget], into: Sequence[tuple[str, LocalTensor]]
+) -> tuple[str, ...] | None:
+    """The names of whole tensors of a part that fill dense targets, in their order; None if anything else is wanted."""
+    if [target.into for target in wanted] != [name for name, _ in into]:
         return None
-    receivers = np.full(len(layout.entries), -1, np.intp)
-    receivers[taken] = [places[target.into] for target in wanted]
-    return _plan(layout, receivers)
+    for target, (_, memory) in zip(wanted, into, strict=True):
+        number = layout.whole_numbers.get(target.name)
+        shape = () if number is None else layout.entries[number].shape
+        if not target.box == target.local == whole(shape) or memory.strides != dense_strides(shape, memory.itemsize):
+            return None
+    return tuple(target.name for target in wanted)
 
 
 @lru_cache(maxsize=CACHED_PLANS)
@@ -202,33 +190,28 @@ def plan_into(
 ) -> ReadPlan:
     """The plan of `plan_read` for tensors. Equal layouts, targets and strides have the same plan."""
     memory = tuple([(name, local_tensor(each)) for name, each in into.items()])
-    return _cached_plan(tuple(layouts), tuple(wanted), memory, reader)
+    return plan_read(tuple(layouts), tuple(wanted), memory, reader)
 
 
 @lru_cache(maxsize=CACHED_PLANS)
-def _cached_plan(
+def plan_read(
     layouts: tuple[RegionLayout, ...],
     wanted: tuple[BoxTarget, ...],
     into: tuple[tuple[str, LocalTensor], ...],
-    reader: int,
-) -> ReadPlan:
-    return plan_read(layouts, wanted, dict(into), reader)
-
-
-def plan_read(
-    layouts: Sequence[RegionLayout], wanted: Sequence[BoxTarget], into: Mapping[str, LocalTensor], reader: int = 0
+    reader: int = 0,
 ) -> ReadPlan:
     """Plan to fill local tensors, by name, with the boxes `wanted` of tensors in parts of these layouts.
 
     The targets of a part plan are numbered as in `into`. `reader` and errors: see `holdfast.store.reshard.plan.plan`.
     """
-    if len(layouts) == 1 and (usual := plan_whole_tensors(layouts[0], wanted, into)) is not None:
-        return (usual,)
-    sources = sources_of(layouts)
+    if len(layouts) == 1 and (names := _whole_names(layouts[0], wanted, into)) is not None:
+        usual = plan_named(layouts[0], names)
+        if usual is not None:
+            return (usual,)
     builders = [_PartBuilder(layout) for layout in layouts]
-    numbers = {name: number for number, name in enumerate(into)}
-    for copy in plan(wanted, sources, reader):
-        builders[copy.part].add(copy, numbers[copy.into], into[copy.into])
+    numbers = {name: (number, memory) for number, (name, memory) in enumerate(into)}
+    for copy in plan(wanted, sources_of(layouts), reader):
+        builders[copy.part].add(copy, *numbers[copy.into])
     return tuple(builder.build() for builder in builders)
 
 

@@ -88,20 +88,6 @@ def test_a_publisher_that_dies_leaves_nothing_and_the_next_may_publish(
         assert store.versions() == [3] and read(store, 3) == 2.0
 
 
-def test_a_publisher_that_dies_after_publishing_has_published(
-    url: str, holders: Holders, start: Callable[..., Child]
-) -> None:
-    holders(1)
-    with WeightStore(url) as store:
-        publisher = start(a_publisher, url, 3, ones, "published")
-        assert publisher.hear() == "published"
-        publisher.kill()
-        assert read(store, 3) == 1.0
-        eventually(lambda: len(pids(store, 3)) == 2 and publisher.pid not in pids(store, 3))
-        with pytest.raises(Mismatch):
-            store.publish(3, weights(2.0))
-
-
 def publish_a_part(
     pipe: Connection, url: str, part: int, value: float, point: str, replicas: int = 2, fence: int | None = None
 ) -> None:
@@ -125,23 +111,6 @@ def two_parts(store: WeightStore) -> tuple[list[float], list[float]]:
     into = {"a": torch.zeros(9), "b": torch.zeros(9)}
     assert store.get(1, into, timeout=10) == 1
     return into["a"].tolist(), into["b"].tolist()
-
-
-def test_a_part_whose_publisher_died_after_it_was_published_completes_the_version(
-    url: str, holders: Holders, start: Callable[..., Child]
-) -> None:
-    with WeightStore(url) as store:
-        (holder,) = holders(1)
-        dying = start(publish_a_part, url, 0, 1.0, "published")
-        assert dying.hear() == "published"
-        dying.kill()
-        with pytest.raises(Mismatch, match="publish the same bytes, use a new number, or a fence"):
-            store.publish(1, {"a": torch.zeros(9)}, part=0, parts=2)
-        store.publish(1, {"a": torch.ones(9)}, part=0, parts=2)
-        assert store.versions() == []
-        store.publish(1, {"b": torch.ones(9)}, part=1, parts=2)
-        assert two_parts(store) == ([1.0] * 9, [1.0] * 9)
-        eventually(lambda: pids(store, 1) == {holder.pid, os.getpid()})
 
 
 def test_publishers_die_one_after_the_other_and_those_who_start_anew_complete_the_version(

@@ -347,7 +347,7 @@ def test_rows_of_a_tensor_go_to_a_device(cuda: FakeCuda) -> None:
     for local, box in ((torch.zeros(600, 100), ((0, 600), (300, 400))), (torch.zeros(50, 700), ((9, 59), (0, 700)))):
         into = {"here": cuda.put(local)}
         wanted = BoxTarget("here", "w", box, ((0, local.shape[0]), (0, local.shape[1])))
-        plan = plan_read([part.manifest.layout], [wanted], {"here": local_tensor(local)})[0]
+        plan = plan_read((part.manifest.layout,), (wanted,), (("here", local_tensor(local)),))[0]
         targets = PartTargets(plan, [local], away=True)
         assert targets.only_away.all()
         targets.begin_copies(part.memory, 0, np.arange(len(plan.jobs))).wait()

@@ -20,7 +20,7 @@ from holdfast.store import WeightStore
 from holdfast.store.data.digests import PartPlan
 from holdfast.store.data.manifest import LARGE_BYTES, PIECE_BYTES
 from holdfast.store.data.packing import PackedPart, PartBlock, pack, pack_plain
-from holdfast.store.read.read_plan import local_tensor, plan_named, plan_read, plan_whole_tensors
+from holdfast.store.read.read_plan import local_tensor, plan_named, plan_read
 from holdfast.store.reshard.plan import BoxTarget
 
 State = dict[str, torch.Tensor]
@@ -67,15 +67,11 @@ def copies_of(plan: PartPlan) -> Counter[tuple[int, ...]]:
 def test_whole_tensors_are_planned_as_boxes_are(state: State, data: st.DataObject) -> None:
     layout = packed(state).manifest.layout
     names = data.draw(st.lists(st.sampled_from(sorted(state)), unique=True))
-    into = {f"my {name}": local_tensor(state[name]) for name in names}
-    wanted = [BoxTarget(f"my {name}", name, whole(state[name].shape), whole(state[name].shape)) for name in names]
-    usual = plan_whole_tensors(layout, wanted, into)
-    assert usual is not None
-    general = plan_read([layout, packed({"other": torch.zeros(1)}).manifest.layout], wanted, into)[0]
-    assert copies_of(usual) == copies_of(general)
-    assert np.array_equal(usual.pieces, general.pieces)
+    into = tuple((f"my {name}", local_tensor(state[name])) for name in names)
+    wanted = tuple(BoxTarget(f"my {name}", name, *[whole(state[name].shape)] * 2) for name in names)
+    general = plan_read((layout, packed({"other": torch.zeros(1)}).manifest.layout), wanted, into)[0]
     named = plan_named(layout, tuple(names))
-    assert named is not None
+    assert named is not None and plan_read((layout,), wanted, into) == (named,)
     assert copies_of(named) == copies_of(general)
     assert np.array_equal(named.pieces, general.pieces)
     assert plan_named(layout, (*names, "not there")) is None
@@ -86,11 +82,11 @@ def test_parts_of_tensors_and_strided_targets_are_planned_as_boxes() -> None:
     layout = packed({"w": torch.randn(4, 6)}).manifest.layout
     box, half = whole((4, 6)), ((0, 2), (0, 6))
     dense, wide = local_tensor(torch.zeros(4, 6)), local_tensor(torch.zeros(4, 7)[:, :6])
-    assert plan_whole_tensors(layout, [BoxTarget("w", "w", box, box)], {"w": dense}) is not None
-    assert plan_whole_tensors(layout, [BoxTarget("w", "w", half, half)], {"w": dense}) is None
-    assert plan_whole_tensors(layout, [BoxTarget("w", "w", box, box)], {"w": wide}) is None
-    twice = [BoxTarget("a", "w", box, box), BoxTarget("b", "w", box, box)]
-    assert plan_whole_tensors(layout, twice, {"a": dense, "b": dense}) is None
+    named = plan_named(layout, ("w",))
+    assert plan_read((layout,), (BoxTarget("w", "w", box, box),), (("w", dense),)) == (named,)
+    for wanted, memory in ((half, dense), (box, wide)):
+        (boxes,) = plan_read((layout,), (BoxTarget("w", "w", wanted, wanted),), (("w", memory),))
+        assert boxes is not named and copies_of(boxes)
 
 
 def test_equal_forms_are_equal_dtypes_and_shapes() -> None:

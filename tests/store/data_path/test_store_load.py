@@ -7,8 +7,6 @@ import math
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +18,6 @@ from hypothesis import strategies as st
 from holdfast.comms.errors import Mismatch, Unsupported
 from holdfast.store import NoSuchVersion, Slice, StoreFull, WeightStore
 from holdfast.store.data.digests import CALL_BYTES, calls, copy_and_digest
-from holdfast.store.read import targets
 from holdfast.store.read.read_plan import Rows, dense_strides, rows_of
 from support.children import Child
 
@@ -233,14 +230,3 @@ def _copy(rows: Rows, source: np.ndarray, target: memoryview, first: int, last: 
         assert first <= begin and begin + rows.row_bytes <= last, "a row lies in the piece that it is copied from"
         at = rows.target + number * rows.target_stride
         target[at : at + rows.row_bytes] = source[begin : begin + rows.row_bytes].data
-
-
-@pytest.mark.parametrize("is_cuda", [False, True])
-def test_what_is_read_for_a_device_is_read_into_pinned_memory(monkeypatch: pytest.MonkeyPatch, is_cuda: bool) -> None:
-    """A stand-in for a tensor on a device: this machine need not have one, and cannot pin memory without."""
-    asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(torch, "empty", lambda *shape, **keywords: asked.append(keywords))
-    tensor: Any = SimpleNamespace(shape=(3,), dtype=torch.float32, is_cuda=is_cuda)
-    targets._copy_of(tensor)
-    monkeypatch.undo()
-    assert asked == [{"dtype": torch.float32, "device": "cpu", "pin_memory": is_cuda}]

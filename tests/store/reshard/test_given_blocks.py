@@ -11,7 +11,7 @@ import torch
 from hypothesis import given as given_examples
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from holdfast.comms.errors import Mismatch, Unsupported
@@ -174,13 +174,6 @@ def test_a_rank_outside_of_the_mesh_holds_nothing_and_cannot_publish() -> None:
     assert placed["w"].blocks == ()
     with pytest.raises(Mismatch, match="'w' lies on a mesh of 2 ranks out of 2 without this rank"):
         given(placed)
-
-
-def test_a_partial_tensor_is_refused_by_name() -> None:
-    with as_rank(0, 2):
-        mesh = init_device_mesh("cpu", (2,))
-        with pytest.raises(Unsupported, match=r"'grad' is placed as .*: ranks hold summands of it, no elements"):
-            place("grad", DTensor.from_local(torch.ones(2), mesh, (Partial(),)))
 
 
 def test_a_local_tensor_of_another_shape_is_refused_with_both_shapes() -> None:

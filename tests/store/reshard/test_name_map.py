@@ -319,22 +319,6 @@ def test_a_fused_tensor_is_filled_in_a_cast_and_in_the_dtype_of_the_reader(
         assert torch.equal(into[QKV], wanted.bfloat16().to(dtype))
 
 
-def test_a_transformers_model_gets_what_vllm_published(store: WeightStore, model: torch.nn.Module) -> None:
-    state = model.state_dict()
-    fused = {name: each for name, each in state.items() if "_proj" not in name or "o_proj" in name or "down" in name}
-    del fused["lm_head.weight"]
-    for layer in range(2):
-        for kind in ("weight", "bias"):
-            prefix = f"model.layers.{layer}.self_attn"
-            fused[f"{prefix}.qkv_proj.{kind}"] = torch.cat([state[f"{prefix}.{x}_proj.{kind}"] for x in "qkv"])
-        mlp = f"model.layers.{layer}.mlp"
-        fused[f"{mlp}.gate_up_proj.weight"] = torch.cat([state[f"{mlp}.{x}_proj.weight"] for x in ("gate", "up")])
-    store.publish(1, fused)
-    other = AutoModelForCausalLM.from_config(CONFIG)
-    store.get(1, other.state_dict(), layout=Layout.vllm(CONFIG))
-    assert all(torch.equal(each, state[name]) for name, each in other.state_dict().items())
-
-
 def test_what_a_layout_cannot_make_changes_nothing(store: WeightStore, model: torch.nn.Module) -> None:
     store.publish(1, model.state_dict())
     into = {QKV: torch.zeros(64, 32), "model.layers.9.mlp.gate_up_proj.weight": torch.zeros(96, 32)}

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 
 from holdfast.comms.errors import Mismatch, Unsupported
-from holdfast.ft.state.boxes import common, count_of, cover, shape_of, whole, within, without
+from holdfast.ft.state.boxes import common, count_of, cover, shape_of, whole, without
 from holdfast.store.reshard.placements import Blocks, LocalBlock, blocks_of, cuts_of, in_cutting_order, local_shape
 from holdfast.store.reshard.plan import BoxCopy, BoxTarget, PartBox, plan
 from support.weights.layouts import Shape, Sizes, at, coordinates, meshes, part, placements, shapes, torchs_local
@@ -138,10 +138,6 @@ def test_a_cover_takes_each_element_once_from_the_first_box_that_has_it(data: st
         part(seen, box).fill_(number)
     assert torch.equal(part(seen, wanted), part(owner, wanted))
     assert sum(count_of(box) for _, box in taken) + sum(map(count_of, left)) == count_of(wanted)
-
-
-def test_a_box_is_counted_from_the_corner_of_another() -> None:
-    assert within(((2, 4), (5, 6)), ((1, 9), (5, 7))) == ((1, 3), (0, 1))
 
 
 def targets(blocks: Mapping[str, Blocks]) -> list[BoxTarget]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import mmap
 import warnings
 from pathlib import Path
@@ -33,12 +32,6 @@ def check(version: dict[str, Any], into: dict[str, Any], **options: Any) -> None
 
 
 WEIGHTS = {"a": torch.ones(4), "b": torch.ones(3, 5)}
-
-
-def test_a_state_dict_fits_itself_and_a_copy() -> None:
-    state = {"model": WEIGHTS, "opt": [{"lr": 0.1, "betas": (0.9, 0.95)}, torch.tensor(3)]}
-    check(state, state)
-    check(state, copy.deepcopy(state))
 
 
 @pytest.mark.parametrize(

@@ -89,14 +89,6 @@ def test_publishing_leaves_gradients_and_version_counters_alone(store: WeightSto
     loss.backward()
 
 
-def test_a_get_fills_tensors_and_replaces_values(store: WeightStore) -> None:
-    store.publish(1, {"weights": [torch.ones(3), torch.zeros(2)], "step": 9, "lr": {"now": 0.5}})
-    into: dict[str, Any] = {"weights": [torch.zeros(3), torch.ones(2)], "step": 0, "lr": {"now": 1.0}}
-    kept = into["weights"][0]
-    store.get(1, into)
-    assert kept.tolist() == [1, 1, 1] and into["step"] == 9 and into["lr"] == {"now": 0.5}
-
-
 def test_tied_weights_are_published_once_and_tied_again(store: WeightStore) -> None:
     weight = torch.randn(400, 300)
     store.publish(1, {"embedding": weight, "head": weight})
