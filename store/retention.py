@@ -121,7 +121,7 @@ class DiskRetention:
         self.directory = Path(directory).absolute()
         self._keep = None if keep is None else integer_in(keep, "keep", 1)
         self._timeout = seconds(timeout)
-        self._observe: Observe = observe or _ignore
+        self._observe: Observe = observe or (lambda kind, fields: None)
         self._retainer = Retainer(secrets.token_hex(6), this_process(), integer_in(every, "every", 1))
         self._failed: set[int] = set()
         self._no_more, self._abort = threading.Event(), threading.Event()
@@ -272,7 +272,3 @@ class DiskRetention:
                 _log.warning("the old copy %s was not removed: %s", there[number], error)
             else:
                 self._observe("disk_removed", {"version": number, "path": str(there[number])})
-
-
-def _ignore(kind: str, fields: dict[str, object]) -> None:
-    """The default `observe`: does nothing."""

@@ -206,7 +206,7 @@ class WeightStore:
             raise ValueError(f"spread={spread!r} is unknown: give one of {', '.join(map(repr, get_args(Spread)))}")
         self._spread = spread
         self._keep, self._timeout, self._hold = integer_in(keep, "keep", 1), seconds(timeout), hold
-        self._observe: Observe = observe or _nobody
+        self._observe: Observe = observe or (lambda kind, fields: None)
         self._filled = FilledTargets()
         self._arrangements = arrangements()
         self._followers: weakref.WeakSet[Follower] = weakref.WeakSet()
@@ -681,7 +681,3 @@ def _tell_ended(observe: Observe, holder_id: str, before: Catalog, after: Catalo
         observe(kind, {"version": number})
     for kind, host in transitions.moved(before, after):
         observe(kind, {"host": host, "hosts": len(after.hosts())})
-
-
-def _nobody(kind: str, fields: dict[str, object]) -> None:
-    """The default `observe`: does nothing."""

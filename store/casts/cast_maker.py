@@ -101,7 +101,7 @@ class CastMaker:
     # -- in the thread
 
     def _run(self) -> None:
-        keep_trying(self._make_all, self._closing, "the maker of casts", RETRY_SECONDS, RETRY_SECONDS)
+        keep_trying(self._make_all, self._closing, "the maker of casts", RETRY_SECONDS)
 
     def _make_all(self) -> None:
         self._wake.wait()

@@ -92,7 +92,7 @@ class CellClient(Generic[Value]):
     """The record in cell `name` of the register at a URL. Safe to use from several threads.
 
     A register that is away is waited for: `RegisterAway` is raised once it was away for `patience` seconds, or a call's
-    own time is over (see `until`). `decode` may raise if the cell holds something else. A change that raises
+    own time is over (see `until`). Reads raise `CorruptData` if the cell holds something else. A change that raises
     `RegisterAway` may have been made; transitions may be applied again.
     `changed(before, after)` is called for each change that is known to have been made.
     """
@@ -102,14 +102,13 @@ class CellClient(Generic[Value]):
         url: str,
         name: str,
         empty: Value,
-        decode: Callable[[bytes], Value],
         changed: Callable[[Value, Value], None] = lambda before, after: None,
         patience: float = 0.0,
     ) -> None:
         self.url, self.patience = url, patience
         self._away_since: float | None = None
         self._closed = threading.Event()
-        self._empty, self._decode, self._changed = empty, decode, changed
+        self._empty, self._changed = empty, changed
         self._cell = open_cell(url, name)
         self._lock = threading.Lock()
         self._newest: tuple[int, Value] = (0, empty)
@@ -198,7 +197,7 @@ class CellClient(Generic[Value]):
         with self._lock:
             if self._newest[0] == version:
                 return self._newest
-        decoded = version, self._decode(value) if version else self._empty
+        decoded = version, self._empty.decode(value) if version else self._empty
         with self._lock:
             if decoded[0] > self._newest[0]:
                 self._newest = decoded
@@ -224,7 +223,7 @@ class CatalogClient(CellClient[Catalog]):
     def __init__(
         self, url: str, changed: Callable[[Catalog, Catalog], None], name: str = DEFAULT, patience: float = 0.0
     ) -> None:
-        super().__init__(url, cell_of(name), Catalog(), Catalog.decode, changed, patience)
+        super().__init__(url, cell_of(name), Catalog(), changed, patience)
         self.name = name
 
     def remove_dead_holders(self) -> tuple[int, Catalog]:
@@ -234,18 +233,16 @@ class CatalogClient(CellClient[Catalog]):
         return self.change(lambda now: transitions.remove_dead_holders(now, dead)) if dead else (version, catalog)
 
 
-class BeatsClient(CellClient[HostBeats]):
+def open_beats(url: str, name: str) -> CellClient[HostBeats]:
     """The beats of the hosts of the store `name`."""
-
-    def __init__(self, url: str, name: str) -> None:
-        super().__init__(url, f"{cell_of(name)}/beats", HostBeats(), HostBeats.decode)
+    return CellClient(url, f"{cell_of(name)}/beats", HostBeats())
 
 
 class GroupClient(CellClient[ReaderGroup]):
     """A group of reader hosts, of the store `name`."""
 
     def __init__(self, url: str, name: str, number: int) -> None:
-        super().__init__(url, f"{cell_of(name)}/readers/{number}", ReaderGroup(), ReaderGroup.decode)
+        super().__init__(url, f"{cell_of(name)}/readers/{number}", ReaderGroup())
 
     def remove_dead_readers(self, away: Collection[str] = ()) -> None:
         """Remove the dead processes of this host from the group, and those of hosts that are `away`."""

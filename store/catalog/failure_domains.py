@@ -84,28 +84,17 @@ AWAY_TURNS = 8
 """A host that does not beat in so many turns of another one is away."""
 
 
-class HostBeat(msgspec.Struct, frozen=True, array_like=True):
-    """The number of beats of a host."""
-
-    host: str
-    number: int
-
-
 class HostBeats(CellRecord, frozen=True, array_like=True):
-    """The beats of all hosts with stores that keep replicas. They are a register cell of their own."""
+    """How often each host with stores that keep replicas has beaten. They are a register cell of their own."""
 
     what: ClassVar[str] = "beats of hosts"
-    beats: tuple[HostBeat, ...] = ()
-
-    def number(self, host: str) -> int:
-        """How often a host has beaten; 0 if it never did."""
-        return next((each.number for each in self.beats if each.host == host), 0)
+    numbers: dict[str, int] = msgspec.field(default_factory=dict)
 
 
 def with_beat(beats: HostBeats, host: str, hosts: Collection[str]) -> HostBeats:
     """Raise the number of `host`, and forget those of hosts that are not in `hosts`."""
-    others = [each for each in beats.beats if each.host != host and each.host in hosts]
-    return replace(beats, beats=(*others, HostBeat(host, beats.number(host) + 1)))
+    others = {name: number for name, number in beats.numbers.items() if name in hosts}
+    return replace(beats, numbers=others | {host: beats.numbers.get(host, 0) + 1})
 
 
 class BeatCounter:
@@ -118,7 +107,7 @@ class BeatCounter:
         """Take a turn of this observer; returns the hosts of `others` that are away."""
         before, self._seen = self._seen, {}
         for host in others:
-            number = beats.number(host)
+            number = beats.numbers.get(host, 0)
             known, silent = before.get(host, (-1, 0))
             self._seen[host] = number, silent + 1 if number == known else 0
         return frozenset(host for host, (_, silent) in self._seen.items() if silent >= AWAY_TURNS)

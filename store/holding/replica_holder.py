@@ -242,7 +242,7 @@ class ReplicaHolder:
     # -- in the background
 
     def _run(self) -> None:
-        keep_trying(self._turn, self._closing, "the replica holder of the store", RETRY_SECONDS, IDLE_SECONDS)
+        keep_trying(self._turn, self._closing, "the replica holder of the store")
 
     def _turn(self) -> None:
         self._seen, catalog = self._catalog_client.wait(self._seen, self._patience()) or self._catalog_client.read()

@@ -13,20 +13,18 @@ from holdfast.comms.system.files import OwnedDescriptor
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import Liveness, is_gone, is_stopped, this_host
 from holdfast.store.catalog import transitions
-from holdfast.store.catalog.client import BeatsClient, CatalogClient
-from holdfast.store.catalog.failure_domains import BeatCounter, with_beat
+from holdfast.store.catalog.client import CatalogClient, CellClient, open_beats
+from holdfast.store.catalog.failure_domains import BeatCounter, HostBeats, with_beat
 from holdfast.store.catalog.records import Catalog, Holder
 
+RETRY_SECONDS, LONGER_PAUSE = 0.1, 1.0
 _log = logging.getLogger("holdfast.store")
 
 
-def keep_trying(
-    turn: Callable[[], object], closing: threading.Event, what: str, pause: float, longer_pause: float
-) -> None:
-    """Call `turn` again and again until `closing`.
+def keep_trying(turn: Callable[[], object], closing: threading.Event, what: str, pause: float = RETRY_SECONDS) -> None:
+    """Call `turn` again and again until `closing`, with a pause after an error.
 
-    After a `HoldfastError` or OSError, of which the first in a row is logged, the next turn comes `pause` seconds
-    later; after any other error, `longer_pause`.
+    Of `HoldfastError` and OSError the first in a row is logged, of others each, after which the pause is longer.
     """
     failing = False
     while not closing.is_set():
@@ -40,10 +38,7 @@ def keep_trying(
             closing.wait(pause)
         except Exception:
             _log.exception("%s goes on trying", what)
-            closing.wait(longer_pause)
-
-
-RETRY_SECONDS = 0.1
+            closing.wait(max(pause, LONGER_PAUSE))
 
 
 class DeathWatcher:
@@ -85,7 +80,7 @@ class DeathWatcher:
 
     def _run(self) -> None:
         try:
-            keep_trying(self._turn, self._closing, "the watch of the store's processes", RETRY_SECONDS, RETRY_SECONDS)
+            keep_trying(self._turn, self._closing, "the watch of the store's processes")
         finally:
             with self._lock:
                 self._closing.set()
@@ -118,7 +113,7 @@ class HostWatcher:
 
     def __init__(self, client: CatalogClient, holder: Holder) -> None:
         self._catalog_client, self._holder = client, holder
-        self._beats: BeatsClient | None = None
+        self._beats: CellClient[HostBeats] | None = None
         self._counter = BeatCounter()
         self._lock = threading.Lock()
         self._catalog = Catalog()
@@ -150,9 +145,7 @@ class HostWatcher:
             self._thread.join(5.0)
 
     def _run(self) -> None:
-        keep_trying(
-            self._turn, self._closing, "the beat of this host in the store's register", BEAT_SECONDS, BEAT_SECONDS
-        )
+        keep_trying(self._turn, self._closing, "the beat of this host in the store's register", BEAT_SECONDS)
 
     def _turn(self) -> None:
         self._several.wait()
@@ -160,11 +153,11 @@ class HostWatcher:
         self._closing.wait(BEAT_SECONDS)
 
     def _beat(self) -> None:
-        client = self._opened()
         with self._lock:
             catalog = self._catalog
-        if client is None or not _beats_for_host(catalog, self._holder):
-            return
+            if self._closing.is_set() or not _beats_for_host(catalog, self._holder):
+                return
+            client = self._beats = self._beats or open_beats(self._catalog_client.url, self._catalog_client.name)
         me, hosts = self._holder.peer.host, _hosts(catalog)
         _, beats = client.change(lambda now: with_beat(now, me, {*hosts, *catalog.away}))
         away = self._counter.turn(beats, hosts - {me, *catalog.away})
@@ -177,13 +170,6 @@ class HostWatcher:
                 ", ".join(sorted(away)),
                 *(len(_hosts(after)), len(after.hosts())),
             )
-
-    def _opened(self) -> BeatsClient | None:
-        """The client of the beats, opened on first use; None once this is closing."""
-        with self._lock:
-            if self._beats is None and not self._closing.is_set():
-                self._beats = BeatsClient(self._catalog_client.url, self._catalog_client.name)
-            return self._beats
 
 
 def _hosts(catalog: Catalog) -> frozenset[str]:

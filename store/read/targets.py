@@ -115,16 +115,8 @@ def _meets(where: Span, starts: list[int], ranges: list[Span]) -> bool:
 Tensor = torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """The values of a version that differ from those of a state dict, each with its container and key there."""
-
-    writes: tuple[tuple[Any, Any, StateNode], ...]
-
-    def apply(self) -> None:
-        """Write the values into the dicts and lists of the state dict."""
-        for container, key, node in self.writes:
-            container[key] = build_value(node)
+Write = tuple[Any, Any, StateNode]
+"""A value of a version that differs from that of a state dict: its container there, its key, and the value's node."""
 
 
 def check_targets(
@@ -136,10 +128,10 @@ def check_targets(
     equal: Callable[[str, str], bool] = lambda one, other: False,
     fits: Callable[[TensorEntry, torch.dtype], bool] = lambda stored, dtype: False,
     known: bool = False,
-) -> Assignment:
+) -> list[Write]:
     """Check that a version can be read into a state dict.
 
-    Returns the assignment of the values, which follows that of the tensors. `there` are the tensors of the version by
+    Returns the values to assign after the tensors. `there` are the tensors of the version by
     the name they are published under. `equal` says of two of them whether they may have equal bytes, so that both may
     be read into one target; `fits` of one whether it can be read into a target of another dtype. With `strict=False`
     the version may have more than `into`. With `known`, tensors of the same names, dtypes, shapes, memory passed this
@@ -151,6 +143,12 @@ def check_targets(
     check.tensors(fits, known)
     check.ties(equal)
     return check.finish(strict)
+
+
+def assign(values: Sequence[Write]) -> None:
+    """Write values of a version into the dicts and lists of a state dict."""
+    for container, key, node in values:
+        container[key] = build_value(node)
 
 
 def check_writable(into: FlatState) -> None:
@@ -216,16 +214,16 @@ class _Check:
                     "one of them, or tie both sides alike",
                 )
 
-    def finish(self, strict: bool) -> Assignment:
+    def finish(self, strict: bool) -> list[Write]:
         """Compare the values, and raise all faults, if any."""
         writes = self._values()
         if strict:
             self._report_extra()
         self._faults.check()
-        return Assignment(writes)
+        return writes
 
-    def _values(self) -> tuple[tuple[Any, Any, StateNode], ...]:
-        writes = []
+    def _values(self) -> list[Write]:
+        writes: list[Write] = []
         for name, slot in self._into.values.items():
             node = self._skeleton.values.get(name)
             if node is None:
@@ -238,7 +236,7 @@ class _Check:
                     self._add(
                         name, f"{name!r} of `into` is in a {kind}, which cannot be changed; give a dict or a list"
                     )
-        return tuple(writes)
+        return writes
 
     def _report_extra(self) -> None:
         wanted = self._into.tensors.keys() | self._into.values.keys() | self._explained
@@ -344,7 +342,6 @@ def memory_key(flat: FlatState) -> tuple[object, ...] | None:
 
 
 CACHED_ARRANGEMENTS = 8
-NO_VALUES = Assignment(())
 
 
 Arrangements = Callable[[Hashable], list[Arrangement]]
@@ -388,7 +385,7 @@ class Targets:
             )
         else:
             check_writable(self._flat)
-            values = NO_VALUES
+            values = []
         if not made:
             made.append(self._arrange(reader, skeleton, strict, layout))
         arrangement = made[0]
@@ -406,7 +403,7 @@ class Targets:
             _put([(into[name], locals_[name]) for name in copied])
         if self._atomic:
             self._flat.bump_versions()
-        values.apply()
+        assign(values)
         self.mixed = ()
 
     def _check_doubtful(

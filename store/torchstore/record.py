@@ -328,8 +328,8 @@ class RecordClient:
     """
 
     def __init__(self, url: str) -> None:
-        self.cell = CellClient(url, "torchstore", EMPTY, StoreRecord.decode)
-        self._snapshot = CellClient(url, "torchstore/snapshot", Snapshot(), Snapshot.decode)
+        self.cell = CellClient(url, "torchstore", EMPTY)
+        self._snapshot = CellClient(url, "torchstore/snapshot", Snapshot())
         self._lock = threading.RLock()
         self._directory = Directory(Snapshot())
 

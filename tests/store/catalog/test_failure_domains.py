@@ -24,7 +24,6 @@ from holdfast.store.catalog import fleet, transitions
 from holdfast.store.catalog.failure_domains import (
     AWAY_TURNS,
     BeatCounter,
-    HostBeat,
     HostBeats,
     candidates,
     why_unsafe,
@@ -79,8 +78,8 @@ def test_each_host_finds_by_its_own_turns_that_another_is_silent(before: int, si
 
 
 def test_beats_of_hosts_without_holders_are_forgotten() -> None:
-    beats = HostBeats(beats=(HostBeat("old", 7), HostBeat("south", 3)))
-    assert with_beat(beats, "north", {"north", "south"}).beats == (HostBeat("south", 3), HostBeat("north", 1))
+    beats = HostBeats(numbers={"old": 7, "south": 3})
+    assert with_beat(beats, "north", {"north", "south"}).numbers == {"south": 3, "north": 1}
 
 
 # -- what follows in the catalogue

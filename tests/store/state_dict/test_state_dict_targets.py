@@ -16,7 +16,7 @@ from torch import nn
 from holdfast.comms.errors import Mismatch, Unsupported
 from holdfast.store.data.manifest import TensorEntry
 from holdfast.store.data.state_dicts import decode, flatten, flatten_targets
-from holdfast.store.read.targets import check_targets, check_writable
+from holdfast.store.read.targets import assign, check_targets, check_writable
 from support.samples.scaled_tensor import Rounding, scaled
 from support.weights.state_dicts import named_leaves, same, state_dicts, values
 
@@ -28,7 +28,7 @@ def check(version: dict[str, Any], into: dict[str, Any], **options: Any) -> None
         name: TensorEntry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), 0)
         for name, tensor in flat.published.items()
     }
-    check_targets(decode(flat.skeleton), there, flatten_targets(into), **options).apply()
+    assign(check_targets(decode(flat.skeleton), there, flatten_targets(into), **options))
 
 
 WEIGHTS = {"a": torch.ones(4), "b": torch.ones(3, 5)}
