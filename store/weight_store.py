@@ -52,7 +52,6 @@ from holdfast.store.read.version_reader import (
     copied,
     mapped,
     mapped_state,
-    no_copy,
 )
 from holdfast.store.reshard.name_map import Layout
 
@@ -125,17 +124,6 @@ def _publish_and_get(plane: MemoryPlane) -> None:
 
 def whole_number(value: int, what: str) -> int:
     return integer_in(value, what, 0, (1 << 63) - 1)
-
-
-def with_manifest(nbytes: int) -> int:
-    """The bytes of a part with `nbytes` bytes of tensors, or somewhat more."""
-    return nbytes + nbytes // 64 + MANIFEST_BYTES
-
-
-def name_sequence(names: Sequence[str], what: str) -> Sequence[str]:
-    if isinstance(names, str):
-        raise TypeError(f"{what} is a list of names, not one name: [{names!r}]")
-    return names
 
 
 def check_mappable(cast: str | None, layout: Layout | None = None) -> None:
@@ -227,7 +215,7 @@ class WeightStore:
             report = self._replica_holder.report_corrupt
             self._host_copies = HostCopies(self._catalog_client, self._plane, pool, holder, report)
             if expect:
-                pool.touch_ahead(with_manifest(integer_in(expect, "expect", 1)))
+                pool.touch_ahead(integer_in(expect, "expect", 1) + expect // 64 + MANIFEST_BYTES)
             if hold:
                 self._replica_holder.start()
             undo.pop_all()
@@ -448,7 +436,7 @@ class WeightStore:
         terms = ReadTerms(self._plane, catalog, version, deadline, report, self._filled, self._device_reads)
         if cast is None:
             share = catalog.readers or self._host_copies.kept
-            return VersionReader(terms, self._host_copies.nearest if share else no_copy)
+            return VersionReader(terms, self._host_copies.nearest if share else None)
         return CastVersionReader(terms, self._catalog_client, cast)
 
     @property
@@ -624,7 +612,9 @@ class WeightStore:
         time.
         """
         self._check_usable()
-        names = None if readers is None else [reader_name(each) for each in name_sequence(readers, "readers")]
+        if isinstance(readers, str):
+            raise TypeError(f"readers is a list of names, not one name: [{readers!r}]")
+        names = None if readers is None else [reader_name(each) for each in readers]
         wanted = whole_number(version, "version")
         proposer = SwitchProposer(
             self._catalog_client, this_process(), lambda kind: self._observe(kind, {"version": wanted})

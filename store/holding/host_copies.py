@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from dataclasses import dataclass
 
 import torch
 
@@ -31,12 +30,6 @@ SLOW_READ = 100e6
 _log = logging.getLogger("holdfast.store")
 
 
-@dataclass(slots=True)
-class _KeptCopy:
-    region: Region
-    memory: torch.Tensor
-
-
 class HostCopies:
     """The copies that one store of this process makes. Thread-safe."""
 
@@ -48,7 +41,7 @@ class HostCopies:
         self._groups: dict[int, GroupClient] = {}
         """The clients of the groups that were asked: of this host, and of leaders."""
         self._lock = threading.Lock()
-        self.kept: dict[PartKey, _KeptCopy] = {}
+        self.kept: dict[PartKey, tuple[Region, torch.Tensor]] = {}
         """The copies that this store serves."""
         self._closing = threading.Event()
 
@@ -78,15 +71,15 @@ class HostCopies:
                 group.close()
             self._groups.clear()
             kept, self.kept = list(self.kept.values()), {}
-        for each in kept:
-            each.region.close()
+        for region, _ in kept:
+            region.close()
 
     # -- under the lock
 
     def _nearest(self, catalog: Catalog, version: Version, shard: Shard, deadline: float) -> Replica | None:
         key = (version.number, shard.part, shard.digest)
         if (kept := self.kept.get(key)) is not None:
-            return Replica(self._reader.id, kept.region.handle)
+            return Replica(self._reader.id, kept[0].handle)
         self._drop_others(version.number)
         if not fan_out.worthwhile(catalog, key[0], shard, self._reader.peer.host):
             return None
@@ -116,7 +109,7 @@ class HostCopies:
             memory = allocate(source.nbytes)
             copy_part(source, memory[: source.nbytes])
             region = self._plane.expose(memory[: source.nbytes])
-        self.kept[key] = _KeptCopy(region, memory)
+        self.kept[key] = region, memory
         self._pool.touch_ahead()
         if replica is not None and source.replica != replica:
             self._withdraw(key, replica.holder)
@@ -153,9 +146,9 @@ class HostCopies:
         """Let the copies of other versions go."""
         for key in [key for key in self.kept if key[0] != number]:
             self._withdraw(key)
-            kept = self.kept.pop(key)
-            kept.region.close()
-            self._pool.give_back(kept.memory)
+            region, memory = self.kept.pop(key)
+            region.close()
+            self._pool.give_back(memory)
 
     def _withdraw(self, key: PartKey, reader: str = "") -> None:
         """Withdraw a copy or a request of this store, or of a `reader` that is slow or cannot be read.

@@ -27,7 +27,7 @@ from holdfast.store.read.read_plan import ReadPlan, plan_into, plan_named
 from holdfast.store.reshard.plan import BoxTarget
 
 Nearest = Callable[[Catalog, Version, Shard, float], Replica | None]
-"""A callback that finds, or makes, a copy of a part on the reader's host before a deadline, if readers share one."""
+"""A callback that finds, or makes, a copy of a part that the readers of a host share, before a deadline."""
 
 _agreed: Callable[[Hashable], set[bool]] = functools.lru_cache(16)(lambda key: set())
 """A set that is not empty once the parts with these digests were found to agree."""
@@ -46,10 +46,6 @@ class ReadTerms:
     device_reads: DeviceReads | None = None
 
 
-def no_copy(*_: object) -> None:
-    """The `Nearest` of readers that share no copy."""
-
-
 class VersionReader:
     """A version that is being read. For one thread.
 
@@ -61,7 +57,7 @@ class VersionReader:
     fills_devices = True
     """Whether `fill` takes dense tensors on CUDA devices."""
 
-    def __init__(self, terms: ReadTerms, nearest: Nearest = no_copy) -> None:
+    def __init__(self, terms: ReadTerms, nearest: Nearest | None = None) -> None:
         catalog, version, deadline = terms.catalog, terms.version, terms.deadline
         self.number = version.number
         self._filled, self._reader = terms.filled, os.getpid()
@@ -69,7 +65,7 @@ class VersionReader:
         self._sources = []
         for shard in version.shards:
             self._sources.append(PartSource(terms.plane, catalog, version, shard, deadline, terms.report))
-            if (near := nearest(catalog, version, shard, deadline)) is not None:
+            if nearest is not None and (near := nearest(catalog, version, shard, deadline)) is not None:
                 self._sources[-1].prefer(near)
         self.manifests: list[Manifest] = [source.manifest() for source in self._sources]
         self.tensors = tensors_of(tuple(manifest.layout for manifest in self.manifests))
