@@ -124,17 +124,6 @@ def test_versions_back_to_back_touch_memory_three_times_and_never_again(plane: C
     pool.close()
 
 
-def test_a_part_waits_for_memory_that_is_being_touched(plane: CountingPlane) -> None:
-    plane.gate.clear()
-    pool = a_pool(plane)
-    take(pool, 1)
-    threading.Timer(0.01, plane.gate.set).start()
-    take(pool, 2)
-    eventually(lambda: is_idle(pool))
-    assert len(plane.made) == KEEP + 1
-    pool.close()
-
-
 def test_no_more_is_touched_than_the_limit_allows(plane: CountingPlane) -> None:
     pool = a_pool(plane, 2 * NBYTES)
     take(pool, 1)

@@ -256,14 +256,6 @@ def test_a_read_ends_at_its_timeout(store: WeightStore) -> None:
         store.get(1, blank(weights()), timeout=0)
 
 
-def test_stores_of_one_url_are_one_store(store: WeightStore) -> None:
-    with WeightStore(store.url) as other:
-        other.publish(1, weights(1))
-        assert store.versions() == [1]
-    assert store.get(1, blank(weights())) == 1, "closing a store hands over what it holds"
-    assert len(store.holders()) == 1
-
-
 def test_a_store_without_references_is_closed(tmp_path: Path) -> None:
     url = f"memory://{tmp_path}/forgotten"
     forgotten = WeightStore(url)
@@ -312,15 +304,6 @@ def test_the_layout_of_a_part_reads_tensors_in_few_pieces() -> None:
 
 
 # -- several processes
-
-
-def test_readers_and_publishers_need_not_hold_replicas(url: str, holders: Holders) -> None:
-    living = holders(2)
-    with WeightStore(url, hold=False) as store:
-        for version in range(3):
-            store.publish(version, weights(version))
-            assert {each.pid for each in store.holders(version)} == {holder.pid for holder in living}
-        assert store.get("latest", blank(weights())) == 2
 
 
 def test_a_holder_that_closes_hands_over_its_replicas(url: str, start: Callable[..., Child]) -> None:

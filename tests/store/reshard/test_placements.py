@@ -16,7 +16,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 
 from holdfast.comms.errors import Mismatch, Unsupported
-from holdfast.ft.state.boxes import common, count_of, cover, shape_of, whole, without
+from holdfast.ft.state.boxes import count_of, cover, shape_of, whole
 from holdfast.store.reshard.placements import Blocks, LocalBlock, blocks_of, cuts_of, in_cutting_order, local_shape
 from holdfast.store.reshard.plan import BoxCopy, BoxTarget, PartBox, plan
 from support.weights.layouts import Shape, Sizes, at, coordinates, meshes, part, placements, shapes, torchs_local
@@ -99,20 +99,6 @@ def test_the_order_of_fully_shard_differs_in_uneven_tensors_only(
 
 def test_chunks_that_stand_for_no_cut_have_no_other_order() -> None:
     assert in_cutting_order(cuts_of("w", (_StridedShard(0, split_factor=3), Shard(0)), 1), (2, 2)) is None
-
-
-@given(st.data(), st.integers(1, 3))
-def test_a_box_without_another_and_the_other_are_the_box(data: st.DataObject, dims: int) -> None:
-    pairs = st.tuples(*[st.tuples(st.integers(0, 5), st.integers(0, 5)).map(lambda p: (min(p), max(p)))] * dims)
-    box, other = data.draw(pairs), data.draw(pairs)
-    hole = common(box, other)
-    pieces = [box] if hole is None else [*without(box, hole), hole]
-    seen = torch.zeros((5,) * dims)
-    for piece in pieces:
-        part(seen, piece).add_(1)
-    expected = torch.zeros((5,) * dims)
-    part(expected, box).add_(1)
-    assert torch.equal(seen, expected)
 
 
 @given(st.data(), st.integers(0, 3))

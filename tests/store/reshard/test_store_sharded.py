@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Barrier, Thread
@@ -188,16 +188,6 @@ def fully_sharded_over_tensor_parallel() -> State:
     return with_wholes(state)
 
 
-def hybrid_sharded() -> State:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(7, 13), nn.Linear(13, 5))
-    fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
-    return with_wholes(model.state_dict())
-
-
 def with_wholes(state: dict[str, Any]) -> State:
     from torch.distributed.tensor import DTensor
 
@@ -206,11 +196,11 @@ def with_wholes(state: dict[str, Any]) -> State:
     }
 
 
-def differences(make: Callable[[], State]) -> list[str]:
+def differences() -> list[str]:
     """The names of tensors with blocks that differ from `to_local`, or do not make up the whole."""
     from torch.distributed.tensor import DTensor
 
-    state = make()
+    state = fully_sharded_over_tensor_parallel()
     placed = {name: place(name, tensor) for name, (tensor, _) in state.items()}
     wrong, gives = [], giving.given(placed)
     assert (gives.part, gives.parts) == (dist.get_rank(), 4)
@@ -233,11 +223,10 @@ def at(box: tuple[tuple[int, int], ...]) -> tuple[slice, ...]:
     return tuple(slice(low, high) for low, high in box)
 
 
-@pytest.mark.parametrize("make", [fully_sharded_over_tensor_parallel, hybrid_sharded])
 def test_the_blocks_of_four_processes_are_their_local_tensors_and_make_up_the_whole(
-    cluster: LocalCluster, tmp_path: Path, make: Callable[[], State]
+    cluster: LocalCluster, tmp_path: Path
 ) -> None:
-    assert in_group(cluster, tmp_path, lambda rank, size: differences(make)) == [[]] * 4
+    assert in_group(cluster, tmp_path, lambda rank, size: differences()) == [[]] * 4
 
 
 def gathered_without_waiting() -> list[str]:

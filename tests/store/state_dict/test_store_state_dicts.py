@@ -124,16 +124,6 @@ def test_a_get_that_fails_changes_nothing_if_atomic_and_else_says_what_is_mixed(
         assert "mixture in first, second, third" in str(failed.value)
 
 
-def test_autograd_notices_that_a_tensor_was_filled(store: WeightStore) -> None:
-    weight = torch.ones(3, requires_grad=True)
-    store.publish(1, {"w": torch.full((3,), 2.0)})
-    loss = (weight * weight).sum()
-    store.get(1, {"w": weight})
-    assert weight.tolist() == [2, 2, 2]
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
 def test_autograd_notices_that_a_get_failed_half_way(store: WeightStore) -> None:
     weight = torch.ones(1 << 20, requires_grad=True)
     store.publish(1, {"w": torch.full((1 << 20,), 2.0)})
