@@ -139,9 +139,7 @@ def test_a_class_that_is_no_imported_tensor_subclass_is_neither_imported_nor_cal
     assert "this" not in sys.modules
     node = ["w", name, ["p"], [["T", 0]], ["v", None], [1], [1], 0]
     skeleton = decode(msgspec.msgpack.encode(["state dict 1", ["d", ["a"], [node]]]))
-    with pytest.raises(
-        Unsupported, match=rf"'a' is a {name}, which this process has not imported as a tensor subclass"
-    ):
+    with pytest.raises(Unsupported, match=rf"'a' is a {name}, .* not imported as a tensor subclass.*; import"):
         rebuild(skeleton, {"a.p": torch.ones(1)})
     assert "this" not in sys.modules
 
