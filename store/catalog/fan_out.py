@@ -74,13 +74,11 @@ def group_of(host: str) -> int:
     return xxhash.xxh3_64_intdigest(host.encode()) % GROUPS
 
 
-def worthwhile(catalog: Catalog, number: int, shard: Shard, host: str) -> bool:
-    """Whether the readers of a host should share a copy of a part of version `number`.
+def worthwhile(catalog: Catalog, shard: Shard, host: str) -> bool:
+    """Whether the readers of a host should share a copy.
 
-    They should if it is the latest, the host has no replica, and several readers follow there, or on many such hosts.
+    They should if the host has no replica, and several readers follow there, or on many such hosts.
     """
-    if number != catalog.latest:
-        return False
     replicas = {holder.peer.host for each in shard.replicas if (holder := catalog.holder(each.holder))}
     following = Counter(each.peer.host for each in catalog.readers)
     return host not in replicas and (following[host] > 1 or len(following.keys() - replicas) > FEW_HOSTS)

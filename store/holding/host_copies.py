@@ -50,7 +50,7 @@ class HostCopies:
 
         None if its readers should use other sources: few hosts read, the host has a replica, or no copy could be made.
         """
-        if not self.kept and not fan_out.worthwhile(catalog, version.number, shard, self._reader.peer.host):
+        if not self.kept and not fan_out.worthwhile(catalog, shard, self._reader.peer.host):
             return None
         if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
             return None
@@ -81,7 +81,7 @@ class HostCopies:
         if (kept := self.kept.get(key)) is not None:
             return Replica(self._reader.id, kept[0].handle)
         self._drop_others(version.number)
-        if not fan_out.worthwhile(catalog, key[0], shard, self._reader.peer.host):
+        if not fan_out.worthwhile(catalog, shard, self._reader.peer.host):
             return None
         try:
             return self._share(catalog, version, shard, deadline)
@@ -95,7 +95,8 @@ class HostCopies:
         found = self._ask(group, key, shard, (LEAD,), deadline)
         if found is not None and found[0].source == LEAD:
             seeds = tuple(each.holder for each in shard.replicas if not catalog.is_away(each.holder))
-            found = self._ask(self._group(LEADERS), key, shard, seeds, deadline)
+            is_latest = key[0] == catalog.latest  # no host begins to copy another version
+            found = self._ask(self._group(LEADERS), key, shard, seeds, deadline) if is_latest else None
         if found is None:
             self._withdraw(key)
             return None

@@ -125,20 +125,19 @@ def test_a_group_forgets_the_version_before() -> None:
     assert {each.key for each in request_copy(announced(group, two), newer, one).parts} == {newer}
 
 
-def test_only_readers_of_the_latest_version_on_many_hosts_or_several_on_one_share_a_copy() -> None:
+def test_only_readers_on_many_hosts_or_several_on_one_share_a_copy() -> None:
     north = Holder("north", Peer("north", 1, 1))
     shard = Shard(0, KEY[2], 50, "north", (Replica("north", handle("north")),))
 
-    def following(*hosts: str, latest: int = 1) -> Catalog:
+    def following(*hosts: str) -> Catalog:
         readers = [Reader(str(at), "", "", Peer(host, at, 1), switched=False) for at, host in enumerate(hosts)]
-        return Catalog(latest=latest, holders=(north,), readers=tuple(readers))
+        return Catalog(holders=(north,), readers=tuple(readers))
 
     def shares(catalog: Catalog, host: str = "a") -> bool:
-        return fan_out.worthwhile(catalog, 1, shard, host)
+        return fan_out.worthwhile(catalog, shard, host)
 
     assert shares(following("a", "a")) and not shares(following("a", "b", "b"))
     assert shares(following(*"abcde")) and not shares(following(*"abcd", "north"))
-    assert not shares(following("a", "a", latest=2))
     assert not shares(following("north", "north"), "north"), "it has the replica"
 
 
