@@ -465,6 +465,8 @@ CLEARLY = 2.0
 """The least ratio of the straggler's excess to that of the next rank."""
 FEWEST = 4
 """The least number of ops that all recordings must have in common."""
+ENOUGH = 4 * FEWEST
+"""With fewer ops in common a rank may have been the last by chance: the score is lower."""
 
 
 def find_slow(group: RankGroup) -> Iterator[Finding]:
@@ -490,7 +492,7 @@ def find_slow(group: RankGroup) -> Iterator[Finding]:
     )
     if worst > 0.5 * excess:
         words += f", once by {format_seconds(worst)} ({where})"
-    score = round(0.3 + 0.5 * min(1.0, excess / span / 0.2), 3)
+    score = round(0.3 + 0.5 * min(1.0, excess / span / 0.2) * min(1.0, len(met) / ENOUGH), 3)
     yield of_track("slow", group, group.tracks[rank], score, words, seconds=excess)
 
 

@@ -89,6 +89,19 @@ def test_a_healthy_job_has_no_suspect(tmp_path: Path) -> None:
     assert analyse(job(tmp_path, 4, 20)) == []
 
 
+@pytest.mark.parametrize("steps", [4, 40])
+def test_a_rank_that_was_late_for_few_ops_is_less_certain_than_any_mismatch(tmp_path: Path, steps: int) -> None:
+    """A busy machine stops each rank now and then."""
+    world = ModelWorld(2, random.Random(3), latency=1e-5)
+    for step in range(steps):
+        world.compute([0.01, 0.03])
+        world.run([SUM, SUM], step)
+    world.write(tmp_path, ["h", "h"], [0.0, 0.0], waits=False, capacity=64)
+    (suspect,) = analyse(evidence_of(tmp_path, 9.0))
+    assert (suspect.kind, suspect.rank) == ("slow", 1)
+    assert (suspect.score >= 0.6) == (steps > 4)
+
+
 def test_a_rank_missing_from_an_op_is_named_with_its_last_op(tmp_path: Path) -> None:
     (suspect, *_) = analyse(job(tmp_path, 4, 20, dead_after={2: (7, -1)}))
     assert (suspect.kind, suspect.rank) == ("hang", 2)
