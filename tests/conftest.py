@@ -97,6 +97,7 @@ def _nothing_stays_alive() -> Iterator[None]:
         return [line for line in before.living() if not line.startswith(f"process {zygote}:")]
 
     if left := settle(others, patience=3.0):
+        before.kill_children(but=zygote)
         pytest.fail("left behind by this test: " + "; ".join(left))
 
 

@@ -27,6 +27,9 @@ LEAKING = """
     def test_process():
         KEPT.append(subprocess.Popen(["sleep", "30"]))
 
+    def test_that_the_process_is_dead():
+        assert KEPT[0].wait(10.0) == -9
+
     def test_thread():
         threading.Thread(target=time.sleep, args=(60,), name="holdfast-left", daemon=True).start()
 
@@ -66,10 +69,11 @@ def test_a_session_that_leaves_something_behind_fails_and_says_what(tmp_path: Pa
     finally:
         shared.unlink(missing_ok=True)
     assert done.returncode == 1, done.stdout
-    assert "5 passed, 2 errors" in done.stdout, "processes and threads are blamed on their test"
+    assert "6 passed, 2 errors" in done.stdout, "processes and threads are blamed on their test"
+    assert "sleep 30" in done.stdout
     _, found, end = done.stdout.partition("left behind by the session")
     assert found, done.stdout
-    for name in ("sleep 30", "thread holdfast-left", "socket:", str(shared), "memfd:left"):
+    for name in ("thread holdfast-left", "socket:", str(shared), "memfd:left"):
         assert name in end
     assert ("gw0: " in end) == (workers == 1)
 

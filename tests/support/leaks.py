@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import re
 import signal
 import threading
@@ -154,6 +155,12 @@ class Snapshot:
         """One line for each new process and thread; cheap."""
         new = [f"process {pid}: {command}" for pid, command in children().items() if pid not in self.children]
         return new + [f"thread {thread.name}" for thread in threads() - self.threads]
+
+    def kill_children(self, but: int | None) -> None:
+        """Kill each new process, so that the tests that follow have the machine for themselves."""
+        for pid in children().keys() - self.children - {but}:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def _descriptors(self) -> list[str]:
         known = self.descriptors | _exempt
