@@ -132,7 +132,7 @@ async def test_the_server_frees_the_sessions_of_a_client_that_is_killed(start: C
         child = start(play, server.url)
         assert await asyncio.to_thread(child.hear) == "there"
         async with EnvironmentClient(server.url) as client:
-            with pytest.raises(EnvironmentBusy):
+            with pytest.raises(EnvironmentBusy, match="all of the 1 session of test are taken"):
                 await client.reset(0)
         child.kill()
         async with asyncio.timeout(20.0):

@@ -27,7 +27,6 @@ from holdfast.rl.environments.local import LocalSession
 from holdfast.rl.environments.server import EnvironmentServer
 from holdfast.rl.environments.session import EnvironmentSession
 from holdfast.rl.errors import (
-    EnvironmentBusy,
     EnvironmentDied,
     EnvironmentFailed,
     EnvironmentHung,
@@ -186,22 +185,6 @@ async def test_a_closed_session_is_refused() -> None:
         await client.close()
         with pytest.raises(EnvironmentRefused, match="closed"):
             await client.reset(0)
-
-
-async def test_a_session_more_than_there_are_is_refused_and_one_that_ends_makes_room() -> None:
-    async with EnvironmentServer(Misbehaving, "test", sessions=2) as server:
-        clients = [EnvironmentClient(server.url) for _ in range(3)]
-        await clients[0].reset(0)
-        await clients[1].reset(0)
-        with pytest.raises(EnvironmentBusy, match="all of the 2 sessions of test are taken"):
-            await clients[2].reset(0)
-        await clients[0].close()
-        await until(lambda: server.health().sessions == 1)
-        async with EnvironmentClient(server.url) as another:
-            await another.reset(0)
-        for client in clients[1:]:
-            await client.close()
-        await until(lambda: server.health().sessions == 0)
 
 
 async def test_a_hundred_sessions_leave_nothing() -> None:
