@@ -95,7 +95,6 @@ AS_THEY_COME = {
     "ft/launch/local_launcher.py": "single bytes, and lines are put together from what has come",
     "harness/testbed/netns.py": "single bytes",
     "rl/environments/sandbox/limits.py": "output is taken as it comes, up to its limit",
-    "rl/environments/sandbox/inside/execute.py": "a loop of its own: the sandbox has the standard library alone",
     "rl/environments/sandbox/inside/namespaces.py": "a line that /proc takes at once or not at all",
     "rl/environments/sandbox/inside/template.py": "lines of a pipe and of /proc; a file in memory is read whole",
 }
