@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from holdfast.backends.mpi.world import prepare, start
 from holdfast.comms.arithmetic import REDUCIBLE
 from holdfast.comms.errors import Unsupported
-from holdfast.comms.plugins.hints import Hint
 from holdfast.comms.plugins.spec import API_VERSION, Available, BackendInfo, Capabilities, Unavailable, hookimpl
 from holdfast.comms.tensors.packing import DTYPES, names
 from holdfast.comms.transport.base import Context, Link
@@ -70,15 +69,6 @@ def holdfast_backends() -> list[BackendInfo]:
             probe=probe,
             connect=connect,
             prepare=prepare,
-            hints=(
-                Hint(
-                    "segmented_bytes",
-                    int,
-                    "the bytes from which holdfast's segmented all_reduce runs instead of MPI's",
-                    24 << 20,
-                    least=1,
-                ),
-            ),
             links=(Link(2e-6, 8e9, "mpi"),),
         )
     ]

@@ -23,6 +23,7 @@ from mpi4py import MPI
 
 from holdfast.backends.common.process_memory import permit_peers
 from holdfast.backends.common.tcp_channel import TcpChannel
+from holdfast.backends.common.torch_group import bytes_of
 from holdfast.backends.mpi.handshake import create_group
 from holdfast.backends.mpi.out_of_band import StatusMessage, mailbox
 from holdfast.backends.mpi.under_way import UnderWay, abandoned
@@ -91,9 +92,7 @@ _SUMS = {"sum": MPI.SUM, "avg": MPI.SUM, "premul_sum": MPI.SUM, "product": MPI.P
 _ORDERS = {"min": MPI.MIN, "max": MPI.MAX, "band": MPI.BAND, "bor": MPI.BOR, "bxor": MPI.BXOR}
 _OF_BOOL = {"sum": MPI.MAX, "product": MPI.MIN, **_ORDERS}
 
-Native = tuple[MPI.Datatype, MPI.Op]
-
-_NATIVE: dict[tuple[torch.dtype, str], Native] = {
+_NATIVE: dict[tuple[torch.dtype, str], tuple[MPI.Datatype, MPI.Op]] = {
     **{(dtype, name): (mpi, op) for dtype, mpi in _FLOATS.items() for name, op in _SUMS.items()},
     **{(dtype, name): (mpi, op) for dtype, mpi in _INTEGERS.items() for name, op in (_SUMS | _ORDERS).items()},
     **{(torch.bool, name): (MPI.UINT8_T, op) for name, op in _OF_BOOL.items()},
@@ -118,7 +117,6 @@ class MpiTransport(MessageTransport):
         self._epoch = context.epoch
         self._prepared: dict[tuple[torch.dtype, str, int], OpCall] = {}
         self._requests: list[tuple[MPI.Prequest, bytearray]] = []
-        self._segmented_bytes: int = context.hints.get("segmented_bytes", SEGMENTED_BYTES)
         self._error: HoldfastError | None = None
         self._ending = threading.RLock()  # a signal handler may abort in the middle of an abort
         here = sum(peer.host == context.peers[context.rank].host for peer in context.peers)
@@ -335,7 +333,7 @@ class MpiTransport(MessageTransport):
     # -- reductions
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, deadline: float) -> None:
-        large = tensor.nbytes >= self._segmented_bytes and self.size > 1
+        large = tensor.nbytes >= SEGMENTED_BYTES and self.size > 1
         call = None if large else self._all_reduce_call(tensor.dtype, op, tensor.nbytes)
         if call is None and not large:
             super().all_reduce(tensor, op, deadline)
@@ -356,7 +354,7 @@ class MpiTransport(MessageTransport):
         the same persistent ones in the same order. They do: each is made by the first such op, on the fast path or the
         slow one.
         """
-        form, kind, stage = (dtype, op.name, nbytes), _native_op(dtype, op), None
+        form, kind, stage = (dtype, op.name, nbytes), _NATIVE.get((dtype, op.name)), None
         if kind is None or form in self._prepared:
             return self._prepared.get(form)
         mpi, reduce = kind
@@ -389,7 +387,7 @@ class MpiTransport(MessageTransport):
         return self._prepared[form]
 
     def reduce(self, tensor: Tensor, dst: int, op: ReduceOp, deadline: float) -> None:
-        kind = _native_op(tensor.dtype, op)
+        kind = _NATIVE.get((tensor.dtype, op.name))
         if kind is None:
             super().reduce(tensor, dst, op, deadline)
             return
@@ -406,7 +404,7 @@ class MpiTransport(MessageTransport):
         arithmetic.postscale(tensor, op, self.size)
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp, deadline: float) -> None:
-        kind = _native_op(output.dtype, op)
+        kind = _NATIVE.get((output.dtype, op.name))
         if kind is None or sum(tensor.nbytes for tensor in inputs) >= SCATTERED_BYTES:
             super().reduce_scatter(output, inputs, op, deadline)
             return
@@ -481,7 +479,7 @@ class MpiTransport(MessageTransport):
 
     def function(self, plan: OpPlan) -> Callable[..., None]:
         reduction, dtype = plan.reduction, plan.dtype
-        if plan.op != "all_reduce" or plan.nbytes >= self._segmented_bytes or reduction is None or dtype is None:
+        if plan.op != "all_reduce" or plan.nbytes >= SEGMENTED_BYTES or reduction is None or dtype is None:
             return Transport.function(self, plan)
         call = None
         if reduction.name not in arithmetic.SCALED:
@@ -562,21 +560,12 @@ class MpiTransport(MessageTransport):
         return request is not None and request.Test()
 
 
-def _native_op(dtype: torch.dtype, op: ReduceOp) -> Native | None:
-    """MPI's datatype and operation; None where MPI has none, or its results differ from torch's."""
-    return _NATIVE.get((dtype, op.name))
-
-
-Counts = tuple[list[int], list[int]]
-"""Sizes and offsets, one of each per rank."""
-
-
 def buffer_of(tensor: Tensor) -> MPI.buffer:
     """The memory of a contiguous tensor. The caller keeps the tensor."""
     return MPI.buffer.fromaddress(*span(tensor))
 
 
-def counts(sizes: Sequence[int]) -> Counts:
+def counts(sizes: Sequence[int]) -> tuple[list[int], list[int]]:
     """Sizes, and the offset at which each begins."""
     return list(sizes), [0, *accumulate(sizes)][:-1]
 
@@ -599,7 +588,7 @@ def gathered_buffer(tensors: Sequence[Tensor]) -> tuple[MPI.buffer, object]:
     """One buffer with the bytes of all tensors, and the object that the caller has to keep."""
     if (memory := adjacent(tensors)) is not None:
         return memory, tensors
-    staged = torch.cat([_bytes(tensor) for tensor in tensors])
+    staged = torch.cat([bytes_of(tensor) for tensor in tensors])
     return buffer_of(staged), staged
 
 
@@ -617,9 +606,5 @@ def copy_out(staged: Tensor | None, tensors: Sequence[Tensor]) -> None:
         return
     start = 0
     for tensor in tensors:
-        _bytes(tensor).copy_(staged[start : start + tensor.nbytes])
+        bytes_of(tensor).copy_(staged[start : start + tensor.nbytes])
         start += tensor.nbytes
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import starmap
 
 from mpi4py import MPI
@@ -45,18 +46,11 @@ abandoned = UnderWay()
 """What its communicator has given up. It is settled when a communicator begins or ends."""
 
 
-def ended(request: MPI.Request) -> bool:
-    """Whether a request has ended, with success or not."""
-    try:
-        return request.Test()
-    except MPI.Exception:
-        return True
-
-
 def _released(request: MPI.Request) -> bool:
-    """Whether a request has ended. A persistent one, which outlives its ops, is freed."""
-    if not ended(request):
-        return False
+    """Whether a request has ended, with success or not. A persistent one, which outlives its ops, is freed."""
+    with suppress(MPI.Exception):
+        if not request.Test():
+            return False
     if request != MPI.REQUEST_NULL:
         request.Free()
     return True

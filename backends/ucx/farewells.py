@@ -24,8 +24,6 @@ from holdfast.comms.errors import CorruptData
 from holdfast.comms.tensors.packing import DTYPE_CODE, DTYPES
 from holdfast.comms.transport.base import Link
 
-CLOSED, ABORTED = 0, 1
-_HELLO, _MET = 2, 3
 _NOTICE = 1 << 63
 _RANK_SHIFT, _EPOCH_SHIFT, _DTYPE_SHIFT = 46, 37, 31
 _EPOCHS = 1 << _RANK_SHIFT - _EPOCH_SHIFT
@@ -37,7 +35,7 @@ WORDS = 200
 _SEND_SECONDS = 0.02
 
 
-class WorkerHello(msgspec.Struct, frozen=True):
+class WorkerHello(msgspec.Struct, frozen=True, tag="hello"):
     """The first message of a rank.
 
     `name` is that of its worker. It carries the `Context.connect_payload`, and the cost of a message (`link`; that of
@@ -52,10 +50,20 @@ class WorkerHello(msgspec.Struct, frozen=True):
     broken: str
 
 
-class HelloReceived(msgspec.Struct, frozen=True):
+class HelloReceived(msgspec.Struct, frozen=True, tag="met"):
     """The second message over a new link, from the lower of the two ranks. `worker`: the name of its worker."""
 
     worker: bytes
+
+
+class Farewell(msgspec.Struct, frozen=True, tag="farewell"):
+    """The last message of a rank. `aborted`: it ends the communicator for all; else it has closed it."""
+
+    aborted: bool
+    why: str
+
+
+Notice = WorkerHello | HelloReceived | Farewell
 
 
 class Tags:
@@ -92,8 +100,8 @@ def _rank_of(tag: int) -> int:
 class Notices:
     """Sends the notices of this rank and receives those of the others.
 
-    `hellos`, `mets`, and `left`: rank -> (CLOSED or ABORTED, why, when). A malformed notice is kept as an error, which
-    `check` raises: this rank continues to receive, and can still send its farewell.
+    `hellos`, `mets` and `left` are by rank; the last also has when a farewell came. A malformed notice is kept as an
+    error, which `check` raises: this rank continues to receive, and can still send its farewell.
     """
 
     def __init__(self, worker: UcxWorker, rank: int, tags: Tags) -> None:
@@ -108,7 +116,7 @@ class Notices:
         self._request = 0
         self.hellos: dict[int, WorkerHello] = {}
         self.mets: dict[int, HelloReceived] = {}
-        self.left: dict[int, tuple[int, str, float]] = {}
+        self.left: dict[int, tuple[Farewell, float]] = {}
         self._corrupt: CorruptData | None = None
         self._listen()
 
@@ -143,21 +151,20 @@ class Notices:
     def _note(self) -> None:
         rank = int(_rank_of(self._info.sender_tag))
         try:
-            kind, body = parse(bytes(self._ffi.buffer(self._buffer, self._info.length)))
+            notice = parse(bytes(self._ffi.buffer(self._buffer, self._info.length)))
         except CorruptData as error:
             self._corrupt = self._corrupt or error.with_traceback(None)
             return
-        if isinstance(body, WorkerHello):
-            self.hellos[rank] = body
-        elif isinstance(body, HelloReceived):
-            self.mets[rank] = body
+        if isinstance(notice, WorkerHello):
+            self.hellos[rank] = notice
+        elif isinstance(notice, HelloReceived):
+            self.mets[rank] = notice
         else:
-            self.left[rank] = (kind, body, time.monotonic())
+            self.left[rank] = (notice, time.monotonic())
 
     def send_hello(self, endpoint: Any, hello: WorkerHello) -> None:
         """Send a hello to one peer."""
-        text = bytes([_HELLO]) + msgspec.msgpack.encode(hello)
-        kept = self._ffi.from_buffer(text)
+        kept = self._ffi.from_buffer(msgspec.msgpack.encode(hello))
         request = self._send(endpoint, kept)
         if request > 0:
             self._worker.give_up(request, kept)
@@ -169,18 +176,19 @@ class Notices:
         after the peer's hello: UCX (1.22) ends a process when a peer that it has no endpoint to asks it to connect and
         the memory of that peer is already gone.
         """
-        kept = self._ffi.from_buffer(bytes([_MET]) + msgspec.msgpack.encode(met))
+        kept = self._ffi.from_buffer(msgspec.msgpack.encode(met))
         request = self._send(endpoint, kept, synchronous=True)
         if request > 0:
             self._worker.abandon(kept)
         return request
 
-    def send_farewell(self, endpoints: Iterable[Any], kind: int, why: str) -> None:
+    def send_farewell(self, endpoints: Iterable[Any], aborted: bool, why: str) -> None:
         """Tell every peer that this rank leaves, and why; only the first call does. Returns within milliseconds."""
         if self._said:
             return
         self._said = True
-        kept = self._ffi.from_buffer(bytes([kind]) + why.encode()[: _NOTE_BYTES - 64])
+        why = why.encode()[: _NOTE_BYTES - 64].decode(errors="ignore")
+        kept = self._ffi.from_buffer(msgspec.msgpack.encode(Farewell(aborted, why)))
         requests = [self._send(endpoint, kept) for endpoint in endpoints]
         self._worker.progress()
         if [each for each in requests if not self._worker.finish(each, _SEND_SECONDS / len(requests))]:
@@ -199,16 +207,9 @@ class Notices:
             self._request = 0
 
 
-def parse(text: bytes) -> tuple[int, WorkerHello | HelloReceived | str]:
-    """Parse a notice into its kind and body. Raises `CorruptData`."""
-    kind, body = text[:1], text[1:]
+def parse(text: bytes) -> Notice:
+    """Parse a notice. Raises `CorruptData`."""
     try:
-        if kind == bytes([_HELLO]):
-            return _HELLO, msgspec.msgpack.decode(body, type=WorkerHello)
-        if kind == bytes([_MET]):
-            return _MET, msgspec.msgpack.decode(body, type=HelloReceived)
-    except msgspec.DecodeError as error:
-        raise CorruptData(f"a peer's hello over ucx cannot be read: {error}") from error
-    if kind in (bytes([CLOSED]), bytes([ABORTED])):
-        return kind[0], body.decode(errors="replace")
-    raise CorruptData(f"a peer sent a notice over ucx that is neither hello nor farewell: {text[:16]!r}")
+        return msgspec.msgpack.decode(text, type=Notice)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CorruptData(f"a peer sent a notice over ucx that is neither hello nor farewell: {error}") from error

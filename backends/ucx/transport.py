@@ -20,7 +20,7 @@ import torch
 from holdfast.backends.common.process_memory import permit_peers
 from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.endpoints import Connections, PeerLink
-from holdfast.backends.ucx.farewells import ABORTED, CLOSED, Notices, Tags
+from holdfast.backends.ucx.farewells import Notices, Tags
 from holdfast.backends.ucx.onesided import RankChannel
 from holdfast.backends.ucx.worker import TURNS, ProgressThread
 from holdfast.comms.algorithms.message_passing.exchange import Posted
@@ -212,9 +212,11 @@ class UcxTransport(MessageTransport):
                 if waiting:
                     self._wait(waiting, deadline, op, seq)
                 if senders := {each.peer for each in messages if each.receives and each.nbytes > _EAGER_BYTES}:
-                    self._check_senders(senders)
+                    # a rank sends its farewell before it releases its memory: what was read before that is good
+                    self._take_in(turns=16)
+                    self._check_aborted(senders)
             except HoldfastError as error:
-                self._leave(ABORTED, str(error))
+                self._leave(True, str(error))
                 raise
 
     def _wait(self, waiting: list[PendingMessage], deadline: float, op: str, seq: int) -> None:
@@ -271,11 +273,11 @@ class UcxTransport(MessageTransport):
         gone = tuple(rank for rank in dead if rank not in left)
         if gone:
             raise PeerFailed(gone, "the kernel says that the process is gone")
-        for rank, (kind, why, when) in left.items():
-            if kind == ABORTED and (rank in missing or time.monotonic() - when > _GRACE_SECONDS):
-                raise Revoked(self.epoch, f"rank {rank} aborted: {why}")
+        for rank, (farewell, when) in left.items():
+            if farewell.aborted and (rank in missing or time.monotonic() - when > _GRACE_SECONDS):
+                raise Revoked(self.epoch, f"rank {rank} aborted: {farewell.why}")
             if rank in missing:
-                raise PeerFailed((rank,), f"it left the communicator: {why}")
+                raise PeerFailed((rank,), f"it left the communicator: {farewell.why}")
         for rank, why in self._broken():
             raise PeerFailed((rank,), f"its connection broke: {why}")
 
@@ -287,11 +289,9 @@ class UcxTransport(MessageTransport):
     def _check_aborted(self, ranks: Iterable[int]) -> None:
         """Raise if one of `ranks` has said that it aborted."""
         self.notices.check()
-        left = self.notices.left
         for rank in ranks:
-            kind, why, _ = left.get(rank, (CLOSED, "", 0.0))
-            if kind == ABORTED:
-                raise Revoked(self.epoch, f"rank {rank} aborted: {why}")
+            if (left := self.notices.left.get(rank)) is not None and left[0].aborted:
+                raise Revoked(self.epoch, f"rank {rank} aborted: {left[0].why}")
 
     def _broken(self) -> list[tuple[int, str]]:
         """The ranks that lost their connection before they left, and why."""
@@ -302,14 +302,6 @@ class UcxTransport(MessageTransport):
             for rank, link in self.links.items()
             if link.key in broken and rank not in self.notices.left
         ]
-
-    def _check_senders(self, ranks: set[int]) -> None:
-        """Raise if one of `ranks` has aborted.
-
-        A rank sends its farewell before it releases its memory, so what was read before that is good.
-        """
-        self._take_in(turns=16)
-        self._check_aborted(ranks)
 
     # -- windows
 
@@ -347,17 +339,19 @@ class UcxTransport(MessageTransport):
         self._wake.wake()
         if self._lock.acquire(timeout=1.0):
             try:
-                self._leave(ABORTED, str(error))
+                self._leave(True, str(error))
             finally:
                 self._lock.release()
 
-    def _leave(self, kind: int, why: str) -> None:
+    def _leave(self, aborted: bool, why: str) -> None:
         if self.connections is None or self._worker.lost_descriptors:
             return
         dead = self.liveness.dead()
         self.notices.poll()
         away = {*dead, *self.notices.left}
-        self.notices.send_farewell([link.endpoint for rank, link in self.links.items() if rank not in away], kind, why)
+        self.notices.send_farewell(
+            [link.endpoint for rank, link in self.links.items() if rank not in away], aborted, why
+        )
 
     def hand_over(self, peers: Collection[Peer]) -> Connections | None:
         """Hand over the connections to the next epoch of `peers`, with nothing of this one under way.
@@ -428,11 +422,11 @@ class UcxTransport(MessageTransport):
             connections.close()
             return
         if self._error is None and not self._pending:
-            self._leave(CLOSED, "closed")
+            self._leave(False, "closed")
             if not self.liveness.dead():
                 self._worker.flush([link.endpoint for link in self.links.values()], _FLUSH_SECONDS)
         else:
-            self._leave(ABORTED, str(self._error))
+            self._leave(True, str(self._error))
         self.notices.close()
         self._drop_pending()
         connections.close()

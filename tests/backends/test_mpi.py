@@ -275,20 +275,6 @@ def test_small_sums_are_right_for_more_kinds_than_are_prepared() -> None:
                 assert prepared == most
 
 
-def _kinds_that_mpi_reduced_itself(comm: Communicator) -> int:
-    with comm.split([0, 1], hints={"segmented_bytes": 64}) as part:
-        assert part is not None
-        small, large = torch.ones(8), torch.full((16,), 2.0)
-        for tensor in (small, large, small):
-            part.all_reduce(tensor)
-        assert small.tolist() == [4.0] * 8 and large.tolist() == [4.0] * 16
-        return len(part.transport._prepared)  # type: ignore[attr-defined]
-
-
-def test_a_hint_says_from_which_size_on_a_sum_is_segmented(two: LocalCluster) -> None:
-    assert two.run(_kinds_that_mpi_reduced_itself) == [1, 1]
-
-
 def test_prepared_sums_end_with_their_communicator(tmp_path: Path) -> None:
     """A hundred times: closed in order, aborted in the middle of an op, or never finished. Nothing is left."""
 
