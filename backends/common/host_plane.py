@@ -29,7 +29,7 @@ from typing import ClassVar
 import msgspec
 import torch
 
-from holdfast.backends.common.process_memory import permit_peers, read_process, write_process
+from holdfast.backends.common.process_memory import permit_peers, put_on_huge_pages, read_process, write_process
 from holdfast.backends.common.region_table import (
     WRITABLE,
     RegionTable,
@@ -45,7 +45,6 @@ from holdfast.backends.common.shareable_memory import (
     allocate_shareable,
     descriptor_of,
     is_lent,
-    move_to_huge_pages,
     run_in_threads,
     thread_count,
 )
@@ -172,7 +171,7 @@ class HostPlane(MemoryPlane):
         return empty(nbytes, torch.uint8)
 
     def improve(self, memory: torch.Tensor) -> None:
-        move_to_huge_pages(memory, self._check_open)
+        put_on_huge_pages(memory.data_ptr(), memory.nbytes, look=self._check_open)
 
     def is_lent(self, memory: torch.Tensor) -> bool:
         return is_lent(memory)
@@ -412,20 +411,34 @@ class _OwnRegion:
             raise region_closed(os.getpid())
 
 
-class _Reader:
+class _RemoteRegion:
     """A region found in the table of another process. For one thread at a time."""
 
-    def __init__(self, plane: str, address: TableAddress, reuse: Callable[[_Reader, bool], None]) -> None:
-        self._plane = plane
-        self._pid, self._generation, self._reuse = address.owner.pid, address.generation, reuse
-        row = address.row
+    def __init__(self, plane: str, address: TableAddress) -> None:
+        self._plane, self._pid, self._generation, self._row = plane, address.owner.pid, address.generation, address.row
         self._words = _Words()
-        seen = ctypes.addressof(self._words)
-        _run(self._plane, read_process, self._pid, seen, row, 32)
-        self._check()
+        self._seen = ctypes.addressof(self._words)
+        self._look()
         _, self._memory, self.nbytes, self.flags = self._words
+
+    def _look(self) -> None:
+        """Read the row anew. Raises `RegionGone` if the region is closed."""
+        _run(self._plane, read_process, self._pid, self._seen, self._row, 32)
+        self._check()
+
+    def _check(self) -> None:
+        if self._words[0] != self._generation:
+            raise region_closed(self._pid)
+
+
+class _Reader(_RemoteRegion):
+    """A region to read from."""
+
+    def __init__(self, plane: str, address: TableAddress, reuse: Callable[[_Reader, bool], None]) -> None:
+        super().__init__(plane, address)
+        self._reuse = reuse
         self._words[1] = self._generation
-        self._before, self._after = (seen, row, 8), (seen + 8, row, 8)
+        self._before, self._after = (self._seen, self._row, 8), (self._seen + 8, self._row, 8)
         """Reads of the generation, before and after a block."""
 
     def move(self, block: BlockCopy) -> None:
@@ -440,41 +453,26 @@ class _Reader:
         """End the access; `unharmed` if the copy ended without an error."""
         self._reuse(self, unharmed)
 
-    def _check(self) -> None:
-        if self._words[0] != self._generation:
-            raise region_closed(self._pid)
 
-
-class _Writer:
+class _Writer(_RemoteRegion):
     """A region to write to: each block is written under a lock that the owner's `close` waits for."""
 
     def __init__(self, plane: str, address: TableAddress) -> None:
-        self._plane = plane
-        self._pid, self._generation, self._slot = address.owner.pid, address.generation, address.slot
-        self._words, self._row = _Words(), address.row
-        self._open = ExitStack()
-        with ExitStack() as undo:
-            self._descriptor = undo.enter_context(open_table(plane, address))
-            self._look()
-            _, self._memory, self.nbytes, flags = self._words
-            if not flags & WRITABLE:
-                raise read_only()
-            self._open = undo.pop_all()
+        super().__init__(plane, address)
+        if not self.flags & WRITABLE:
+            raise read_only()
+        self._slot, self._open = address.slot, ExitStack()
+        self._table = self._open.enter_context(open_table(plane, address))
 
     def move(self, block: BlockCopy) -> None:
         """Write one block. Raises `RegionGone`, without writing, if the region is closed."""
-        with held_open(self._descriptor, self._slot, time.monotonic() + LOCK_SECONDS):
+        with held_open(self._table, self._slot, time.monotonic() + LOCK_SECONDS):
             self._look()
             _run(self._plane, write_process, self._pid, block.address, self._memory + block.offset, block.nbytes)
         self._look()
 
     def release(self, unharmed: bool) -> None:
         self._open.close()
-
-    def _look(self) -> None:
-        _run(self._plane, read_process, self._pid, ctypes.addressof(self._words), self._row, 32)
-        if self._words[0] != self._generation:
-            raise region_closed(self._pid)
 
 
 def read_only() -> Unsupported:

@@ -7,8 +7,10 @@ stopped.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from holdfast.comms import _native
@@ -29,14 +31,18 @@ _MADV_COLLAPSE = 25  # since Linux 6.1
 _AT_ONCE = 8 * HUGE_PAGE
 
 
-def put_on_huge_pages(address: int, nbytes: int, seconds: float) -> int:
+def put_on_huge_pages(
+    address: int, nbytes: int, seconds: float = math.inf, look: Callable[[], None] = lambda: None
+) -> int:
     """Move this process's memory to huge pages where they fit, within `seconds` (64 MiB take 0.04 to 0.3).
 
-    The contents do not change; memory that the kernel cannot move stays where it is. Returns the bytes that lie there.
+    The contents do not change; memory that the kernel cannot move, such as that which a device has pinned, stays where
+    it is. `look`, which may raise, is called now and then. Returns the bytes that lie there.
     """
     moved = 0
     until, end = time.monotonic() + seconds, (address + nbytes) // HUGE_PAGE * HUGE_PAGE
     for begin in range(-(-address // HUGE_PAGE) * HUGE_PAGE, end, _AT_ONCE):
+        look()
         if time.monotonic() > until:
             break
         length = min(_AT_ONCE, end - begin)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
-import math
 import mmap
 import os
 import threading
@@ -82,7 +81,7 @@ def allocate_shareable(nbytes: int, look: Callable[[], None]) -> torch.Tensor:
                     began = time.monotonic()
                     for first in range(at, at + piece - HUGE_PAGE + 1, HUGE_PAGE):
                         memory[first] = 0  # a huge page comes only where a page is
-                    put_on_huge_pages(address + at, piece, math.inf)
+                    put_on_huge_pages(address + at, piece)
                     late += time.monotonic() - began - piece / _SLOWEST_MOVE
                 os.posix_fallocate(descriptor, at, piece)  # the rest: faster than to touch page by page
                 advise(address + at, piece, _POPULATE_WRITE)
@@ -97,16 +96,6 @@ def allocate_shareable(nbytes: int, look: Callable[[], None]) -> torch.Tensor:
         _descriptors[key] = owned
     weakref.finalize(memory, _forget, key, owned).atexit = False
     return tensor
-
-
-def move_to_huge_pages(tensor: torch.Tensor, look: Callable[[], None]) -> None:
-    """Move memory of `allocate_shareable` to huge pages, also while it is used; `look` is called now and then.
-
-    Its contents stay. What the kernel cannot move, such as memory that a device has pinned, stays where it is.
-    """
-    for at in range(0, tensor.nbytes, SHARE_BYTES):
-        look()
-        put_on_huge_pages(tensor.data_ptr() + at, min(SHARE_BYTES, tensor.nbytes - at), math.inf)
 
 
 def _forget(key: tuple[int, int], descriptor: OwnedDescriptor) -> None:

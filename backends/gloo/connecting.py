@@ -20,7 +20,6 @@ import struct
 import termios
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -163,14 +162,6 @@ abandoned_groups: list[Any] = []
 """Groups with an op that never ends: to destroy one would wait for it."""
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectedGroup:
-    """The group, and duplicates of its connections. It accepts no further ones."""
-
-    group: Any
-    connections: list[OwnedDescriptor]
-
-
 class _RecordingStore(dist.Store):
     """The keys of one attempt. It keeps what gloo published for this rank, and what gloo read of the others."""
 
@@ -217,8 +208,10 @@ def _sizes(value: bytes) -> tuple[int, int] | None:
     return (address, rest) if rest >= 0 else None
 
 
-def connect_group(context: Context, liveness: Liveness) -> ConnectedGroup:
-    """Make the group; collective. Raises `OpTimeout` at the deadline, `PeerFailed`, and what `context.over` returns."""
+def connect_group(context: Context, liveness: Liveness) -> tuple[Any, list[OwnedDescriptor]]:
+    """Make the group, which accepts no further connections; returns it, and duplicates of its own. Collective.
+
+    Raises `OpTimeout` at the deadline, `PeerFailed`, and what `context.over` returns."""
     for number in itertools.count():
         made = _Attempt(context, liveness, number).run()
         if made is not None:
@@ -238,7 +231,7 @@ class _Attempt:
         self._prefix = f"gloo/{number}/"
         self._began = time.monotonic()
 
-    def run(self) -> ConnectedGroup | None:
+    def run(self) -> tuple[Any, list[OwnedDescriptor]] | None:
         """Connect; None if this attempt is over for all ranks, and the next one begins."""
         context = self._context
         store = _RecordingStore(context.store, self._prefix + "group/")
@@ -264,7 +257,7 @@ class _Attempt:
             finally:
                 for listener in listeners:
                     listener.close()
-            return ConnectedGroup(group, connections)
+            return group, connections
         except _AttemptOver:
             return None
         except HoldfastError:

@@ -107,11 +107,10 @@ class GlooTransport(TorchGroup):
         self._windows_over: HoldfastError | None = None
         super().__init__(context)
         try:
-            connected = connect_group(context, self._liveness)
+            self._group, self._sockets = connect_group(context, self._liveness)
         except BaseException:
             self._forget_peers()
             raise
-        self._group, self._sockets = connected.group, connected.connections
         forks.reset_in_children(self)
         self._watch_peers("gloo")
 

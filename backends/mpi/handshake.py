@@ -11,7 +11,6 @@ import binascii
 import os
 import time
 import uuid
-from dataclasses import dataclass
 
 import msgspec
 from mpi4py import MPI
@@ -33,17 +32,10 @@ class _MpiProcess(msgspec.Struct, frozen=True):
     token: str
 
 
-@dataclass(frozen=True, slots=True)
-class MpiGroup:
-    """The communicator, its name, and the process of each rank in MPI_COMM_WORLD."""
+def create_group(context: Context, liveness: Liveness) -> tuple[MPI.Intracomm, str, tuple[int, ...]]:
+    """Make the communicator; collective. Returns it, its name, and the process of each rank in MPI_COMM_WORLD.
 
-    comm: MPI.Intracomm
-    token: str
-    processes: tuple[int, ...]
-
-
-def create_group(context: Context, liveness: Liveness) -> MpiGroup:
-    """Make the communicator; collective. Raises `Mismatch`, `OpTimeout`, `PeerFailed`."""
+    Raises `Mismatch`, `OpTimeout`, `PeerFailed`."""
     world = MPI.COMM_WORLD
     failed = world.Get_failed()
     card = _MpiProcess(os.environ.get("PMIX_NAMESPACE", ""), world.rank, failed.size > 0, uuid.uuid4().hex)
@@ -68,7 +60,7 @@ def create_group(context: Context, liveness: Liveness) -> MpiGroup:
         return comm
 
     try:
-        return MpiGroup(bounded(create, context.deadline, liveness), token, processes)
+        return bounded(create, context.deadline, liveness), token, processes
     except MPI.Exception as error:
         raise _explain(error, liveness) from error
     finally:

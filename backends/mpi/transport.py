@@ -134,12 +134,11 @@ class MpiTransport(MessageTransport):
         self._liveness = Liveness(context.peers, context.rank, context.over)
         try:
             super().__init__(context, context.link("mpi"))
-            meeting = create_group(context, self._liveness)
+            self._comm, self._token, processes = create_group(context, self._liveness)
         except BaseException:
             self._liveness.close()
             raise
-        self._token, self._comm = meeting.token, meeting.comm
-        self._others = [process for rank, process in enumerate(meeting.processes) if rank != context.rank]
+        self._others = [process for rank, process in enumerate(processes) if rank != context.rank]
         self._peers = context.peers
         self._service: RequestService | None = None
         self._run = self._op_call(

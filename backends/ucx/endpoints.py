@@ -127,4 +127,4 @@ class Connections:
 def warm_up() -> None:
     """Make a worker and drop it: UCX loads its transports for the first one, which takes four times as long."""
     with contextlib.suppress(HoldfastError):  # connecting reports an error that still holds
-        UcxWorker(libucp.FEATURE_TAG, Transports.choose(one_host=True)).close()
+        UcxWorker(libucp.FEATURE_TAG, Transports.choose(one_host=True), lambda key, why: None).close()

@@ -210,6 +210,7 @@ class Notices:
 def parse(text: bytes) -> Notice:
     """Parse a notice. Raises `CorruptData`."""
     try:
-        return msgspec.msgpack.decode(text, type=Notice)
+        notice: Notice = msgspec.msgpack.decode(text, type=Notice)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CorruptData(f"a peer sent a notice over ucx that is neither hello nor farewell: {error}") from error
+    return notice

@@ -193,7 +193,7 @@ class NetworkPlane(HostPlane):
 
     def _begin(self) -> None:
         super()._begin()
-        self._over = Transports.choose(one_host=True).connecting_in_background()
+        self._over = Transports.choose(one_host=True)
         self._opened: Any = None
 
     def reset_in_child(self) -> None:

@@ -13,7 +13,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +50,11 @@ _LACKING = frozenset(
 """The statuses with which UCX fails if this process lacks a resource."""
 _HERE = {"RNDV_SCHEME": "get_zcopy", "POSIX_RX_BUFS_GROW": "300"}
 """One chunk of buffers in /dev/shm: 2.5 MB a worker, where UCX's default of 512 buffers takes 4.3 MB."""
-_TCP_OPTIONS = {"TCP_TX_SEG_SIZE": "256k", "TCP_RX_SEG_SIZE": "256k"}
-"""Bytes that one send or receive of a socket moves: with UCX's 8 KiB, large payloads take three times as long."""
-_CONNECT_IN_BACKGROUND = {"TCP_CONN_NB": "y"}
-"""Else making an endpoint to a host that is cut off blocks for minutes, without a deadline."""
+_TCP_OPTIONS = {"TCP_TX_SEG_SIZE": "256k", "TCP_RX_SEG_SIZE": "256k", "TCP_CONN_NB": "y"}
+"""Bytes that one send or receive of a socket moves: with UCX's 8 KiB, large payloads take three times as long.
+
+And connecting in the background: else making an endpoint to a host that is cut off blocks for minutes.
+"""
 _CLOSE_SECONDS = 0.2
 _PAUSE_MILLISECONDS = 2
 _IDLE_MILLISECONDS = 500
@@ -96,11 +97,6 @@ class Transports:
         if loopback and not local and "UCX_NET_DEVICES" not in os.environ:
             options["NET_DEVICES"] = "lo"
         return Transports(tls, options, local, bool(names & {"tcp", "all"}) or tls.startswith("^"))
-
-    def connecting_in_background(self) -> Transports:
-        """The same transports; a connection that cannot be made fails later, and blocks no call until then."""
-        more = {name: value for name, value in _CONNECT_IN_BACKGROUND.items() if f"UCX_{name}" not in os.environ}
-        return self if self.local else replace(self, options={**self.options, **more})
 
 
 _in_use = 0
@@ -179,14 +175,14 @@ class UcxWorker:
     `reports_failures` says whether broken connections are reported, to `failed`: no transport over shared memory can.
     """
 
-    def __init__(self, features: int, over: Transports, failed: Failed | None = None) -> None:
+    def __init__(self, features: int, over: Transports, failed: Failed) -> None:
         self.lib: Libucp = library()
         self._ffi, self._call = self.lib.ffi, self.lib.call
         _check_fork(over)
         _check_resources(over)
         self.over = over
-        self.reports_failures = failed is not None and not (_SHARED_MEMORY | {"all"}) & set(over.tls.split(","))
-        self.failed = failed
+        self.reports_failures = not (_SHARED_MEMORY | {"all"}) & set(over.tls.split(","))
+        self._failed = failed
         self._on_failure = self._ffi.callback("ucp_err_handler_cb_t", self._endpoint_failed)
         self._endpoints: list[Endpoint] = []
         self.event_fd: OwnedDescriptor | None = None
@@ -260,8 +256,7 @@ class UcxWorker:
         return endpoint[0]
 
     def _endpoint_failed(self, key: Any, _endpoint: Any, status: int) -> None:
-        if self.failed is not None:
-            self.failed(int(self._ffi.cast("intptr_t", key)), self.lib.text(status))
+        self._failed(int(self._ffi.cast("intptr_t", key)), self.lib.text(status))
 
     @property
     def lost_descriptors(self) -> bool:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import torch.distributed as dist
@@ -32,24 +33,28 @@ def group_store(store: dist.Store, prefix: str, timeout: float) -> MeetingStore:
 
 
 @contextlib.contextmanager
-def checked_members(store: MeetingStore, name: str, members: Sequence[int], world: int) -> Iterator[None]:
-    """A context in which to connect the group `name` of the global ranks `members`.
+def checked_members(given: Any) -> Iterator[None]:
+    """A context in which to connect the group that torch's `new_group` describes; the default group has all ranks.
 
-    `store` is that of the group, `world` the number of global ranks. If connecting fails, and another rank makes a
-    group of that name with other members, raises `Mismatch` in place of the error.
+    If connecting fails, and another rank makes a group of that name with other members, raises `Mismatch` in place of
+    the error.
     """
-    rank = dist.get_rank()
-    store.set(f"{_MEMBERS}/{rank}", msgspec.json.encode(list(members)).decode())
+    if not dist.is_initialized():
+        yield
+        return
+    store = group_store(given.store, "new-group", given.timeout.total_seconds())
+    name, members, rank = given.group_id, list(given.global_ranks_in_group), dist.get_rank()
+    store.set(f"{_MEMBERS}/{rank}", msgspec.json.encode(members).decode())
     try:
         yield
     except HoldfastError as error:
-        others = {other: _members(store, other) for other in range(world) if other != rank}
-        differing = [(other, theirs) for other, theirs in others.items() if theirs not in (None, list(members))]
+        others = {other: _members(store, other) for other in range(dist.get_world_size()) if other != rank}
+        differing = [(other, theirs) for other, theirs in others.items() if theirs not in (None, members)]
         if not differing:
             raise
         other, theirs = differing[0]
         raise Mismatch(
-            f"new_group() makes group {name!r} of ranks {list(members)} on rank {rank}, and of ranks {theirs} on rank "
+            f"new_group() makes group {name!r} of ranks {members} on rank {rank}, and of ranks {theirs} on rank "
             f"{other}: every rank of the job must call new_group() for every group, in the same order, also for groups "
             "that it is not in; or pass use_local_synchronization=True on the members"
         ) from error

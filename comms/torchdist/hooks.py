@@ -96,10 +96,6 @@ class TorchHooks:
         if self.refuse_nan and (method not in _FROM_ROOT or root == self.rank):
             _check_nan(method, inputs)
         began = datetime.now(UTC)
-        if not (self.before or self.after):
-            work = issue()
-            self._watch(method, number, began, work)
-            return work
         name = _name_of(method)
         if self.before:
             arguments = c10d.PreHookArgs()

@@ -41,14 +41,11 @@ Tensor = torch.Tensor
 
 _HEADER, _PAYLOAD = 0, 1
 """Tags."""
+_READY = ("ready/0", "ready/1")
+"""The keys which the ends (0 sends, 1 receives) set in the channel's store when they first use the channel."""
 _FIRST_LOOK, _LAST_LOOK = 0.0005, 0.02
 _CONNECT_SECONDS = 60.0
 _DAY = 86_400.0
-
-
-def ready_key(end: int) -> str:
-    """The key which an end (0 sends, 1 receives) sets in the channel's store when it first uses the channel."""
-    return f"ready/{end}"
 
 
 class _GivenUp(Exception):
@@ -165,10 +162,10 @@ class ChannelEnd:
         try:
             if self._store is None:
                 self._store = self._stores.of_channel(self._name, self._dst, self._check_abort)
-            if not self._announced and (self._end == 0 or self._store.check([ready_key(0)])):
-                self._store.set(ready_key(self._end), "here")
+            if not self._announced and (self._end == 0 or self._store.check([_READY[0]])):
+                self._store.set(_READY[self._end], "here")
                 self._announced = True
-            if not (self._announced and self._store.check([ready_key(1 - self._end)])):
+            if not (self._announced and self._store.check([_READY[1 - self._end]])):
                 return None
         except PeerFailed as error:
             self._over = self._over or PeerFailed((self.peer,), error.evidence)

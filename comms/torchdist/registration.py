@@ -5,7 +5,6 @@ torch functions that accept only torch's own backends are patched, so that they 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,7 +20,7 @@ from holdfast.comms.communicator import Communicator
 from holdfast.comms.connect import connect
 from holdfast.comms.errors import HoldfastError, Revoked, Unsupported
 from holdfast.comms.plugins.registry import registry
-from holdfast.comms.torchdist.group_store import checked_members, group_store
+from holdfast.comms.torchdist.group_store import checked_members
 from holdfast.comms.torchdist.process_group import (
     AVAILABLE,
     HoldfastBackend,
@@ -69,7 +68,7 @@ def create(given: Any, pg_options: object = None) -> HoldfastProcessGroup:
     options = resolve_options(pg_options, inherited)
     if options.over is not None:
         return SessionProcessGroup(given.store, options.over, options, timeout)
-    with _checked_members(given):
+    with checked_members(given):
         communicator = connect(
             options.backend,
             rank=given.group_rank,
@@ -91,14 +90,6 @@ def _group_over(
     except BaseException:
         communicator.close()
         raise
-
-
-def _checked_members(given: Any) -> contextlib.AbstractContextManager[None]:
-    """`checked_members` for `new_group`; nothing for the default group, which has all ranks."""
-    if not dist.is_initialized():
-        return contextlib.nullcontext()
-    store = group_store(given.store, "new-group", given.timeout.total_seconds())
-    return checked_members(store, given.group_id, given.global_ranks_in_group, dist.get_world_size())
 
 
 def create_for_device(given: Any, pg_options: object = None) -> HoldfastBackend:
