@@ -184,7 +184,7 @@ lightning openenv ray titan torchft trl verl: %: extra-%
 	$(EXTRAS)/$*/bin/python examples/stack/$*/show.py
 
 lightning:  ## Lightning's Trainer over holdfast, beside gloo and with a rank killed
-openenv:  ## our environments at OpenEnv's server and ours: `openenv validate`, and both clients
+openenv:  ## our environments at OpenEnv's server: `openenv validate`, and its client
 ray:  ## tensors between Ray's actors over a memory plane, beside Ray's own ways, and Ray Train over holdfast
 titan:  ## TorchTitan both ways: its models as trainers, ranks killed, and its own Trainer beside gloo
 torchft:  ## two groups of torchft over holdfast, beside gloo and with one killed
