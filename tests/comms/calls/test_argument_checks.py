@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -15,7 +13,7 @@ from hypothesis import strategies as st
 
 from holdfast.comms import Communicator, Recv, Send
 from holdfast.comms.arithmetic import EIGHT_BIT_FLOATS
-from holdfast.comms.collectives import ArgumentChecks, plan_usual
+from holdfast.comms.collectives import ArgumentChecks
 from holdfast.comms.errors import Unsupported
 from holdfast.comms.ops import TAGS, ReduceOp
 from holdfast.comms.plugins.spec import API_VERSION, Available, BackendInfo, Capabilities
@@ -35,59 +33,40 @@ def checks_of(rank: int = 1, size: int = 3, **capabilities: Any) -> ArgumentChec
 checks = checks_of()
 
 
-@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX])
-def test_a_tensor_is_reduced_itself_unless_its_sums_need_a_wider_dtype(op: ReduceOp) -> None:
-    single, half = torch.ones(4), torch.ones(4, dtype=torch.float16)
-    for tensor in (single, half):
-        dtype = checks.reducible(tensor, op)
-        carrier = checks.carrier(tensor, op)
-        assert dtype == carrier.dtype and (dtype == tensor.dtype) == (carrier is tensor)
-        assert checks.reducible(tensor, op) == dtype, "and again, when the dtype is known"
-    assert checks.carrier(single, op) is single
-    assert checks.reducible(torch.ones(4, 2)[:, 0], op) == torch.float32
-    assert (checks.carrier(half, op).dtype == torch.float32) == (op.name == "avg")
-    narrow = checks_of(reduces={"cpu": frozenset({"float16"})})
-    assert narrow.reducible(half, op) == half.dtype, "the backend has no wider dtype"
-    assert narrow.carrier(half, op) is half
-
-
 @pytest.mark.parametrize(
-    ("tensor", "op", "planned"),
+    ("dtype", "op", "carrier", "issued"),
     [
-        (torch.ones(4), ReduceOp.SUM, True),
-        (torch.ones(4), None, True),
-        (torch.ones(4), ReduceOp.premul_sum(3.0), True),
-        (torch.ones(4), ReduceOp.premul_sum(torch.tensor([3.0])), False),
-        (torch.ones(4, 2)[:, 0], ReduceOp.SUM, False),
-        (torch.ones(4, 2)[:, 0], None, False),
-        (torch.ones(4, dtype=torch.float16), ReduceOp.AVG, False),
-        (torch.ones(4).to(torch.float8_e5m2), ReduceOp.MAX, False),
-        (torch.ones(4), "sum", False),
+        ("float32", ReduceOp.SUM, "float32", "sum"),
+        ("float32", ReduceOp.AVG, "float32", "avg"),
+        ("float16", ReduceOp.SUM, "float16", "sum"),
+        ("float16", ReduceOp.AVG, "float32", "premul_sum"),  # inputs are divided before they are added
+        *((str(each).removeprefix("torch."), ReduceOp.MAX, "float32", "max") for each in EIGHT_BIT_FLOATS),
     ],
 )
-def test_only_what_needs_no_copy_has_a_plan_for_the_short_path(tensor: torch.Tensor, op: Any, planned: bool) -> None:
-    transport: Any = SimpleNamespace(board=None, function=lambda plan: plan)
-    name = "broadcast" if op is None else "all_reduce"
-    assert (plan_usual(transport, checks, 30.0, name, tensor, 0, op, False) is not None) == planned
+def test_a_tensor_is_reduced_itself_unless_its_sums_need_a_wider_dtype(
+    dtype: str, op: ReduceOp, carrier: str, issued: str
+) -> None:
+    tensor = torch.ones(4).to(getattr(torch, dtype))
+    for _ in range(2):  # and again, when the dtype is known
+        assert checks.reducible(tensor, op) == getattr(torch, carrier)
+    assert checks.carrier(tensor, op).dtype == getattr(torch, carrier)
+    assert (checks.carrier(tensor, op) is tensor) == (dtype == carrier)
+    assert checks.carrier_op(op, tensor.dtype).name == issued
 
 
-@pytest.mark.parametrize("dtype", EIGHT_BIT_FLOATS, ids=str)
-def test_floats_of_eight_bits_are_reduced_as_float32(dtype: torch.dtype) -> None:
-    tensor = torch.ones(4).to(dtype)
-    assert checks.reducible(tensor, ReduceOp.MAX) == checks.carrier(tensor, ReduceOp.MAX).dtype == torch.float32
+def test_a_backend_without_a_wider_dtype_reduces_halves_as_they_are_and_no_floats_of_eight_bits() -> None:
+    narrow, half = checks_of(reduces={"cpu": frozenset({"float16"})}), torch.ones(4, dtype=torch.float16)
+    assert narrow.reducible(half, ReduceOp.AVG) == half.dtype and narrow.carrier(half, ReduceOp.AVG) is half
     with pytest.raises(Unsupported, match=r"reducing float8.*over 'stub'"):
-        checks_of(reduces={"cpu": frozenset({"float16"})}).reducible(tensor, ReduceOp.MAX)
+        narrow.reducible(torch.ones(4).to(torch.float8_e5m2), ReduceOp.MAX)
 
 
-def test_rows_are_divided_evenly_or_as_asked() -> None:
-    rows = torch.ones(6, 2)
-    assert checks.split_rows(rows, None, "input") == [2, 2, 2]
-    assert checks.split_rows(rows, [0, 5, np.int64(1)], "input") == [0, 5, 1]
+def test_rows_of_another_size_and_none_at_all_fill_their_own_part() -> None:
     assert checks_of(0, 1).split_rows(torch.tensor(1.0), None, "input") == [1], "a number is one row"
     checks.evenly_divided(torch.ones(0, 2), "input")
-    checks.own_part(torch.ones(4), [1, 2, 1], torch.ones(8), [3, 2, 3])
     checks.own_part(torch.ones(0), [0, 0, 0], torch.ones(0), [0, 0, 0])
     checks.own_part(torch.ones(3, 2), [1, 1, 1], torch.ones(4), [1, 2, 1])  # as many elements, in rows of another size
+    assert checks.message(torch.ones(1), 2, "dst", TAGS - 1) == (2, TAGS - 1)
 
 
 class Odd:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -66,15 +67,13 @@ class Named(torch.nn.Parameter):
     """A parameter subclass, as models use them to mark how a parameter is loaded."""
 
 
-def freed() -> torch.Tensor:
-    tensor = torch.ones(COUNT)
-    tensor.untyped_storage().resize_(0)
-    return tensor
+Make = Callable[[], torch.Tensor]
 
 
-def shortened() -> torch.Tensor:
+def holding(nbytes: int) -> torch.Tensor:
+    """A tensor of 16 bytes whose storage has fewer."""
     tensor = torch.ones(COUNT)
-    tensor.untyped_storage().resize_(4 * COUNT - 1)
+    tensor.untyped_storage().resize_(nbytes)
     return tensor
 
 
@@ -89,18 +88,10 @@ def of_vmap() -> torch.Tensor:
     return seen[0]
 
 
-def functional() -> torch.Tensor:
-    return torch._to_functional_tensor(torch.ones(COUNT))  # type: ignore[no-any-return]
-
-
 def nested() -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return torch.nested.nested_tensor([torch.ones(1), torch.ones(COUNT - 1)])
-
-
-def jagged() -> torch.Tensor:
-    return torch.nested.nested_tensor([torch.ones(1), torch.ones(COUNT - 1)], layout=torch.jagged)
 
 
 def sparse() -> torch.Tensor:
@@ -111,29 +102,19 @@ def wrapper() -> torch.Tensor:
     return Wrapper(torch.ones(COUNT))
 
 
-def uninitialized() -> torch.Tensor:
-    return torch.nn.UninitializedParameter()
-
-
-def zero() -> torch.Tensor:
-    return torch._efficientzerotensor(COUNT)
-
-
-MEMORYLESS = [
-    freed, shortened, fake, of_vmap, functional, nested, jagged, sparse, wrapper, uninitialized, zero
-]  # fmt: skip
-
-
-def parameter() -> torch.Tensor:
-    return torch.nn.Parameter(torch.ones(COUNT))
-
-
-def named_parameter() -> torch.Tensor:
-    return Named(torch.ones(COUNT))
-
-
-def stubborn() -> torch.Tensor:
-    return torch.ones(COUNT).as_subclass(Stubborn)
+MEMORYLESS: dict[str, Make] = {
+    "freed": lambda: holding(0),
+    "shortened": lambda: holding(4 * COUNT - 1),
+    "fake": fake,
+    "of vmap": of_vmap,
+    "functional": lambda: torch._to_functional_tensor(torch.ones(COUNT)),  # type: ignore[no-any-return]
+    "nested": nested,
+    "jagged": lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(COUNT - 1)], layout=torch.jagged),
+    "sparse": sparse,
+    "wrapper": wrapper,
+    "uninitialized": torch.nn.UninitializedParameter,
+    "zero": lambda: torch._efficientzerotensor(COUNT),
+}
 
 
 def tagged() -> torch.Tensor:
@@ -144,12 +125,14 @@ def strided() -> torch.Tensor:
     return torch.ones(COUNT, 2)[:, 0]
 
 
-def of_inference() -> torch.Tensor:
-    with torch.inference_mode():
-        return torch.ones(COUNT)
-
-
-WITH_MEMORY = [parameter, named_parameter, tagged, stubborn, strided, of_inference]
+WITH_MEMORY: dict[str, Make] = {
+    "parameter": lambda: torch.nn.Parameter(torch.ones(COUNT)),
+    "named parameter": lambda: Named(torch.ones(COUNT)),
+    "tagged": tagged,
+    "stubborn": lambda: torch.ones(COUNT).as_subclass(Stubborn),
+    "strided": strided,
+    "of inference": torch.inference_mode()(lambda: torch.ones(COUNT)),
+}
 
 
 def _calls(comm: Communicator, bad: torch.Tensor) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -186,6 +169,17 @@ def _calls(comm: Communicator, bad: torch.Tensor) -> Iterator[tuple[str, Callabl
     yield "tensor", lambda: comm.window(bad)
 
 
+def not_refused(case: str, what: str, call: Callable[[], object]) -> list[str]:
+    """A line unless the call raises `Unsupported` that names the argument `what`."""
+    try:
+        call()
+    except Unsupported as error:
+        return [] if what in str(error) else [f"{case}: {error}"]
+    except Exception as error:
+        return [f"{case}: {error!r}"]
+    return [f"{case}: taken"]
+
+
 fast_paths = pytest.mark.parametrize("checks", ["0"], indirect=True)
 shared_code = pytest.mark.parametrize(
     "two_ranks",
@@ -201,17 +195,10 @@ def test_every_op_refuses_a_tensor_without_memory_by_name_and_goes_on(
 ) -> None:
     def refuse(comm: Communicator) -> list[str]:
         wrong = []
-        for make in MEMORYLESS:
-            summed = 2 if make is sparse else 0  # the first two calls add sparse tensors up
+        for kind, make in MEMORYLESS.items():
+            summed = 2 if kind == "sparse" else 0  # the first two calls add sparse tensors up
             for what, call in itertools.islice(_calls(comm, make()), summed, None):
-                try:
-                    call()
-                    wrong.append(f"{make.__name__} as {what}: taken")
-                except Unsupported as error:
-                    if what not in str(error):
-                        wrong.append(f"{make.__name__} as {what}: {error}")
-                except Exception as error:
-                    wrong.append(f"{make.__name__} as {what}: {error!r}")
+                wrong += not_refused(f"{kind} as {what}", what, call)
         tensor = torch.ones(COUNT)
         comm.all_reduce(tensor)
         return wrong + ["the sum is wrong"] * (tensor.tolist() != [comm.size] * COUNT)
@@ -224,14 +211,14 @@ def test_every_op_refuses_a_tensor_without_memory_by_name_and_goes_on(
 def test_every_tensor_with_plain_memory_is_taken(two_ranks: LocalCluster) -> None:
     def take(comm: Communicator) -> list[str]:
         wrong = []
-        for make in WITH_MEMORY:
+        for kind, make in WITH_MEMORY.items():
             tensor, output = make(), torch.zeros(2 * COUNT)
             comm.all_gather_single(output, tensor)
             comm.all_reduce(tensor)
             comm.all_reduce(tensor, async_op=True).wait()
             with torch._C.DisableTorchFunctionSubclass():
                 if output.tolist() != [1] * 2 * COUNT or tensor.tolist() != [4] * COUNT:
-                    wrong.append(f"{make.__name__}: {output.tolist()} {tensor.tolist()}")
+                    wrong.append(f"{kind}: {output.tolist()} {tensor.tolist()}")
         return wrong
 
     assert two_ranks.run(take) == [[], []]
@@ -242,17 +229,12 @@ def test_every_tensor_with_plain_memory_is_taken(two_ranks: LocalCluster) -> Non
 def test_a_window_refuses_tensors_without_memory_and_takes_all_others(two_ranks: LocalCluster) -> None:
     def use(comm: Communicator) -> list[str]:
         wrong = []
-        with comm.window(named_parameter()) as window:
-            for make in MEMORYLESS:
+        with comm.window(WITH_MEMORY["named parameter"]()) as window:
+            for kind, make in MEMORYLESS.items():
                 for what, call in (("src", window.put), ("dst", window.get)):
-                    try:
-                        call(make(), 1 - comm.rank)
-                        wrong.append(f"{make.__name__} as {what}: taken")
-                    except Unsupported as error:
-                        if what not in str(error):
-                            wrong.append(f"{make.__name__} as {what}: {error}")
+                    wrong += not_refused(f"{kind} as {what}", what, partial(call, make(), 1 - comm.rank))
             comm.barrier()
-            for make in WITH_MEMORY:
+            for make in WITH_MEMORY.values():
                 window.put(make(), 1 - comm.rank)
                 window.get(make(), 1 - comm.rank)
             comm.barrier()
@@ -264,20 +246,20 @@ def test_a_window_refuses_tensors_without_memory_and_takes_all_others(two_ranks:
 @pytest.mark.parametrize("name", ["inproc", "shm", "ucx"])
 def test_a_plane_refuses_tensors_without_memory_and_takes_parameters_and_subclasses(name: str) -> None:
     with comms.memory(name) as plane, plane.expose(torch.ones(COUNT), writable=True) as region:
-        for make in MEMORYLESS:
+        for make in MEMORYLESS.values():
             with pytest.raises(Unsupported, match="an exposed tensor"):
                 plane.expose(make())
             with pytest.raises(Unsupported, match="into"):
                 plane.read(region.handle, make())
             with pytest.raises(Unsupported, match="source"):
                 plane.write(region.handle, make())
-        for make in (parameter, named_parameter, tagged):
+        for make in (WITH_MEMORY[kind] for kind in ("parameter", "named parameter", "tagged")):
             with plane.expose(make(), writable=True) as other:
                 plane.write(other.handle, make()).wait()
                 plane.read(other.handle, make()).wait()
 
 
-@pytest.mark.parametrize("make", MEMORYLESS)
+@pytest.mark.parametrize("make", MEMORYLESS.values(), ids=MEMORYLESS)
 def test_a_state_dict_names_the_path_of_a_tensor_without_memory(make: Callable[[], torch.Tensor]) -> None:
     with pytest.raises(Unsupported, match=r"'model\.weight'"):
         flatten({"model": {"weight": make()}})
@@ -285,7 +267,7 @@ def test_a_state_dict_names_the_path_of_a_tensor_without_memory(make: Callable[[
         encode_state({"model": [make()]})
 
 
-@pytest.mark.parametrize("make", WITH_MEMORY)
+@pytest.mark.parametrize("make", WITH_MEMORY.values(), ids=WITH_MEMORY)
 def test_a_state_dict_takes_every_tensor_with_memory(make: Callable[[], torch.Tensor]) -> None:
     assert flatten({"weight": make()}).tensors["weight"].sum() == COUNT
     assert encode_state({"weight": make()})[1][0].sum() == COUNT
@@ -325,14 +307,14 @@ def test_parameters_that_fsdp_has_freed_are_refused_with_what_to_do() -> None:
 def test_the_error_mentions_to_local_only_for_tensors_that_have_it() -> None:
     with pytest.raises(Unsupported, match=r"to_local\(\)"):
         check_memory(wrapper())
-    for make in MEMORYLESS:
-        if make is not wrapper:
+    for kind, make in MEMORYLESS.items():
+        if kind != "wrapper":
             with pytest.raises(Unsupported) as caught:
                 check_memory(make())
             assert "to_local" not in str(caught.value)
 
 
-@pytest.mark.parametrize("make", [each for each in MEMORYLESS if each is not uninitialized])
+@pytest.mark.parametrize("make", [make for kind, make in MEMORYLESS.items() if kind != "uninitialized"])
 def test_native_code_never_takes_the_address_of_a_tensor_without_memory(make: Callable[[], torch.Tensor]) -> None:
     assert not plain(make())
     with pytest.raises(Unsupported):
@@ -406,11 +388,11 @@ def test_a_tensor_of_another_device_than_the_communicators_is_refused() -> None:
     for device in ("cuda", "cuda:1"):
         with pytest.raises(Unsupported, match="no memory of its own"):
             plain_tensor(second, "mine", torch.device(device))
-    for make in (torch.ones, parameter, tagged):
+    for tensor in (torch.ones(COUNT), torch.nn.Parameter(torch.ones(COUNT)), tagged()):
         with pytest.raises(ValueError, match="tensor is on cpu"):
-            plain_tensor(make(COUNT) if make is torch.ones else make(), device=torch.device("cuda"))
-        with pytest.raises(Unsupported):
-            plain_tensor(torch.empty(1, device="meta"), device=torch.device("meta"))
+            plain_tensor(tensor, device=torch.device("cuda"))
+    with pytest.raises(Unsupported):
+        plain_tensor(torch.empty(1, device="meta"), device=torch.device("meta"))
 
 
 def test_a_tensor_without_memory_is_named_by_its_kind() -> None:
@@ -428,12 +410,12 @@ def test_the_one_stretch_of_memory_of_a_tensor_is_found() -> None:
     with pytest.raises(ValueError, match="not contiguous"):
         locate(strided())
     with pytest.raises(Unsupported):
-        locate(freed())
+        locate(holding(0))
 
 
 def test_a_sparse_tensor_is_known_whatever_its_class() -> None:
     assert is_sparse(sparse()) and is_sparse(torch.nn.Parameter(sparse()))
-    assert not any(is_sparse(each) for each in (torch.ones(COUNT), tagged(), stubborn(), "sparse"))
+    assert not any(is_sparse(each) for each in (torch.ones(COUNT), tagged(), WITH_MEMORY["stubborn"](), "sparse"))
     assert is_sparse(Wrapper(sparse())) and not is_sparse(wrapper())
 
 

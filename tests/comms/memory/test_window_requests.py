@@ -88,18 +88,6 @@ def pair() -> Iterator[Pair]:
     yield Pair()
 
 
-def test_puts_gets_atomics_and_signals_reach_the_owner(pair: Pair) -> None:
-    pair.theirs.write(1, 8, torch.tensor([5, 6]), soon())
-    assert pair.theirs.fetch_add(1, 0, torch.int64, 3, soon()) == 0
-    assert pair.theirs.compare_swap(1, 0, torch.int64, 3, 4, soon()) == 3
-    got = torch.empty(4, dtype=torch.int64)
-    pair.theirs.read(1, 0, got, soon())
-    assert got.tolist() == pair.memory.tolist() == [4, 5, 6, 0]
-    pair.theirs.signal(1, soon())
-    pair.mine.wait_signal(0, soon())
-    pair.theirs.flush(None, soon())
-
-
 @given(
     st.sampled_from([PUT, GET, ADD, SWAP, SIGNAL, 99]),
     st.integers(0, ROOM + 9) | st.integers(2**62, 2**63),

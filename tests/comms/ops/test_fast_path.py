@@ -166,8 +166,9 @@ def test_unusual_calls_take_the_slow_path(ranks: LocalCluster) -> None:
 
 @on_each_rank
 def test_both_paths_give_the_same_bits_for_every_dtype(comm: Communicator) -> None:
+    scaled = ReduceOp.premul_sum(torch.tensor([comm.rank + 1.0]))
     for dtype in (torch.bool, torch.uint8, torch.int16, torch.int64, torch.float16, torch.bfloat16, torch.float64):
-        for op in (ReduceOp.SUM, ReduceOp.MAX, ReduceOp.AVG, ReduceOp.premul_sum(2.0)):
+        for op in (ReduceOp.SUM, ReduceOp.MAX, ReduceOp.AVG, ReduceOp.premul_sum(2.0), scaled):
             if dtype == torch.bool and op.name in ("avg", "premul_sum"):
                 continue
             if op.name == "premul_sum" and not dtype.is_floating_point:
