@@ -17,6 +17,7 @@ from openenv.cli.__main__ import app
 from openenv.core import GenericEnvClient
 from typer.testing import CliRunner
 
+from holdfast.ft.launch.job_contract import ReservedPort
 from holdfast.rl.environments.environment import Action
 from holdfast.rl.environments.registry import environment_factory
 
@@ -29,22 +30,21 @@ SEEDS = (0, 3, 7)
 @contextmanager
 def their_server(name: str) -> Iterator[str]:
     """The URL of OpenEnv's server of one of our environments."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    process = subprocess.Popen([sys.executable, SERVE, name, str(port)])
-    try:
-        deadline = time.monotonic() + 120.0
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port), 1.0).close()
-                break
-            except OSError:
-                assert process.poll() is None and time.monotonic() < deadline, "the server does not start"
-                time.sleep(0.1)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.wait()
+    with ReservedPort("127.0.0.1") as port:  # or a connection to it may become one to itself
+        process = subprocess.Popen([sys.executable, SERVE, name, str(port.number)])
+        try:
+            deadline = time.monotonic() + 300.0
+            while True:
+                try:
+                    socket.create_connection(("127.0.0.1", port.number), 1.0).close()
+                    break
+                except OSError:
+                    assert process.poll() is None and time.monotonic() < deadline, "the server does not start"
+                    time.sleep(0.1)
+            yield f"http://127.0.0.1:{port.number}"
+        finally:
+            process.kill()
+            process.wait()
 
 
 def validated(url: str) -> str:
