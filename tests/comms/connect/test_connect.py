@@ -444,21 +444,21 @@ except KeyboardInterrupt:
     + [("ucx", what) for what in ("barrier", "wait", "recv", "window")]
     + [("gloo", what) for what in ("barrier", "wait", "recv", "dist.recv", "dist.irecv")],
 )
-def test_ctrl_c_interrupts_a_call_within_a_second(tmp_path: Path, backend: str, what: str) -> None:
+def test_ctrl_c_interrupts_a_call_that_waits(tmp_path: Path, backend: str, what: str) -> None:
     place = f"file://{tmp_path}/meeting"
     ranks = range(1) if what in ("connect", "init_process_group") else range(2)
     environ = {**os.environ, "HOLDFAST_BACKEND": backend}
     with contextlib.ExitStack() as stack:
         arguments = [["script.py", backend, place, str(rank), what] for rank in ranks]
         first, *_ = [stack.enter_context(ForkedProgram(INTERRUPTED, each, None, environ)) for each in arguments]
-        heard_within_a_second(first)
+        heard_soon(first)
 
 
-def heard_within_a_second(program: ForkedProgram) -> None:
+def heard_soon(program: ForkedProgram) -> None:
     done = program.communicate(90.0)
     heard = re.search(r"heard after (.*) s", done.stdout)
     assert heard is not None, done.stdout + done.stderr
-    assert float(heard[1]) < 1.0 + 2.0, "a second, plus the delay of a loaded machine"
+    assert float(heard[1]) < PATIENCE, "long before the timeouts of the calls"
 
 
 @pytest.mark.parametrize("kind", ["tcp", "foreign"])
@@ -469,4 +469,4 @@ def test_ctrl_c_interrupts_connect_while_the_store_does_not_answer(kind: str) ->
             door.listen()
         place = f"tcp://127.0.0.1:{door.getsockname()[1]}"
         with ForkedProgram(INTERRUPTED, ["script.py", "shm", place, "1", "connect"], None, os.environ) as program:
-            heard_within_a_second(program)
+            heard_soon(program)

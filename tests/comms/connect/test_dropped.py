@@ -24,7 +24,7 @@ from holdfast.comms.plugins.spec import BackendInfo, hookimpl
 from holdfast.comms.transport.base import Context
 from holdfast.comms.transport.liveness import this_process
 from holdfast.harness import LocalCluster
-from support.waiting import becomes_true
+from support.waiting import PATIENCE, becomes_true
 
 
 def settled(seconds: float = 10.0) -> bool:
@@ -88,7 +88,7 @@ def test_a_window_keeps_its_communicator_alive(tmp_path: Path) -> None:
 @pytest.mark.parametrize("backend", ["shm", "gloo", pytest.param("ucx", marks=pytest.mark.thorough)])
 def test_peers_of_a_dropped_communicator_do_not_wait_for_it(backend: str) -> None:
     def body(comm: Communicator) -> str:
-        part = comm.split([0, 1], timeout=30.0)
+        part = comm.split([0, 1], timeout=2 * PATIENCE)
         part.barrier()
         if comm.rank == 0:
             del part
@@ -99,12 +99,12 @@ def test_peers_of_a_dropped_communicator_do_not_wait_for_it(backend: str) -> Non
         try:
             part.barrier()
         except (PeerFailed, Revoked, OpTimeout) as error:
-            said = type(error).__name__ if time.monotonic() - began < 15.0 else f"late: {error}"
+            said = type(error).__name__ if time.monotonic() - began < PATIENCE else f"late: {error}"
         comm.barrier()
         part.close()
         return said
 
-    with LocalCluster(2, backend, timeout=60.0) as cluster:
+    with LocalCluster(2, backend, timeout=4 * PATIENCE) as cluster:
         dropped, said = cluster.run(body)
     assert dropped == "dropped" and said in ("PeerFailed", "Revoked"), said
 

@@ -37,10 +37,7 @@ from holdfast.ft.listen_address import check_interface, check_ours
 from holdfast.harness import LocalCluster
 from support.children import Child
 from support.meeting import in_threads, total
-from support.waiting import eventually
-
-GENEROUS = 8.0
-"""The delay beyond a timeout, in seconds, that a loaded machine may have."""
+from support.waiting import PATIENCE, eventually
 
 
 @pytest.mark.parametrize("backend", ["inproc", "gloo"])
@@ -106,7 +103,7 @@ def test_another_server_at_the_port_is_an_error_within_the_timeout(answer: bytes
         began = time.monotonic()
         with pytest.raises(comms.HoldfastError, match=rf"127\.0\.0\.1:{port}"):
             comms.connect("inproc", rank=rank, size=2, rendezvous=f"tcp://127.0.0.1:{port}", timeout=1.0)
-        assert time.monotonic() - began < 1.0 + GENEROUS
+        assert time.monotonic() - began < PATIENCE
 
 
 def test_a_file_in_a_missing_folder_is_an_error_at_once(tmp_path: Path) -> None:
@@ -129,7 +126,7 @@ def test_a_store_whose_process_is_stopped_is_a_timeout(port: int, start: Callabl
     began = time.monotonic()
     with pytest.raises(comms.OpTimeout):
         comms.connect("inproc", rank=1, size=2, rendezvous=client, timeout=1.0)
-    assert time.monotonic() - began < 1.0 + GENEROUS
+    assert time.monotonic() - began < PATIENCE
 
 
 def test_losing_the_store_is_an_error_at_once(port: int) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import builtins
+import itertools
 import math
-import random
 import re
 from pathlib import Path
 from typing import Any
@@ -37,45 +37,24 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 SECONDS = 62.0
 STRUCK = {"trainer-1": 14.2, "generator-0": 26.8, "holder-1": 40.1}
-PLACES = (("trainer", 3), ("generator", 2), ("holder", 2))
-PARTS = {
-    "trainer": (("fetch", 0.004), ("train", 0.026), ("reduce", 0.006), ("update", 0.003)),
-    "generator": (("generate", 0.024),),
-    "holder": (),
-}
-"""What a process of each role does in a step, and for how many seconds."""
-
-
-def _learnt(step: int, noise: random.Random, width: float) -> float:
-    return min(1.0, max(0.0, 0.1 + 0.8 / (1 + math.exp(-(step - 370) / 105)) + noise.gauss(0, width)))
-
-
-def _spans(lane: ProcessRecord, steps: int) -> list[Span]:
-    """What a process did in each step of its life."""
-    spans = []
-    for step in range(steps):
-        at = 2.5 + step * (SECONDS - 3.0) / steps
-        for activity, seconds in PARTS[lane.role]:
-            if lane.born < at < lane.ended:
-                spans.append(Span(lane.name, activity, at, min(at + seconds, lane.ended), str(step)))
-            at += seconds + 0.001
-    return spans
+PROCESSES = [
+    f"{role}-{number}" for role, count in (("trainer", 3), ("generator", 2), ("holder", 2)) for number in range(count)
+]
 
 
 def sample_report(steps: int = 1000, outcome: str = "", faults: bool = True) -> RunReport:
     """The report of a run of `steps` steps; with `faults` a trainer, a generator and a holder were killed."""
-    noise = random.Random(7)
-    struck = STRUCK if faults else {}
-    lanes = []
-    for role, count in PLACES:
-        names = [f"{role}-{number}" for number in range(count)]
-        for name in names:
-            fate = "killed" if name in struck else "finished"
-            lanes.append(ProcessRecord(name, role, 4100, 0.1, struck.get(name, SECONDS), fate))
-        for name in struck.keys() & set(names):
-            born, note = struck[name] + 0.01, f"in place of {name}"
-            lanes.append(ProcessRecord(f"{role}-{count}", role, 4200, born, SECONDS, "finished", note))
-    spans = [span for lane in lanes for span in _spans(lane, steps)]
+    struck, lanes, spans = STRUCK if faults else {}, list[ProcessRecord](), list[Span]()
+    for name in PROCESSES:
+        role, end = name.split("-")[0], struck.get(name, SECONDS)
+        lanes.append(ProcessRecord(name, role, 4100, 0.1, end, "killed" if name in struck else "finished"))
+        if name in struck:
+            note = f"in place of {name}"
+            lanes.append(ProcessRecord(f"{name}/2", role, 4200, end + 0.01, SECONDS, "finished", note))
+    for at, lane in itertools.product(np.linspace(2.5, SECONDS - 0.5, steps).tolist(), lanes):
+        if lane.role != "holder" and lane.born < at < lane.ended:
+            spans.append(Span(lane.name, "train", at, min(at + 0.03, lane.ended), "a step"))
+    learnt = [Point(step + 1, 0.1 + 0.8 / (1 + math.exp(-(step - 370) / 105))) for step in range(steps)]
     if faults:
         spans += [Span(name, "rebuild", 14.2018, 14.2071, "233") for name in ("trainer-0", "trainer-2")]
     return RunReport(
@@ -86,12 +65,7 @@ def sample_report(steps: int = 1000, outcome: str = "", faults: bool = True) -> 
         when="20 November 2025, 14:02 UTC",
         seconds=SECONDS,
         figures=(Figure("Held-out reward", "10.3% → 90.7%", "", "good"),),
-        learning=Learning(
-            curve=Curve(
-                rewards=tuple(Point(step + 1, _learnt(step, noise, 0.05)) for step in range(steps)),
-                evaluations=tuple(Point(step, _learnt(step, noise, 0.01)) for step in range(0, steps + 1, 25)),
-            )
-        ),
+        learning=Learning(curve=Curve(rewards=tuple(learnt), evaluations=tuple(learnt[::25]))),
         lanes=tuple(lanes),
         spans=tuple(spans),
         faults=tuple(map(_fault, struck)),

@@ -92,15 +92,21 @@ def test_a_trace_has_one_line_for_each_event() -> None:
 # Production classes -----------------------------------------------------------------------------------------------
 
 
-def test_a_detector_that_raises_is_replaced_and_the_job_goes_on() -> None:
+@pytest.mark.parametrize(
+    ("broken", "killed"),
+    [
+        (BreakDetector(at=0.2, process=0, detector="observers"), KillHost(at=0.5, host=1)),
+        (BreakDetector(at=0.159, process=1, detector="observers"), KillProcess(at=0.25, process=0)),
+    ],
+)
+def test_a_detector_that_raises_is_replaced_and_the_job_outlives_the_other_host(
+    broken: BreakDetector, killed: Fault
+) -> None:
     seen: list[Event] = []
-    broken = BreakDetector(at=0.2, process=0, detector="observers")
-    schedule = Schedule(
-        layout=JobLayout(ranks=2, hosts=2, racks=1, spares=0), faults=(broken, KillHost(at=0.5, host=1))
-    )
-    assert run(schedule, also=seen.append).violation is None
+    layout = JobLayout(ranks=2, hosts=2, racks=2, spares=0, steps=10)
+    assert run(Schedule(layout=layout, faults=(broken, killed)), also=seen.append).violation is None
     assert [event.detector for event in seen if isinstance(event, events.DetectorLost)] == ["observers"]
-    assert {event.process for event in seen if event.kind == "finished"} == {"p0"}
+    assert {event.process for event in seen if event.kind == "finished"} == {f"p{broken.process}"}
 
 
 def test_a_signal_that_the_kernel_refuses_is_sent_again() -> None:
@@ -243,14 +249,6 @@ def test_a_schedule_that_once_broke_an_invariant_breaks_none(name: str) -> None:
     assert all(run(schedule).violation is None for schedule in schedules)
     with known_bug_named(name).inject():
         assert any(run(schedule).violation is not None for schedule in schedules)
-
-
-def test_a_job_on_two_hosts_outlives_one_though_the_observers_detector_of_the_other_raises() -> None:
-    seen: list[Event] = []
-    layout = JobLayout(ranks=2, hosts=2, racks=2, spares=0, steps=10)
-    faults = (BreakDetector(at=0.159, process=1, detector="observers"), KillProcess(at=0.25, process=0))
-    assert run(Schedule(layout=layout, faults=faults), also=seen.append).violation is None
-    assert {event.process for event in seen if event.kind == "finished"} == {"p1"}
 
 
 # Schedules --------------------------------------------------------------------------------------------------------
