@@ -70,7 +70,7 @@ class InvalidEpisode(HoldfastError):
 
 
 class StalenessUnreachable(HoldfastError):
-    """No schedule fills a batch under this staleness bound and capacity."""
+    """No schedule fills a batch under this staleness bound."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason

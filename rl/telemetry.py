@@ -43,6 +43,16 @@ class WorkReport(msgspec.Struct, frozen=True, kw_only=True):
     now: float = msgspec.field(default_factory=time.monotonic)
 
 
+class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of a trainer: its rank in `epoch` (None: a spare), and the updates that it knows to be committed."""
+
+    pid: int
+    rank: int | None
+    epoch: int | None
+    committed: int
+    newest_batch: int | None
+
+
 @dataclass(slots=True)
 class _Calls:
     """The calls of a kind that run: how many, since when there is one, and what the ended ones cost."""

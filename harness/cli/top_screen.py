@@ -105,11 +105,11 @@ def render_run(directory: Path, status: RunStatus) -> RenderableType:
     pid, *counts = (Column(name, justify="right") for name in ("pid", "load", "version", "restarts"))
     columns = ("process", pid, "state", *counts)
     table = FoldingTable(*columns, box=None, expand=True, pad_edge=False, header_style="dim")
-    for each in sorted(status.trainers, key=lambda each: (each.rank is None, each.rank)):
+    for name, each in sorted(status.trainers.items(), key=lambda item: (item[1].rank is None, item[1].rank)):
         role = Text("spare", "cyan") if each.rank is None else Text(f"rank {each.rank}, epoch {each.epoch}", "green")
         role = _gone(status) if each.pid in status.gone else role
         behind = "" if each.newest_batch is None else str(max(0, each.newest_batch + 1 - each.committed))
-        table.add_row(each.name, str(each.pid), role, behind, str(each.committed), "")
+        table.add_row(name, str(each.pid), role, behind, str(each.committed), "")
     for service in status.services:
         for replica in service.replicas:
             table.add_row(

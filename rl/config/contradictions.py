@@ -36,7 +36,7 @@ def contradictions(config: RunConfig, folder: Path) -> Iterator[Contradiction]:
 def staleness_rule(config: RunConfig) -> StalenessRule:
     """The rule of a run's replay buffer. Raises `StalenessUnreachable`."""
     loop = config.algorithm
-    return StalenessRule(groups=loop.groups, bound=loop.staleness, updates=loop.updates, capacity=loop.capacity)
+    return StalenessRule(groups=loop.groups, bound=loop.staleness, updates=loop.updates)
 
 
 _ARITHMETIC = 'the arithmetic task brings its problems; use task = "jsonl"'
@@ -89,10 +89,7 @@ def _loop(config: RunConfig) -> Iterator[Contradiction]:
     try:
         staleness_rule(config)
     except StalenessUnreachable as error:
-        if loop.staleness >= loop.updates - 1:
-            yield "algorithm.capacity algorithm.groups", str(error)
-        else:
-            yield "algorithm.staleness algorithm.updates", str(error)
+        yield "algorithm.staleness algorithm.updates", str(error)
     if loop.mode == "synchronous" and loop.staleness > loop.updates - 1:
         yield (
             "algorithm.staleness algorithm.mode algorithm.updates",

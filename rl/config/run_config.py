@@ -74,9 +74,6 @@ class AlgorithmConfig(_Section, frozen=True, kw_only=True):
     staleness: Annotated[
         int, Meta(ge=0, description="How many updates old the weights that drew a token may be, at most.")
     ] = 1
-    capacity: Annotated[
-        int, Meta(ge=0, description="The limit of groups in flight or ready; 0: what the staleness admits.")
-    ] = 0
     concurrency: Annotated[
         int, Meta(ge=1, description="Groups that are generated at the same time, in the asynchronous loop.")
     ] = 32

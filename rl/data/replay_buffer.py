@@ -3,7 +3,7 @@
 The state machine decides admission of groups, choice of batches, and the staleness bound.
 
 **Claim.** If a group's oldest token has version v, no update s with s - v > `bound` trains the group, in any order of
-`begin`, `finish`, `lose`, `fail`, `serve`, `take` and `commit`; and a batch that waits is filled once the generators
+`begin`, `finish`, `fail`, `serve`, `take` and `commit`; and a batch that waits is filled once the generators
 have finished what they began.
 
 Batch b is trained by the updates b * updates, ..., (b + 1) * updates - 1; so a group of version v may be in batch b if
@@ -14,15 +14,15 @@ deadline <= t, and b the next batch. All steps keep two invariants:
       this; d does not fall, because `served` does not.
   (2) D(t) <= (t + 1 - b) * groups for every t >= b - 1; for t = b - 1: no deadline has passed.
 
-`begin` (of a new prompt or of one that was lost) adds a group with deadline d(served), so D grows for t >= d(served)
-alone. There D(t) <= begun - failed - b * groups, which is what is outstanding, and by (1) that is at most
-(d(served) + 1 - b) * groups. `lose`, `fail`, and `finish` with newer tokens lower D or leave it. `take` hands out the
+`begin` (of a new prompt, or of one of a driver before) adds a group with deadline d(served), so D grows for
+t >= d(served) alone. There D(t) <= begun - failed - b * groups, which is what is outstanding, and by (1) that is at
+most (d(served) + 1 - b) * groups. `fail`, and `finish` with newer tokens lower D or leave it. `take` hands out the
 oldest ready groups only if (2) holds for b + 1 without them, and `commit` then makes it b + 1. By (2) with t = b - 1
 no outstanding group is late, which is the claim.
 
 Such a batch exists once all outstanding groups are ready: without the `groups` oldest, D(t) is 0 or at most
 (t + 1 - b) * groups - groups. And there are that many, if `served` has reached b * updates: (1) admits
-(d(b * updates) + 1) * groups >= (b + 1) * groups, as long as `bound` >= `updates` - 1 and `capacity` >= `groups`,
+(d(b * updates) + 1) * groups >= (b + 1) * groups, as long as `bound` >= `updates` - 1,
 which `StalenessRule` demands.
 
 To wait only for groups that are due now (d = b) is not enough. With bound 2 and groups of one, prompts 0 to 2 begin at
@@ -36,6 +36,7 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -54,26 +55,20 @@ _ready_age = attrgetter("version", "group.prompt.number")
 class StalenessRule(msgspec.Struct, frozen=True, kw_only=True):
     """A batch has `groups`, each trained at most `bound` updates after its oldest token's version.
 
-    A batch is used for `updates` updates of the weights. At most `capacity` groups are in flight or ready; 0: as many
-    as the bound admits.
+    A batch is used for `updates` updates of the weights.
     """
 
     groups: int
     bound: int = 0
     updates: int = 1
-    capacity: int = 0
 
     def __post_init__(self) -> None:
-        if self.groups < 1 or self.updates < 1 or self.bound < 0 or self.capacity < 0:
-            raise StalenessUnreachable(f"{self}: groups and updates must be at least 1, the others at least 0")
+        if self.groups < 1 or self.updates < 1 or self.bound < 0:
+            raise StalenessUnreachable(f"{self}: groups and updates must be at least 1, the bound at least 0")
         if self.bound < self.updates - 1:
             raise StalenessUnreachable(
                 f"the last of updates={self.updates} of a batch is {self.updates - 1} after the newest possible "
                 f"version, and bound={self.bound}; raise the bound to at least {self.updates - 1}"
-            )
-        if 0 < self.capacity < self.groups:
-            raise StalenessUnreachable(
-                f"capacity={self.capacity} holds less than a batch of groups={self.groups}; raise the capacity"
             )
 
     def deadline(self, version: int) -> int:
@@ -99,8 +94,8 @@ class BufferState(msgspec.Struct, frozen=True, kw_only=True):
     """The whole buffer; methods return the next state. Encoded, it is what a run resumes from.
 
     `served` is the version that all generators have reached, `batch` the next batch to train, `begun` the lowest prompt
-    number that was never begun, `failed` the count of prompts without a usable group. `again` are prompts to generate
-    again, after a loss, `in_flight` those being generated, `ready` the groups in the order of their prompts, and
+    number that was never begun, `failed` the count of prompts without a usable group. `again` are prompts that a driver
+    before was generating, `in_flight` those being generated, `ready` the groups in the order of their prompts, and
     `taken` the prompts of the batch that is being trained.
     """
 
@@ -123,12 +118,10 @@ class BufferState(msgspec.Struct, frozen=True, kw_only=True):
     def admissible(self) -> int:
         """How many groups may begin now."""
         fresh = (self.rule.deadline(self.served) + 1) * self.rule.groups - (self.begun - self.failed)
-        if self.rule.capacity:
-            fresh = min(fresh, self.rule.capacity - self.outstanding)
         return len(self.again) + max(0, fresh)
 
     def begin(self) -> tuple[BufferState, Permit] | None:
-        """Begin the next prompt, those that were lost first; None while no group may begin."""
+        """Begin the next prompt, those of `again` first; None while no group may begin."""
         if not self.admissible:
             return None
         number = self.again[0] if self.again else self.begun
@@ -150,10 +143,6 @@ class BufferState(msgspec.Struct, frozen=True, kw_only=True):
             raise StaleGroup(permit.number, version, permit.version)
         ready = _with(self.ready, ReadyGroup(group, version), _ready_number)
         return self._replace(in_flight=self._without(at), ready=ready)
-
-    def lose(self, number: int) -> BufferState:
-        """The generation of a prompt in flight is lost; it is begun again."""
-        return self._replace(in_flight=self._without(self._place(number)), again=tuple(sorted((*self.again, number))))
 
     def fail(self, number: int) -> BufferState:
         """A prompt in flight gives no group, now or later."""
@@ -233,6 +222,7 @@ def _with(items: tuple[Item, ...], item: Item, number: Callable[[Any], int]) -> 
 
 
 Result = TypeVar("Result")
+Queue = deque["asyncio.Future[None]"]
 
 
 class FailedGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -279,9 +269,7 @@ class ReplayBuffer:
         self._state = BufferState(rule=rule)
         self._patience = patience
         self._changed = time.monotonic()
-        self._generations: deque[asyncio.Future[bool]] = deque()
-        self._takers: deque[asyncio.Future[bool]] = deque()
-        self._woken = 0
+        self._generations, self._takers = Queue(), Queue()
 
     @classmethod
     def from_state(cls, state: BufferState, patience: float = 600.0) -> ReplayBuffer:
@@ -308,7 +296,7 @@ class ReplayBuffer:
     async def admit(self) -> Permit:
         """Wait until a group may begin, and begin it."""
         state, permit = await self._until(lambda: self._state.begin(), self._generations, "a generation waits to begin")
-        self._set(state)
+        self._set(state, wake=False)
         return permit
 
     async def add(self, group: Group | FailedGroup) -> None:
@@ -317,10 +305,6 @@ class ReplayBuffer:
             self._set(self._state.fail(group.number))
         else:
             self._set(self._state.finish(group))
-
-    def lose(self, number: int) -> None:
-        """The generation of a prompt is lost: the next permit is for it."""
-        self._set(self._state.lose(number))
 
     async def take(self, step: int) -> Batch:
         """Wait for the groups of the batch that begins with update `step`. Taking it again gives the same batch."""
@@ -337,55 +321,39 @@ class ReplayBuffer:
         """All generators have reached `version`."""
         self._set(self._state.serve(version))
 
-    def _set(self, state: BufferState) -> None:
+    def _set(self, state: BufferState, *, wake: bool = True) -> None:
         if state is not self._state:
             self._state, self._changed = state, time.monotonic()
-            self._wake()
+            if wake:
+                self._wake()
 
     def _wake(self) -> None:
-        if self._generations:
-            admissible = self._state.admissible
-            while self._generations and self._woken < admissible:
-                self._woken += _settle(self._generations.popleft(), True)
-        if self._takers and len(self._state.ready) >= self._state.rule.groups:
-            while self._takers:
-                _settle(self._takers.popleft(), True)
+        state = self._state
+        woken = [self._generations.popleft() for _ in range(min(state.admissible, len(self._generations)))]
+        if len(state.ready) >= state.rule.groups:
+            woken += self._takers
+            self._takers.clear()
+        for each in woken:
+            each.set_result(None)
 
-    async def _until(
-        self, attempt: Callable[[], Result | None], queue: deque[asyncio.Future[bool]], waiting: str
-    ) -> Result:
+    async def _until(self, attempt: Callable[[], Result | None], queue: Queue, waiting: str) -> Result:
         began = time.monotonic()
         while (result := attempt()) is None:
             left = max(began, self._changed) + self._patience - time.monotonic()
             if left <= 0:
                 raise BufferStalled(waiting, self._patience, self._describe())
-            await self._turn(queue, left)
+            woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            queue.append(woken)
+            try:
+                await asyncio.wait([woken], timeout=left)
+            except asyncio.CancelledError:
+                if woken.done():  # its turn is the next one's
+                    self._wake()
+                raise
+            finally:
+                with suppress(ValueError):
+                    queue.remove(woken)
         return result
-
-    async def _turn(self, queue: deque[asyncio.Future[bool]], seconds: float) -> None:
-        """Wait in `queue` until woken, at most so long."""
-        loop = asyncio.get_running_loop()
-        woken: asyncio.Future[bool] = loop.create_future()
-        queue.append(woken)
-        late = loop.call_later(seconds, _settle, woken, False)
-        try:
-            await woken
-        except asyncio.CancelledError:
-            if self._left(queue, woken):  # its turn is the next one's
-                self._wake()
-            raise
-        finally:
-            late.cancel()
-        self._left(queue, woken)
-
-    def _left(self, queue: deque[asyncio.Future[bool]], woken: asyncio.Future[bool]) -> bool:
-        """Take `woken` out of `queue`; True if it was woken."""
-        if woken.done() and not woken.cancelled() and woken.result():
-            self._woken -= queue is self._generations
-            return True
-        if woken in queue:
-            queue.remove(woken)
-        return False
 
     def _describe(self) -> str:
         state = self._state
@@ -393,11 +361,3 @@ class ReplayBuffer:
             f"batch {state.batch} is next, version {state.served} is served, {len(state.in_flight)} in flight, "
             f"{len(state.ready)} ready, {len(state.again)} to begin again"
         )
-
-
-def _settle(waiting: asyncio.Future[bool], woken: bool) -> bool:
-    """Let the task that waits for this go on; False if it does so already."""
-    if waiting.done():
-        return False
-    waiting.set_result(woken)
-    return True

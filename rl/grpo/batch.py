@@ -10,6 +10,7 @@ import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Self
 
 import msgspec
@@ -139,6 +140,58 @@ class TrainingTokens:
     inputs: LossInputs
     old_logprobs: Tensor | None = None
 
+    def shard(self, shard: int, shards: int, micro_batch: int) -> list[TrainingTokens]:
+        """The forwards of one of `shards` shards; every shard has equally many.
+
+        A forward that would have no episode has one with a mask that is false everywhere.
+        """
+        return [self._forward(begin, end) for begin, end in self._forward_edges(shard, shards, micro_batch)]
+
+    def joined(self, shards: int, micro_batch: int, found: Mapping[int, Sequence[Tensor]]) -> Tensor:
+        """The rows that forwards of some shards gave, each in its place; 0 in the others."""
+        values = torch.zeros(self.inputs.mask.shape, dtype=torch.float32, device="cpu")
+        for shard, parts in found.items():
+            for (begin, end), part in zip(self._forward_edges(shard, shards, micro_batch), parts, strict=True):
+                values[begin:end, : part.shape[1]] = part[: end - begin].cpu()
+        return values
+
+    def rows(self, begin: int, end: int) -> TrainingTokens:
+        """Some episodes, padded to the longest of them."""
+        rows, inputs = slice(begin, end), self.inputs
+        length = int(self.attention[rows].sum(1).max())
+        columns = slice(length - 1)
+        return TrainingTokens(
+            self.tokens[rows, :length],
+            self.attention[rows, :length],
+            replace(
+                inputs,
+                mask=inputs.mask[rows, columns],
+                advantages=inputs.advantages[rows],
+                generated=inputs.generated[rows, columns],
+            ),
+            None if self.old_logprobs is None else self.old_logprobs[rows, columns],
+        )
+
+    def _forward_edges(self, shard: int, shards: int, micro_batch: int) -> list[tuple[int, int]]:
+        edges = even_edges(len(self.tokens), shards)
+        most = max(end - begin for begin, end in edges)
+        count = max(1, -(-most // micro_batch)) if micro_batch else 1
+        begin, end = edges[shard]
+        return [(begin + low, begin + high) for low, high in even_edges(end - begin, count)]
+
+    def _forward(self, begin: int, end: int) -> TrainingTokens:
+        if begin < end:
+            return self.rows(begin, end)
+        alone = self.rows(0, 1)
+        return replace(alone, inputs=replace(alone.inputs, mask=torch.zeros_like(alone.inputs.mask)))
+
+
+def updates_of(columns: BatchColumns, updates: int, objective: Objective) -> list[TrainingTokens]:
+    """The updates of a batch, each with consecutive groups. There are at least as many groups as updates."""
+    whole, ends = collate(columns, objective), [0, *accumulate(columns.group_sizes())]
+    parts = [whole.rows(ends[first], ends[last]) for first, last in even_edges(len(columns), updates)]
+    return [replace(part, inputs=replace(part.inputs, totals=_totals(part.inputs.mask))) for part in parts]
+
 
 def collate(columns: BatchColumns, objective: Objective) -> TrainingTokens:
     """The episodes of a batch as tensors on the CPU."""
@@ -148,20 +201,20 @@ def collate(columns: BatchColumns, objective: Objective) -> TrainingTokens:
     attention = column < ends
     after = (column[:, :-1] >= begins - 1) & (column[:, :-1] < ends - 1)
     weights = advantages(columns.rewards_by_group(), objective)
+    mask = _placed(counted_tokens(columns, objective), after)
     return TrainingTokens(
         _placed(columns.tensor("tokens"), attention),
         attention,
         LossInputs(
-            _placed(counted_tokens(columns, objective), after),
+            mask,
             torch.tensor(weights, dtype=torch.float32, device="cpu"),
             _placed(columns.tensor("logprobs"), after),
+            _totals(mask),
         ),
     )
 
 
-def step_totals(tokens: TrainingTokens) -> StepTotals:
-    """The totals of all episodes of an update, whichever unit each is in."""
-    mask = tokens.inputs.mask
+def _totals(mask: Tensor) -> StepTotals:
     return StepTotals(sequences=len(mask), tokens=max(int(mask.sum()), 1))
 
 
@@ -178,73 +231,6 @@ def _placed(values: Tensor, places: Tensor) -> Tensor:
     found = torch.zeros(places.shape, dtype=values.dtype, device="cpu")
     found[places] = values
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateTokens:
-    """All episodes of an update, and the totals that the loss is divided by."""
-
-    tokens: TrainingTokens
-    totals: StepTotals
-
-    def shard(self, shard: int, shards: int, micro_batch: int) -> list[TrainingTokens]:
-        """The forwards of one of `shards` shards; every shard has equally many.
-
-        A forward that would have no episode has one with a mask that is false everywhere.
-        """
-        return [self._forward(begin, end) for begin, end in self._forward_edges(shard, shards, micro_batch)]
-
-    def with_old(self, old: Tensor) -> UpdateTokens:
-        """The same with the old policy's log-probabilities, one row an episode."""
-        return replace(self, tokens=replace(self.tokens, old_logprobs=old))
-
-    def joined(self, shards: int, micro_batch: int, found: Mapping[int, Sequence[Tensor]]) -> Tensor:
-        """The rows that forwards of some shards gave, each in its place; 0 in the others."""
-        values = torch.zeros(self.tokens.inputs.mask.shape, dtype=torch.float32, device="cpu")
-        for shard, parts in found.items():
-            for (begin, end), part in zip(self._forward_edges(shard, shards, micro_batch), parts, strict=True):
-                values[begin:end, : part.shape[1]] = part[: end - begin].cpu()
-        return values
-
-    def _forward_edges(self, shard: int, shards: int, micro_batch: int) -> list[tuple[int, int]]:
-        edges = even_edges(len(self.tokens.tokens), shards)
-        most = max(end - begin for begin, end in edges)
-        count = max(1, -(-most // micro_batch)) if micro_batch else 1
-        begin, end = edges[shard]
-        return [(begin + low, begin + high) for low, high in even_edges(end - begin, count)]
-
-    def _forward(self, begin: int, end: int) -> TrainingTokens:
-        """Some episodes, padded to the longest of them."""
-        if begin < end:
-            return _rows(self.tokens, begin, end)
-        alone = _rows(self.tokens, 0, 1)
-        return replace(alone, inputs=replace(alone.inputs, mask=torch.zeros_like(alone.inputs.mask)))
-
-
-def updates_of(columns: BatchColumns, updates: int, objective: Objective) -> list[UpdateTokens]:
-    """The updates of a batch, each with consecutive groups. There are at least as many groups as updates."""
-    whole, sizes = collate(columns, objective), columns.group_sizes()
-    found = []
-    for first, last in even_edges(len(columns), updates):
-        part = whole if updates == 1 else _rows(whole, sum(sizes[:first]), sum(sizes[:last]))
-        found.append(UpdateTokens(part, step_totals(part)))
-    return found
-
-
-def _rows(whole: TrainingTokens, begin: int, end: int) -> TrainingTokens:
-    """Some episodes, padded to the longest of them."""
-    rows, inputs = slice(begin, end), whole.inputs
-    length = int(whole.attention[rows].sum(1).max())
-    return TrainingTokens(
-        whole.tokens[rows, :length],
-        whole.attention[rows, :length],
-        LossInputs(
-            inputs.mask[rows, : length - 1],
-            inputs.advantages[rows],
-            inputs.generated[rows, : length - 1],
-        ),
-        None if whole.old_logprobs is None else whole.old_logprobs[rows, : length - 1],
-    )
 
 
 def advantages(groups: Sequence[Sequence[float]], objective: Objective) -> tuple[float, ...]:

@@ -7,6 +7,7 @@ truncated importance sampling between generator and trainer: Yao et al. 2025, wi
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
@@ -23,8 +24,18 @@ one. A log-ratio beyond it has no gradient.
 
 
 @dataclass(frozen=True, slots=True)
+class StepTotals:
+    """How many sequences, and tokens that count, all units of a step have together."""
+
+    sequences: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class LossInputs:
-    """Sequences padded to (n, length). `mask` is true for the tokens that count; what stands elsewhere is ignored.
+    """Sequences of a step with `totals`, padded to (n, length). `mask` is true for the tokens that count.
+
+    What stands elsewhere is ignored.
 
     `advantages` (n,); `generated` are the generator's log-probabilities, `reference` those of the policy to stay near
     (for the KL term), `entropies` those of the new policy (for the bonus).
@@ -33,26 +44,18 @@ class LossInputs:
     mask: Tensor
     advantages: Tensor
     generated: Tensor
+    totals: StepTotals
     reference: Tensor | None = None
     entropies: Tensor | None = None
 
     def to(self, device: torch.device) -> LossInputs:
         """The same on `device`."""
-        given = ((each.name, getattr(self, each.name)) for each in fields(self))
-        return replace(self, **{name: tensor.to(device) for name, tensor in given if tensor is not None})
+        given: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
+        moved: dict[str, Any] = {name: each.to(device) for name, each in given.items() if isinstance(each, Tensor)}
+        return replace(self, **moved)
 
 
-@dataclass(frozen=True, slots=True)
-class StepTotals:
-    """How many sequences, and tokens that count, all units of a step have together."""
-
-    sequences: int
-    tokens: int
-
-
-def loss(
-    logprobs: Tensor, old_logprobs: Tensor, inputs: LossInputs, totals: StepTotals, objective: Objective
-) -> Tensor:
+def loss(logprobs: Tensor, old_logprobs: Tensor, inputs: LossInputs, objective: Objective) -> Tensor:
     """The share of these sequences in a step's loss: losses of units, and their gradients, add up.
 
     `logprobs` (n, length) are the new policy's, `old_logprobs` those of the policy before the first update with these
@@ -91,6 +94,7 @@ def loss(
     # Dr. GRPO adds the tokens of a sequence, and averages over sequences.
     gain = gain.masked_fill(~mask, 0.0)
     per_sequence = _row_sums(gain / length if objective.aggregate == "sequence" else gain)
+    totals = inputs.totals
     return -per_sequence.sum() / (totals.tokens if objective.aggregate == "token" else totals.sequences)
 
 

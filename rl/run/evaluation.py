@@ -23,6 +23,7 @@ from holdfast.rl.grpo.loop import Generate
 from holdfast.rl.rewards.judge import Judge, reward_of
 from holdfast.rl.run.environment_servers import EnvironmentServers
 from holdfast.rl.run.policy import Task, task_of, tokenizer_of
+from holdfast.rl.run.run_events import Evaluated
 from holdfast.rl.run.services import RunServices
 from holdfast.store import Lease, WeightStore
 from holdfast.store.interop.safetensors import export_version
@@ -31,26 +32,15 @@ COMPARABLE = 0.1
 """The share of episodes that one evaluation may have judged more than another, if their rewards are to be compared."""
 
 
-class EvaluationScore(msgspec.Struct, frozen=True, kw_only=True):
-    """The mean reward of the held-out episodes of one version that could be judged; None if none could.
+def is_better(score: Evaluated, best: Evaluated | None) -> bool:
+    """Whether a version is the best one from now on.
 
-    `judged` is their number, `failed` that of the others: they died, or their rewards failed.
+    Between evaluations that judged about as many episodes, the reward decides; else the one that judged more wins.
     """
-
-    version: int
-    reward: float | None
-    judged: int
-    failed: int
-
-    def is_better(self, best: EvaluationScore | None) -> bool:
-        """Whether this is the best version from now on.
-
-        Between evaluations that judged about as many episodes, the reward decides; else the one that judged more wins.
-        """
-        if self.reward is None or best is None or best.reward is None:
-            return self.reward is not None
-        more = (best.failed - self.failed) / (self.judged + self.failed)
-        return more > 0 if abs(more) > COMPARABLE else self.reward > best.reward
+    if score.reward is None or best is None or best.reward is None:
+        return score.reward is not None
+    more = (best.failed - score.failed) / (score.judged + score.failed)
+    return more > 0 if abs(more) > COMPARABLE else score.reward > best.reward
 
 
 class NothingHeldOut(HoldfastError):
@@ -81,6 +71,11 @@ class HeldOutResult(msgspec.Struct, frozen=True):
     def judged(self) -> list[HeldOutAnswer]:
         """Those that have a reward."""
         return [each for each in self.answers if not each.failure]
+
+    @property
+    def reward(self) -> float | None:
+        """The mean of the rewards; None if nothing was judged."""
+        return fmean(each.reward for each in self.judged) if self.judged else None
 
 
 def held_out_prompts(config: RunConfig, task: Task, count: int = 0) -> tuple[Prompt, ...]:
@@ -138,37 +133,31 @@ async def play_games(
     return HeldOutResult(tuple(answers), tuple(drawn))
 
 
-def mean_reward(played: HeldOutResult) -> float | None:
-    """The mean of the rewards; None if nothing was judged."""
-    rewards = [each.reward for each in played.judged]
-    return sum(rewards) / len(rewards) if rewards else None
-
-
 class HeldOutEvaluation:
     """Evaluates every `every`-th version, which must be served until the evaluation has settled; 0: none.
 
     One runs at a time. `play` plays all held-out episodes greedily, under exactly a version. `on_score` is called with
-    each score, and whether it is the best; `best` is the best so far, also of a run that this one continues.
+    each score; `best` is the best so far, also of a run that this one continues. `now` is the clock of the run.
     """
 
     def __init__(
         self,
         play: Callable[[int], Awaitable[HeldOutResult]],
         every: int,
-        checkpoints: BestVersion,
-        on_score: Callable[[EvaluationScore, bool], None] = lambda score, best: None,
-        best: EvaluationScore | None = None,
+        kept: BestVersion,
+        on_score: Callable[[Evaluated], None] = lambda score: None,
+        best: Evaluated | None = None,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.best = best
-        self._play, self._every, self._checkpoints, self._on_score = play, every, checkpoints, on_score
+        self._play, self._every, self._kept, self._on_score, self._now = play, every, kept, on_score, now
         self._running: asyncio.Task[None] | None = None
 
     async def begin(self, version: int) -> None:
         """Begin to evaluate `version` if it is due."""
         if self._every and version % self._every == 0:
             await self.settle()
-            await self._checkpoints.hold(version)
-            self._running = asyncio.create_task(self._evaluate(version))
+            self._running = asyncio.create_task(self._evaluate(version, await self._kept.hold(version)))
 
     async def settle(self) -> None:
         """Wait for the evaluation that runs; raises its error."""
@@ -183,19 +172,18 @@ class HeldOutEvaluation:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
 
-    async def _evaluate(self, version: int) -> None:
+    async def _evaluate(self, version: int, held: Lease) -> None:
         played = await self._play(version)
         if others := set(played.versions) - {version}:
             raise OtherVersion(version, sorted(others))
-        reward, judged = mean_reward(played), len(played.judged)
+        reward, judged = played.reward, len(played.judged)
         failed = len(played.answers) - judged
-        score = EvaluationScore(version=version, reward=reward, judged=judged, failed=failed)
-        if reward is not None and score.is_better(self.best):
-            self.best = score
-            await self._checkpoints.keep_best(version, reward)
-        else:
-            await self._checkpoints.release(version)
-        self._on_score(score, self.best is score)
+        score = Evaluated(time=0.0, version=version, reward=reward, judged=judged, failed=failed, best=False)
+        if reward is not None and is_better(score, self.best):
+            await self._kept.keep_best(version, reward)
+            self.best = score = msgspec.structs.replace(score, best=True)
+        await asyncio.to_thread(held.release)
+        self._on_score(msgspec.structs.replace(score, time=self._now()))
 
 
 RECORD = "best.json"
@@ -231,7 +219,6 @@ class BestVersion:
 
     def __init__(self, store: WeightStore, directory: Path, source: ModelSource) -> None:
         self._store, self._directory, self._source = store, directory, source
-        self._held: dict[int, Lease] = {}
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._best = read_best(directory)
 
@@ -240,24 +227,14 @@ class BestVersion:
         """The folder of the best version."""
         return None if self._best is None else self._directory / self._best.folder
 
-    async def hold(self, version: int) -> None:
-        """Wait for a version, and keep it in the store until it is released. Raises the store's errors."""
-        await asyncio.to_thread(self._hold, version)
+    async def hold(self, version: int) -> Lease:
+        """Wait for a version; the store keeps it until the lease is released. Raises the store's errors."""
+        await asyncio.to_thread(self._store.wait, version, STORE_SECONDS)
+        return await asyncio.to_thread(self._store.pin, version)
 
     async def keep_best(self, version: int, reward: float) -> None:
-        """Write a held version to disk as the best one, instead of the one before, and release it."""
+        """Write a held version to disk as the best one, instead of the one before."""
         await asyncio.to_thread(self._keep, version, reward)
-        await self.release(version)
-
-    async def release(self, version: int) -> None:
-        """Let a held version go; no effect if it is not held."""
-        lease = self._held.pop(version, None)
-        if lease is not None:
-            await asyncio.to_thread(lease.release)
-
-    def _hold(self, version: int) -> None:
-        self._store.wait(version, STORE_SECONDS)
-        self._held[version] = self._store.pin(version)
 
     def _keep(self, version: int, reward: float) -> None:
         before = self.folder
@@ -311,7 +288,7 @@ async def evaluate_source(config: RunConfig, source: ModelSource, count: int = 0
     judged = played.judged
     parts = sorted({name for each in judged for name in each.parts})
     return VersionEvaluation(
-        reward=mean_reward(played),
+        reward=played.reward,
         parts={name: fmean(each.parts.get(name, 0.0) for each in judged) for name in parts},
         failed=len(played.answers) - len(judged),
         tokens=len(played.versions),

@@ -13,7 +13,7 @@ import fcntl
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
@@ -26,24 +26,14 @@ from holdfast.comms.transport.liveness import read_proc_stat, this_host
 from holdfast.rl.actors.service import ServiceStatus
 from holdfast.rl.data.episode import Group
 from holdfast.rl.run.run_events import Event
+from holdfast.rl.telemetry import TrainerStatus
 
 SLACK = 1.0
 """Seconds by which the wall clock may have been set between the start of a process and the status that names it."""
 
 
-class TrainerRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A trainer: `rank` is None for a spare; `committed` are the updates that it knows to be committed."""
-
-    name: str
-    pid: int
-    rank: int | None
-    epoch: int | None
-    committed: int
-    newest_batch: int | None
-
-
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A run at `time` (Unix seconds): its driver, the committed updates of all `steps`, trainers and services.
+    """A run at `time` (Unix seconds): its driver, the committed updates of all `steps`, trainers by name, services.
 
     `host` is that of all processes; "" for a run on several. `gone` are the processes that a reader has found ended.
     """
@@ -52,7 +42,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     driver: int
     step: int
     steps: int
-    trainers: tuple[TrainerRow, ...]
+    trainers: Mapping[str, TrainerStatus]
     services: tuple[ServiceStatus, ...]
     ended: bool = False
     host: str = ""
@@ -62,7 +52,11 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     def pids(self) -> tuple[int, ...]:
         """The processes of the run that the status names."""
         replicas = (replica for service in self.services for replica in service.replicas)
-        return (self.driver, *(row.pid for row in self.trainers), *(each.pid for each in replicas if each.pid))
+        return (
+            self.driver,
+            *(each.pid for each in self.trainers.values()),
+            *(each.pid for each in replicas if each.pid),
+        )
 
     @property
     def age(self) -> float:

@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from holdfast.comms.errors import HoldfastError, describe
 from holdfast.ft.console.units import counted
 from holdfast.ft.membership.view import Timeouts
@@ -21,9 +19,9 @@ from holdfast.rl.data.replay_buffer import Batch, StepReport
 from holdfast.rl.errors import RunFailed
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.grpo.batch import EncodedBatch
-from holdfast.rl.run.run_directory import TrainerRow
 from holdfast.rl.run.services import RunServices, answers
-from holdfast.rl.trainers.trainer_actor import TrainerActor, TrainerEnded, TrainerPosition, TrainerStatus
+from holdfast.rl.telemetry import TrainerStatus
+from holdfast.rl.trainers.trainer_actor import TrainerActor, TrainerEnded, TrainerPosition
 
 
 def session_options(config: RunConfig) -> dict[str, Timeouts]:
@@ -48,25 +46,18 @@ class TrainersLost(HoldfastError):
         super().__init__(f"no trainer is left for step {step}: {known}; resume from a checkpoint")
 
 
-class SessionMember:
-    """A trainer in the group. One that was evicted, or could not join, is lost: it is killed, and replaced."""
-
-    def __init__(self, replica: ServiceReplica) -> None:
-        self._replica = replica
-
-    async def call(self, method: str, /, *args: Any, timeout: float | None = None) -> Any:
-        """See `ServiceReplica.call`. Raises `RunFailed` for an error that ended the trainer's steps, in one line."""
-        replica = self._replica
-        try:
-            return await replica.call(method, *args, timeout=timeout)
-        except EndpointFailed as error:
-            ended = error.__cause__
-            if isinstance(ended, TrainerEnded) and ended.retryable:
-                replica.lose(describe(ended))
-                raise ActorDied(replica.name, replica.pid, describe(ended), method) from error
-            if isinstance(ended, TrainerEnded) and not ended.fault:
-                raise RunFailed(f"{replica.name} has ended: {ended.why}") from error
-            raise
+async def ask_trainer(trainer: ServiceReplica, method: str, *args: Any) -> Any:
+    """Call a trainer. Raises `RunFailed` for an error that ended its steps, in one line, unless the others go on."""
+    try:
+        return await trainer.call(method, *args)
+    except EndpointFailed as error:
+        ended = error.__cause__
+        if isinstance(ended, TrainerEnded) and ended.retryable:
+            trainer.lose(describe(ended))
+            raise ActorDied(trainer.name, trainer.pid, describe(ended), method) from error
+        if isinstance(ended, TrainerEnded) and not ended.fault:
+            raise RunFailed(f"{trainer.name} has ended: {ended.why}") from error
+        raise
 
 
 class TrainerGroup:
@@ -86,10 +77,10 @@ class TrainerGroup:
         saved_after: Callable[[int], bool] = lambda step: True,
     ) -> None:
         self._timeout, self._patience, self._saved_after = timeout, patience, saved_after
-        self._trainers: list[SessionMember] = []
+        self._trainers: list[ServiceReplica] = []
         self._changed = asyncio.Event()
 
-    def add(self, trainer: SessionMember) -> None:
+    def add(self, trainer: ServiceReplica) -> None:
         """Add a trainer; it gets the current batch."""
         self._trainers.append(trainer)
         self._changed.set()
@@ -116,8 +107,8 @@ class TrainerGroup:
 
     async def _first(self, method: str, step: int, *args: Any) -> Any:
         """Call a method of all trainers; returns the first answer that says something: a spare's is None, or ""."""
-        calls: dict[asyncio.Task[Any], SessionMember] = {}
-        asked: list[SessionMember] = []
+        calls: dict[asyncio.Task[Any], ServiceReplica] = {}
+        asked: list[ServiceReplica] = []
         errors: list[str] = []
         try:
             async with asyncio.timeout(self._timeout):
@@ -126,7 +117,7 @@ class TrainerGroup:
                     for trainer in self._trainers:
                         if trainer not in asked:
                             asked.append(trainer)
-                            calls[asyncio.ensure_future(trainer.call(method, *args))] = trainer
+                            calls[asyncio.ensure_future(ask_trainer(trainer, method, *args))] = trainer
                     changed = asyncio.ensure_future(self._changed.wait())
                     try:
                         done, _ = await asyncio.wait(
@@ -201,20 +192,14 @@ class TrainerProcesses:
         """Raise the error that ends the run, once too many trainers were lost."""
         await self._failed
 
-    async def rows(self) -> tuple[TrainerRow, ...]:
-        """The state of each trainer that answers."""
-        if self._service is None:
-            return ()
-        found: Mapping[str, TrainerStatus] = await answers(self._service.endpoint("status"))
-        pids = {each.name: each.pid for each in self._service.status().replicas}
-        return tuple(
-            TrainerRow(name=name, pid=pids.get(name, 0), **msgspec.structs.asdict(each)) for name, each in found.items()
-        )
+    async def statuses(self) -> Mapping[str, TrainerStatus]:
+        """The state of each trainer that answers, by name."""
+        return {} if self._service is None else await answers(self._service.endpoint("status"))
 
     async def _begin(self, replica: ServiceReplica) -> None:
         """Have a new trainer join the session, and get the current batch."""
         await replica.call("begin")
-        self.group.add(SessionMember(replica))
+        self.group.add(replica)
 
     def _hear(self, event: ReplicaEvent) -> None:
         if event.kind not in ("lost", "start_failed") or self._failed.done():

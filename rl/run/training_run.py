@@ -33,7 +33,7 @@ from holdfast.rl.errors import RunFailed, StepsDone
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.grpo.loop import asynchronous, running, synchronous, together
 from holdfast.rl.run.episodes import RunEpisodes
-from holdfast.rl.run.evaluation import BestVersion, EvaluationScore, HeldOutEvaluation
+from holdfast.rl.run.evaluation import BestVersion, HeldOutEvaluation
 from holdfast.rl.run.generation import CopiesWatch, Generators
 from holdfast.rl.run.policy import check_policy, in_policy_process, policy_source
 from holdfast.rl.run.run_directory import RunDirectory, RunStatus
@@ -59,7 +59,7 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
     steps: int
     seconds: float
-    best: EvaluationScore | None
+    best: Evaluated | None
 
 
 class TrainingRun:
@@ -157,8 +157,9 @@ class TrainingRun:
             partial(episodes.play_held_out, generators.generate),
             config.evaluation.every if episodes.has_held_out else 0,
             best,
-            self._evaluated,
+            self.telemetry.emit,
             self._best_before(position.step),
+            self.telemetry.now,
         )
 
         async def serve(version: int) -> None:
@@ -234,23 +235,17 @@ class TrainingRun:
             driver=os.getpid(),
             step=self._done,
             steps=self._config.steps,
-            trainers=await trainers.rows(),
+            trainers=await trainers.statuses(),
             services=services.status(),
             ended=ended,
             host="" if self._config.engine.hosts else this_host(),
         )
         self._directory.write_status(status)
 
-    def _evaluated(self, score: EvaluationScore, best: bool) -> None:
-        self.telemetry.emit(Evaluated(time=self.telemetry.now(), best=best, **msgspec.structs.asdict(score)))
-
-    def _best_before(self, step: int) -> EvaluationScore | None:
+    def _best_before(self, step: int) -> Evaluated | None:
         """The best evaluation of the drivers before, up to a step."""
         scores = [each for each in self._before if isinstance(each, Evaluated) and each.version <= step and each.best]
-        if not scores:
-            return None
-        best = scores[-1]
-        return EvaluationScore(version=best.version, reward=best.reward, judged=best.judged, failed=best.failed)
+        return scores[-1] if scores else None
 
 
 def _saved_buffer(position: TrainerPosition) -> BufferState | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,7 +20,6 @@ from holdfast.ft import faultpoints
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.grpo.batch import TrainingTokens
-from holdfast.rl.grpo.loss import StepTotals
 from holdfast.rl.telemetry import WorkLog
 from holdfast.rl.trainers.policy import Logits, PolicyLoss, build_optimizer, build_policy, merged, transformers_logits
 
@@ -28,9 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Tensor = torch.Tensor
-Forwards = Callable[[int], Sequence[tuple[TrainingTokens, StepTotals]]]
-"""Returns the forwards of a shard, with the totals of the update."""
-Tokens = Callable[[int], Sequence[TrainingTokens]]
+Forwards = Callable[[int], Sequence[TrainingTokens]]
 """Returns the forwards of a shard."""
 
 CLIP_EPSILON = 1e-6
@@ -56,31 +53,6 @@ class UpdateResult:
     norm: float
 
 
-class PolicyLayout(Protocol):
-    """The policy of one trainer in its session."""
-
-    def attach(self, session: ft.Session) -> None:
-        """Give the state to the session, before its first step."""
-
-    def attempt(self, attempt: ft.Attempt, forwards: Forwards, before_change: Callable[[], None]) -> UpdateResult:
-        """Do one update inside of an attempt; collective. Raises `NonFiniteLoss`.
-
-        `before_change` is called before the weights change, or the attempt ends.
-        """
-
-    def logprobs(self, attempt: ft.Attempt, tokens: Tokens) -> Mapping[int, Sequence[Tensor]]:
-        """The policy's log-probabilities now, of the forwards of each shard that this rank answers for; collective."""
-
-    def committed(self, step: int) -> None:
-        """Called after the attempt at `step` was committed."""
-
-    def state(self) -> dict[str, Any]:
-        """The state dict to publish, inside of an attempt; collective with adapters."""
-
-    def publishes(self, rank: int) -> bool:
-        """Whether this rank has a part to publish."""
-
-
 class ReplicatedLayout:
     """Every trainer has the whole policy; the update is made after the commit."""
 
@@ -94,10 +66,15 @@ class ReplicatedLayout:
         self._norm = 0.0
 
     def attach(self, session: ft.Session) -> None:
+        """Give the state to the session, before its first step."""
         session.attach("policy", self._model)
         session.attach("optimizer", self._optimizer)
 
     def attempt(self, attempt: ft.Attempt, forwards: Forwards, before_change: Callable[[], None]) -> UpdateResult:
+        """Do one update inside of an attempt; collective. Raises `NonFiniteLoss`.
+
+        `before_change` is called before the weights change, or the attempt ends.
+        """
         flats, losses, step = [], [], attempt.step
         for shard in attempt.shards:
             parts = forwards(shard)
@@ -113,13 +90,15 @@ class ReplicatedLayout:
         before_change()
         return UpdateResult(loss, self._norm)
 
-    def logprobs(self, attempt: ft.Attempt, tokens: Tokens) -> Mapping[int, Sequence[Tensor]]:
+    def logprobs(self, attempt: ft.Attempt, forwards: Forwards) -> Mapping[int, Sequence[Tensor]]:
+        """The policy's log-probabilities now, of the forwards of each shard that this rank answers for; collective."""
         with self._work.doing("forward", attempt.step):
             return {
-                shard: [self._loss.logprobs(self._model, each) for each in tokens(shard)] for shard in attempt.shards
+                shard: [self._loss.logprobs(self._model, each) for each in forwards(shard)] for shard in attempt.shards
             }
 
     def committed(self, step: int) -> None:
+        """Make the update, after the attempt at `step` was committed."""
         with self._work.doing("optimizer", step):
             self._update(step)
 
@@ -134,9 +113,11 @@ class ReplicatedLayout:
         self._optimizer.zero_grad(set_to_none=True)
 
     def state(self) -> dict[str, Any]:
+        """The state dict to publish, inside of an attempt; collective with adapters."""
         return merged(self._model) if self._config.model.lora_rank else self._model.state_dict()
 
     def publishes(self, rank: int) -> bool:
+        """Whether this rank has a part to publish."""
         return rank == 0
 
     def _sum(self, comm: Communicator, flats: Sequence[Tensor]) -> None:
@@ -147,11 +128,11 @@ class ReplicatedLayout:
         if total is not self._total:
             self._total.copy_(total)
 
-    def _gradient(self, forwards: Sequence[tuple[TrainingTokens, StepTotals]]) -> tuple[Tensor, Tensor]:
+    def _gradient(self, forwards: Sequence[TrainingTokens]) -> tuple[Tensor, Tensor]:
         """The gradient (flat) and the loss of one shard."""
         flat, total = torch.zeros_like(self._total), torch.zeros(1, dtype=torch.float64, device="cpu")
-        for forward, totals in forwards:
-            loss = self._loss.of(self._model, forward, totals)
+        for forward in forwards:
+            loss = self._loss.of(self._model, forward)
             found = torch.autograd.grad(loss, self._trained, allow_unused=True, materialize_grads=True)
             flat += torch.cat([each.reshape(-1) for each in found])
             total += loss.detach().cpu()
@@ -159,7 +140,10 @@ class ReplicatedLayout:
 
 
 class ShardedLayout:
-    """The trainers have shards of the policy (FSDP2); the update is made inside of the attempt."""
+    """The trainers have shards of the policy (FSDP2); the update is made inside of the attempt.
+
+    Its methods do what those of `ReplicatedLayout` do.
+    """
 
     _shape: Callable[[int], Mapping[str, int]] | None = None
     """The dimensions of the mesh of so many trainers, if it has several."""
@@ -187,10 +171,10 @@ class ShardedLayout:
         for turn in sums.turns():
             total = torch.zeros(1, dtype=torch.float64, device="cpu")
             parts = forwards(turn.shard)
-            for number, (forward, totals) in enumerate(parts):
+            for number, forward in enumerate(parts):
                 model.set_requires_gradient_sync(number == len(parts) - 1)
                 with self._work.doing("forward_backward", attempt.step):  # the model's collectives are within
-                    part = self._loss.of(model, forward, totals)
+                    part = self._loss.of(model, forward)
                     torch.autograd.backward(part)
                 total += part.detach().cpu()
             if turn.counts and self._answers:
@@ -209,11 +193,11 @@ class ShardedLayout:
             optimizer.step()
         return UpdateResult(loss, norm)
 
-    def logprobs(self, attempt: ft.Attempt, tokens: Tokens) -> Mapping[int, Sequence[Tensor]]:
+    def logprobs(self, attempt: ft.Attempt, forwards: Forwards) -> Mapping[int, Sequence[Tensor]]:
         model, found = self._things["model"], dict[int, Sequence[Tensor]]()
         with self._work.doing("forward", attempt.step):
             for turn in ft.ShardSums(attempt, self._data).turns():
-                parts = [self._loss.logprobs(model, each) for each in tokens(turn.shard)]
+                parts = [self._loss.logprobs(model, each) for each in forwards(turn.shard)]
                 if turn.counts and self._answers:
                     found[turn.shard] = parts
             model.reshard()  # without a backward, the root stays gathered

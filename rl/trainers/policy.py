@@ -12,7 +12,7 @@ import torch
 from holdfast.rl.config.run_config import ModelConfig, RunConfig, TrainerConfig
 from holdfast.rl.generators.models import ModelMisfit, ModelSource
 from holdfast.rl.grpo.batch import TrainingTokens
-from holdfast.rl.grpo.loss import StepTotals, loss
+from holdfast.rl.grpo.loss import loss
 from holdfast.rl.grpo.token_logprobs import token_logprobs
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class PolicyLoss:
         self._objective, self._temperature = config.objective, config.sampling.temperature
         self._reference = source.build().requires_grad_(False) if config.objective.kl else None
 
-    def of(self, model: torch.nn.Module, forward: TrainingTokens, totals: StepTotals) -> Tensor:
+    def of(self, model: torch.nn.Module, forward: TrainingTokens) -> Tensor:
         """The share of one forward of `model` in the loss of its update."""
         inputs, objective = forward.inputs, self._objective
         if self._reference is not None:
@@ -72,7 +72,7 @@ class PolicyLoss:
         if old is None:  # the first update of a batch: the old policy is the new one, or the generator is taken for it
             old = logprobs.detach() if objective.truncation else inputs.generated
         inputs = replace(inputs, entropies=entropies).to(logprobs.device)
-        return loss(logprobs, old.to(logprobs.device), inputs, totals, objective)
+        return loss(logprobs, old.to(logprobs.device), inputs, objective)
 
     def logprobs(self, model: torch.nn.Module, forward: TrainingTokens) -> Tensor:
         """What `of` takes for the log-probabilities of `model` now, without a gradient."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -17,7 +18,7 @@ from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.data.replay_buffer import BufferState, StepReport
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.grpo.batch import EncodedBatch
-from holdfast.rl.telemetry import WorkLog, WorkReport
+from holdfast.rl.telemetry import TrainerStatus, WorkLog, WorkReport
 from holdfast.rl.trainers.training import Publisher, Training
 from holdfast.store import WeightStore
 
@@ -29,10 +30,13 @@ CLOSE_SECONDS = 30.0
 
 
 KEPT = 3
-"""The number of newest batches that are kept: members of a session are at most one step apart, and have the next."""
+"""The number of newest batches and reports that are kept: members are at most one step apart, and have the next."""
 
 LOOK_SECONDS = 0.05
 """Seconds of one wait for a batch, after which `over` is called."""
+
+T = TypeVar("T")
+Numbered = TypeVar("Numbered", EncodedBatch, StepReport)
 
 
 class NoBatch(HoldfastError):
@@ -57,63 +61,13 @@ class TrainerEnded(HoldfastError):
         super().__init__(f"the trainer has ended: {why}; start another one")
 
 
-class TrainerEvicted(TrainerEnded):
-    """The other trainers go on without this one, which they took for dead; its process must be replaced."""
+class TrainerLeftOut(TrainerEnded):
+    """The others train without this one: they took it for dead, or it could not join for a reason that passes.
+
+    Its process must be replaced.
+    """
 
     retryable = True
-
-
-class TrainerUnjoined(TrainerEnded):
-    """The trainer could not join the others for a reason that passes; its process must be replaced."""
-
-    retryable = True
-
-
-class BatchInbox:
-    """Filled by one thread, read by another."""
-
-    def __init__(self) -> None:
-        self._batches: dict[int, EncodedBatch] = {}
-        self._changed = threading.Condition()
-
-    @property
-    def newest(self) -> int | None:
-        """The first update of the newest batch; None if none has come."""
-        with self._changed:
-            return max(self._batches, default=None)
-
-    def put(self, batch: EncodedBatch) -> None:
-        """Add a batch. The oldest one goes if there are too many."""
-        with self._changed:
-            self._batches[batch.step] = batch
-            while len(self._batches) > KEPT:
-                del self._batches[min(self._batches)]
-            self._changed.notify_all()
-
-    def take(self, step: int, over: Callable[[], None], timeout: float) -> EncodedBatch:
-        """Wait for the batch that begins with update `step`; it stays. `over` is called meanwhile, and may raise.
-
-        Raises `NoBatch`.
-        """
-        deadline = time.monotonic() + timeout
-        while True:
-            with self._changed:
-                if step in self._batches:
-                    return self._batches[step]
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise NoBatch(step, timeout, max(self._batches, default=None))
-                self._changed.wait(min(left, LOOK_SECONDS))
-            over()
-
-
-class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a trainer: its rank in `epoch` (None: a spare), and the updates committed."""
-
-    rank: int | None
-    epoch: int | None
-    committed: int
-    newest_batch: int | None
 
 
 class TrainerPosition(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,14 +94,16 @@ class TrainerActor:
         checkpoints: str = "",
     ) -> None:
         self._config = config
-        self._inbox = BatchInbox()
-        self._closed = threading.Event()
         self._changed = threading.Condition()
-        self._waiting: dict[int, list[Future[StepReport | None]]] = {}
-        self._last: StepReport | None = None
-        self._position: Future[TrainerPosition] = Future()
-        self._joined = False
-        self._end: Future[str] = Future()
+        """Held to read or change what the endpoints and the thread of the steps share: the fields up to `_news`."""
+        self._batches: dict[int, EncodedBatch] = {}
+        self._reports: dict[int, StepReport] = {}
+        self._position: TrainerPosition | None = None
+        self._digest: str | None = None
+        self._cause: BaseException | None = None
+        self._over = self._closed = False
+        self._news: Future[None] = Future()
+        """Done at the next change."""
         self._publisher: Publisher | None = None
         self._work = WorkLog()
         if store:
@@ -166,37 +122,35 @@ class TrainerActor:
 
     async def position(self) -> TrainerPosition:
         """Wait until this trainer takes part; returns where training began then. Raises `TrainerEnded`."""
-        return await asyncio.shield(asyncio.wrap_future(self._position))
+        return await self._until(lambda: self._position)
 
     async def train(self, batch: EncodedBatch) -> StepReport | None:
         """Train on a batch with the other members, which get the same one; returns once it is committed.
 
         Returns None if this trainer does not take part before two later batches come: a spare. A batch is trained on
         once, also if it comes twice. Raises `TrainerEnded` if the steps end, with the cause as its `__cause__`;
-        after an eviction `TrainerEvicted`.
+        `TrainerLeftOut` if the others go on.
         """
-        reply: Future[StepReport | None] = Future()
         with self._changed:
-            if self._end.done():
+            if self._over:
                 raise self._ended()
-            if self._last is not None and self._last.step >= batch.step:
-                return self._last if self._last.step == batch.step else None
-            late = sorted(step for step in self._waiting if step < batch.step)[:-1]
-            superseded = [each for step in late for each in self._waiting.pop(step)]
-            self._waiting.setdefault(batch.step, []).append(reply)
-        for each in superseded:
-            _answer(each, None)
-        self._inbox.put(batch)
-        return await asyncio.wrap_future(reply)
+            if self._reply_to(batch.step) is None:
+                _put(self._batches, batch)
+                self._tell()
+        [reply] = await self._until(lambda: self._reply_to(batch.step))
+        return reply
 
     async def status(self) -> TrainerStatus:
         """The state of this trainer."""
         session = self._session
+        with self._changed:
+            newest = max(self._batches, default=None)
         return TrainerStatus(
+            pid=os.getpid(),
             rank=session.rank,
             epoch=session.epoch,
             committed=min(session.step, self._config.steps),
-            newest_batch=self._inbox.newest,
+            newest_batch=newest,
         )
 
     async def work(self) -> WorkReport:
@@ -208,81 +162,102 @@ class TrainerActor:
 
         It is "" for a spare that was not needed. Raises as `train`.
         """
-        try:
-            return await asyncio.shield(asyncio.wrap_future(self._end))
-        except Exception as error:
-            raise self._ended() from error
+        return await self._until(lambda: self._digest)
 
     def close(self) -> None:
         """Leave the session at the next wait for a batch, as a death would, and the store. Idempotent.
 
         A spare waits in its session for as long as the job runs, so its thread goes with the process.
         """
-        self._closed.set()
+        with self._changed:
+            self._closed = True
         if self._thread.ident is not None:
             if self._session.rank is not None:
                 self._thread.join(CLOSE_SECONDS)
-        elif not self._end.done():
-            self._settle(TrainerEnded("it was closed"))
+        elif not self._over:
+            self._end(TrainerEnded("it was closed"))
         if self._publisher is not None:
             self._publisher.close()
+
+    async def _until(self, answer: Callable[[], T | None]) -> T:
+        """Wait for an answer, which a change may give. Raises `TrainerEnded` if the steps are over without one."""
+        while True:
+            with self._changed:
+                if (found := answer()) is not None:
+                    return found
+                if self._over:
+                    raise self._ended()
+                news = self._news
+            await asyncio.shield(asyncio.wrap_future(news))
+
+    def _reply_to(self, step: int) -> tuple[StepReport | None] | None:
+        """The report of the batch that begins with `step`, or None in its place; None while it must be waited for."""
+        if step in self._reports:
+            return (self._reports[step],)
+        later = sum(each > step for each in self._batches)
+        over = self._digest is not None or any(each > step for each in self._reports)
+        return (None,) if over or later > 1 else None
+
+    def _tell(self) -> None:
+        """Wake all who wait for a change; `_changed` is held."""
+        self._changed.notify_all()
+        news, self._news = self._news, Future()
+        news.set_result(None)
+
+    # -- in the thread of the steps
 
     def _run(self) -> None:
         try:
             with self._session as session:
                 digest = self._training.run(session)
         except BaseException as error:
-            self._settle(error)
+            self._end(error)
         else:
-            self._settle(None, digest)
+            self._end(None, digest)
 
-    def _settle(self, error: BaseException | None, digest: str = "") -> None:
+    def _end(self, cause: BaseException | None, digest: str | None = None) -> None:
         with self._changed:
-            if error is not None:
-                self._end.set_exception(error)
-            else:
-                self._end.set_result(digest)
-            left = [each for replies in self._waiting.values() for each in replies]
-            self._waiting.clear()
-        for each in left:
-            _answer(each, None if error is None else self._ended())
-        _answer(self._position, self._ended())
+            self._over, self._cause, self._digest = True, cause, digest
+            self._tell()
 
-    def _ended(self) -> HoldfastError:
-        cause = self._end.exception()
-        kind = TrainerEvicted if isinstance(cause, StaleEpoch) else TrainerEnded
-        if not self._joined and isinstance(cause, HoldfastError) and cause.retryable:
-            kind = TrainerUnjoined
-        fault = cause is not None and not isinstance(cause, HoldfastError)
-        ended = kind("all batches are committed" if cause is None else describe(cause), fault=fault)
+    def _ended(self) -> TrainerEnded:
+        cause = self._cause
+        ours = isinstance(cause, HoldfastError)
+        passes = isinstance(cause, HoldfastError) and cause.retryable and self._position is None
+        kind = TrainerLeftOut if passes or isinstance(cause, StaleEpoch) else TrainerEnded
+        why = "all batches are committed" if cause is None else describe(cause)
+        ended = kind(why, fault=cause is not None and not ours)
         ended.__cause__ = cause
         return ended
 
     def _begun(self, step: int, buffer: BufferState | None) -> None:
-        self._joined = True
-        _answer(self._position, TrainerPosition(step=step, buffer=buffer))
+        with self._changed:
+            self._position = TrainerPosition(step=step, buffer=buffer)
+            self._tell()
 
     def _take(self, step: int, over: Callable[[], None]) -> EncodedBatch:
-        def check() -> None:
-            if self._closed.is_set():
-                raise TrainerEnded("it was closed")
+        """Wait for the batch that begins with update `step`; it stays. `over` is called meanwhile, and may raise."""
+        deadline = time.monotonic() + BATCH_SECONDS
+        while True:
+            with self._changed:
+                if step in self._batches:
+                    return self._batches[step]
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise NoBatch(step, BATCH_SECONDS, max(self._batches, default=None))
+                self._changed.wait(min(left, LOOK_SECONDS))
+                if self._closed:
+                    raise TrainerEnded("it was closed")
             over()
-
-        return self._inbox.take(step, check, BATCH_SECONDS)
 
     def _report(self, report: StepReport) -> None:
         with self._changed:
-            self._last = report
-            waiting = self._waiting.pop(report.step, [])
-        for each in waiting:
-            _answer(each, report)
+            _put(self._reports, report)
+            self._tell()
 
 
-def _answer(reply: Future[Any], answer: object) -> None:
-    """Set the result, or the error, of a reply that is still waited for."""
-    if reply.done() or not reply.set_running_or_notify_cancel():
-        return
-    if isinstance(answer, BaseException):
-        reply.set_exception(answer)
-    else:
-        reply.set_result(answer)
+def _put(newest: dict[int, Numbered], added: Numbered) -> None:
+    """Add what belongs to a step; the oldest one goes if there are too many."""
+    newest[added.step] = added
+    while len(newest) > KEPT:
+        del newest[min(newest)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,10 +22,9 @@ from holdfast.ft.console.units import counted
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.data.replay_buffer import BufferState, StepReport
 from holdfast.rl.generators.models import ModelSource
-from holdfast.rl.grpo.batch import EncodedBatch, TrainingTokens, UpdateTokens, decode_state, updates_of
-from holdfast.rl.grpo.loss import StepTotals
+from holdfast.rl.grpo.batch import EncodedBatch, TrainingTokens, decode_state, updates_of
 from holdfast.rl.telemetry import WorkLog
-from holdfast.rl.trainers.layouts import PolicyLayout, ReplicatedLayout, ShardedLayout, UpdateResult
+from holdfast.rl.trainers.layouts import ReplicatedLayout, ShardedLayout, UpdateResult
 from holdfast.rl.trainers.titan import TitanLayout
 from holdfast.store import WeightStore
 
@@ -50,42 +50,29 @@ def weights_digest(state: Mapping[str, Any]) -> str:
     return digest.hexdigest()
 
 
-class SavedBuffer:
-    """The state of the replay buffer after the last committed batch that came with one; checkpoints have it."""
+class LoopState:
+    """What trainers share beside the policy. Checkpoints have it, and trainers that join get it from the others.
 
-    def __init__(self) -> None:
-        self.after = b""
-
-    @property
-    def state(self) -> BufferState | None:
-        """The state; None before the first batch."""
-        return decode_state(self.after) if self.after else None
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state as JSON."""
-        return {"json": self.after.decode()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a state."""
-        self.after = state["json"].encode()
-
-
-class OldLogprobs:
-    """The log-probabilities of a batch's later updates under the policy before its first one: the old policy.
-
-    Trainers that join in the middle of the batch get them from the others.
+    `after` is the state of the replay buffer after the last committed batch that came with one. `old` are the
+    log-probabilities of the later updates of the batch that begins with update `step`, under the policy before its
+    first one: the old policy.
     """
 
     def __init__(self) -> None:
-        self.step, self.values = -1, list[torch.Tensor]()
+        self.after, self.step, self.old = b"", -1, list[torch.Tensor]()
+
+    @property
+    def buffer(self) -> BufferState | None:
+        """The replay buffer; None before the first batch."""
+        return decode_state(self.after) if self.after else None
 
     def state_dict(self) -> dict[str, Any]:
-        """The update that the batch begins with, and a tensor for each of the updates after it."""
-        return {"step": self.step, "values": self.values}
+        """All of it, the buffer as JSON."""
+        return {"buffer": self.after.decode(), "step": self.step, "old": self.old}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state."""
-        self.step, self.values = state["step"], list(state["values"])
+        self.after, self.step, self.old = state["buffer"].encode(), state["step"], list(state["old"])
 
 
 class Publisher:
@@ -151,15 +138,14 @@ class Training:
         self._config, self._publisher, self._checkpoints = config, publisher, checkpoints
         self._take, self._report, self._begun = take, report, begun
         sharded = TitanLayout if config.trainer.kind == "titan" else ShardedLayout
-        layout: Callable[[RunConfig, ModelSource, WorkLog], PolicyLayout]
+        layout: Callable[[RunConfig, ModelSource, WorkLog], ReplicatedLayout | ShardedLayout]
         layout = sharded if config.trainer.strategy == "fsdp2" else ReplicatedLayout
         self._layout = layout(config, source, work or WorkLog())
-        self._buffer = SavedBuffer()
+        self._state = LoopState()
         # Else the old policy is the generator's, or the present one.
-        wanted = config.objective.truncation > 0 and config.algorithm.updates > 1
-        self._old = OldLogprobs() if wanted else None
-        self._found: list[torch.Tensor] = []
-        self._batch: tuple[EncodedBatch, list[UpdateTokens]] | None = None
+        self._old_wanted = config.objective.truncation > 0 and config.algorithm.updates > 1
+        self._old: list[torch.Tensor] = []
+        self._batch: tuple[EncodedBatch, list[TrainingTokens]] | None = None
         self._losses: list[float] = []
         self._published: tuple[int, int] = (-1, 0)
 
@@ -172,15 +158,13 @@ class Training:
         config, begun, digest = self._config, False, ""
         torch.set_num_threads(1)
         self._layout.attach(session)
-        session.attach("replay buffer", self._buffer)
-        if self._old is not None:
-            session.attach("old log-probabilities", self._old)
+        session.attach("loop", self._state)
         if self._checkpoints:
             session.checkpoints(self._checkpoints, every=config.checkpoint_steps, last=config.steps)
         for attempt in session.steps(config.steps + 1):
             if not begun:
                 begun = True
-                self._begun(attempt.step, self._buffer.state)
+                self._begun(attempt.step, self._state.buffer)
             result: UpdateResult | None = None
             with attempt:
                 self._publish(attempt)
@@ -199,20 +183,19 @@ class Training:
         part = attempt.step % self._config.algorithm.updates
         updates = self._updates(attempt.step - part, attempt)
         update = updates[part]
-        if self._old is not None and part:
-            if self._old.step != attempt.step - part:
+        if self._old_wanted and part:
+            if self._state.step != attempt.step - part:
                 raise BadBatch(attempt.step - part, f"it is joined at its update {part + 1}, without its old policy")
-            update = update.with_old(self._old.values[part - 1])
-        elif self._old is not None:
-            self._found = self._old_logprobs(attempt, updates[1:])
+            update = replace(update, old_logprobs=self._state.old[part - 1])
+        elif self._old_wanted:
+            self._old = self._old_logprobs(attempt, updates[1:])
 
-        def forwards(shard: int) -> list[tuple[TrainingTokens, StepTotals]]:
-            found = update.shard(shard, attempt.total_shards, self._config.trainer.micro_batch)
-            return [(each, update.totals) for each in found]
+        def forwards(shard: int) -> list[TrainingTokens]:
+            return update.shard(shard, attempt.total_shards, self._config.trainer.micro_batch)
 
         return self._layout.attempt(attempt, forwards, self._finish_publication)
 
-    def _old_logprobs(self, attempt: ft.Attempt, updates: Sequence[UpdateTokens]) -> list[torch.Tensor]:
+    def _old_logprobs(self, attempt: ft.Attempt, updates: Sequence[TrainingTokens]) -> list[torch.Tensor]:
         """The log-probabilities of these updates under the policy now, through the calls of an update; collective."""
         shards, micro_batch = attempt.total_shards, self._config.trainer.micro_batch
 
@@ -229,7 +212,7 @@ class Training:
             begin = end
         return joined
 
-    def _updates(self, step: int, attempt: ft.Attempt) -> list[UpdateTokens]:
+    def _updates(self, step: int, attempt: ft.Attempt) -> list[TrainingTokens]:
         """The updates of the batch that begins with update `step`."""
         if self._batch is None or self._batch[0].step != step:
             batch = self._take(step, partial(_raise_if_over, attempt.comm))
@@ -241,16 +224,16 @@ class Training:
 
     def _committed(self, attempt: ft.Attempt, result: UpdateResult) -> None:
         part = attempt.step % self._config.algorithm.updates
-        if self._old is not None:
+        if self._old_wanted:
             last = part == self._config.algorithm.updates - 1
-            self._old.step = -1 if last else attempt.step - part
-            self._old.values = [] if last else self._old.values if part else self._found
+            self._state.step = -1 if last else attempt.step - part
+            self._state.old = [] if last else self._state.old if part else self._old
         self._losses = [*(self._losses if part else []), result.loss]
         if part < self._config.algorithm.updates - 1:
             return
         assert self._batch is not None
         if self._batch[0].after:
-            self._buffer.after = self._batch[0].after
+            self._state.after = self._batch[0].after
         figures = {
             "loss": sum(self._losses) / len(self._losses),
             "gradient_norm": result.norm,

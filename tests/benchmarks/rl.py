@@ -64,7 +64,7 @@ class PolicyStep:
         import torch
 
         for forward in self.update.shard(0, 1, 0):
-            torch.autograd.grad(self.loss.of(self.policy, forward, self.update.totals), self.parameters)
+            torch.autograd.grad(self.loss.of(self.policy, forward), self.parameters)
 
 
 def _update(prompts: Any, completions: Any, size: int, objective: Any) -> Any:

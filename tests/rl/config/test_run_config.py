@@ -108,7 +108,6 @@ kind = "fancy"
     "text, words",
     [
         ("[algorithm]\nupdates = 4\nstaleness = 2", "run.toml:3: algorithm.staleness: a batch can never fill"),
-        ("[algorithm]\n\ncapacity = 8", "run.toml:3: algorithm.capacity: a batch can never fill"),
         ('[algorithm]\nmode = "synchronous"', "run.toml:2: algorithm.staleness: the synchronous loop"),
         ("steps = 9\n[algorithm]\nupdates = 2", "run.toml:1: steps: must be a multiple of algorithm.updates = 2"),
         ('[objective]\nalgorithm = "dapo"', "run.toml: sampling.stop: without a stop token"),

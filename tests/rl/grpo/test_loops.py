@@ -8,6 +8,8 @@ import gc
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,19 +19,19 @@ from holdfast.rl.data.episode import Completion, Episode, Group, Prompt, Samplin
 from holdfast.rl.data.prompts import CharacterTokenizer, Problem, PromptSource
 from holdfast.rl.data.replay_buffer import Batch, BufferState, FailedGroup, ReplayBuffer, StalenessRule, StepReport
 from holdfast.rl.errors import OtherVersion
-from holdfast.rl.grpo.batch import BatchColumns, collate, step_totals
+from holdfast.rl.grpo.batch import BatchColumns, collate
 from holdfast.rl.grpo.loop import asynchronous, generate_episode, play_episodes, synchronous
 from holdfast.rl.grpo.loss import loss
 from holdfast.rl.rewards.judge import Judge
 from holdfast.rl.rewards.reward import Criterion, ExactMatch, JudgedAnswer, Rubric
 from holdfast.rl.run.evaluation import (
-    EvaluationScore,
     HeldOutAnswer,
     HeldOutEvaluation,
     HeldOutResult,
     play_games,
     play_prompts,
 )
+from holdfast.rl.run.run_events import Evaluated
 from support.source_tree import ROOT
 
 TOKENIZER = CharacterTokenizer()
@@ -95,9 +97,7 @@ class ToyCluster:
         made = collate(BatchColumns.of(batch.groups), OBJECTIVE)
         predicted = table[made.tokens[:, 0]].log_softmax(-1).unsqueeze(1).expand(-1, 2, -1)
         logprobs = predicted.gather(2, made.tokens[:, 1:].unsqueeze(2)).squeeze(2)
-        (gradient,) = torch.autograd.grad(
-            loss(logprobs, made.inputs.generated, made.inputs, step_totals(made), OBJECTIVE), table
-        )
+        (gradient,) = torch.autograd.grad(loss(logprobs, made.inputs.generated, made.inputs, OBJECTIVE), table)
         self.versions.append(table.detach() - 8.0 * gradient)
         self.batches.append(batch)
         self.training = False
@@ -240,30 +240,29 @@ async def test_groups_with_equal_rewards_are_drawn_again_with_other_seeds() -> N
 
 
 class KeptVersions:
-    """Records what an evaluation asks of the checkpoints."""
+    """Records what an evaluation asks of the store and the disk."""
 
     def __init__(self) -> None:
         self.held: set[int] = set()
         self.best: list[int] = []
 
-    async def hold(self, version: int, /) -> None:
+    async def hold(self, version: int, /) -> Any:
         self.held.add(version)
+        return SimpleNamespace(release=lambda: self.held.remove(version))
 
     async def keep_best(self, version: int, reward: float, /) -> None:
         assert version in self.held
         self.best.append(version)
 
-    async def release(self, version: int, /) -> None:
-        self.held.remove(version)
-
 
 @pytest.mark.parametrize("bound", [0, 1, 3])
 async def test_the_policy_learns_and_the_best_version_that_is_evaluated_beside_training_is_kept(bound: int) -> None:
-    scores: list[EvaluationScore] = []
-    kept, cluster, judge = KeptVersions(), ToyCluster(), Judge(EXACT, TOKENIZER)
+    scores: list[Evaluated] = []
+    cluster, judge = ToyCluster(), Judge(EXACT, TOKENIZER)
+    kept: Any = KeptVersions()
     prompts = [PromptSource(PROBLEMS, TOKENIZER, 0).prompt(number) for number in range(4)]
     play = functools.partial(play_prompts, cluster.generate, judge, prompts, SAMPLING)
-    evaluation = HeldOutEvaluation(play, 5, kept, lambda score, best: scores.append(score))
+    evaluation = HeldOutEvaluation(play, 5, kept, scores.append)
     await train(cluster, range(40), bound, evaluation=evaluation)
     trained = cluster.rewards()
     assert sum(trained[:4]) / 4 < 0.4
@@ -273,12 +272,13 @@ async def test_the_policy_learns_and_the_best_version_that_is_evaluated_beside_t
     rewards = [each.reward for each in scores if each.reward is not None]
     assert [each.judged for each in scores] == [4] * len(rewards)
     assert kept.best[-1] == scores[rewards.index(max(rewards))].version
-    assert kept.held == set(kept.best)
+    assert not kept.held
+    assert [each.version for each in scores if each.best] == kept.best
 
 
-def evaluated(*results: HeldOutResult) -> tuple[list[EvaluationScore], list[int]]:
+def evaluated(*results: HeldOutResult) -> tuple[list[Evaluated], list[int]]:
     """The scores of versions 0, 5, 10 ... with these results, and the versions that were kept as the best, in order."""
-    scores: list[EvaluationScore] = []
+    scores: list[Evaluated] = []
     kept, asked = KeptVersions(), []
 
     async def play(version: int) -> HeldOutResult:
@@ -286,7 +286,7 @@ def evaluated(*results: HeldOutResult) -> tuple[list[EvaluationScore], list[int]
         return results[version // 5]
 
     async def body() -> None:
-        evaluation = HeldOutEvaluation(play, 5, kept, lambda score, best: scores.append(score))
+        evaluation = HeldOutEvaluation(play, 5, kept, scores.append)
         for number in range(len(results)):
             await evaluation.begin(5 * number)
         await evaluation.settle()

@@ -15,7 +15,7 @@ from holdfast.rl.config.run_config import Algorithm, Objective, objective
 from holdfast.rl.data.episode import MOST_REWARD, Group, Prompt
 from holdfast.rl.errors import InvalidEpisode
 from holdfast.rl.grpo import loss as grpo
-from holdfast.rl.grpo.batch import BatchColumns, advantages, collate, step_totals
+from holdfast.rl.grpo.batch import BatchColumns, advantages, collate
 from holdfast.rl.grpo.loss import StepTotals
 from support.rl.small_batches import episode
 
@@ -42,8 +42,8 @@ class Rows:
 
 
 def loss(logprobs: torch.Tensor, given: Rows, totals: StepTotals, chosen: Objective) -> torch.Tensor:
-    inputs = grpo.LossInputs(given.mask, given.advantages, given.generated, given.reference, given.entropies)
-    return grpo.loss(logprobs, given.old, inputs, totals, chosen)
+    inputs = grpo.LossInputs(given.mask, given.advantages, given.generated, totals, given.reference, given.entropies)
+    return grpo.loss(logprobs, given.old, inputs, chosen)
 
 
 def named(value: Objective) -> str:
@@ -250,7 +250,7 @@ def test_episodes_become_rows_whose_columns_predict_the_next_token() -> None:
     assert made.inputs.mask.tolist() == [[False, True, False, True], [False, True, False, False]]
     assert made.inputs.generated[0].tolist() == [0.0, -1.0, 0.0, -3.0]
     assert made.inputs.advantages.tolist() == [0.5, -0.5]
-    assert step_totals(made) == StepTotals(sequences=2, tokens=3)
+    assert made.inputs.totals == StepTotals(sequences=2, tokens=3)
     moved = made.inputs.to(torch.device("meta"))
     assert moved.mask.is_meta and moved.advantages.is_meta and moved.generated.is_meta and moved.reference is None
 
@@ -263,4 +263,4 @@ def test_dapo_leaves_overlong_completions_out_of_the_loss_but_not_of_the_compari
     made = collate(BatchColumns.of([group]), objective("dapo"))
     assert made.inputs.mask.sum(1).tolist() == [2, 0]
     assert made.inputs.advantages.tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)], rel=1e-3)
-    assert step_totals(made).tokens == 2
+    assert made.inputs.totals.tokens == 2

@@ -14,8 +14,8 @@ from holdfast.rl.actors.service import ServiceReplica, served
 from holdfast.rl.errors import RunFailed
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import EpisodeFailed, Event, ProcessLost, StepTrained
-from holdfast.rl.run.trainer_processes import SessionMember
-from holdfast.rl.trainers.trainer_actor import TrainerEnded, TrainerEvicted
+from holdfast.rl.run.trainer_processes import ask_trainer
+from holdfast.rl.trainers.trainer_actor import TrainerEnded, TrainerLeftOut
 from support.rl.training_runs import configured, run
 from support.samples.actors import Counter
 from support.waiting import PATIENCE
@@ -91,12 +91,12 @@ async def test_a_trainer_that_was_evicted_is_replaced_and_other_errors_leave_its
     members: asyncio.Queue[ServiceReplica] = asyncio.Queue()
     spec = served(Counter, prepare=members.put)
     async with asyncio.timeout(PATIENCE), LocalEngine(), await spec.as_service() as counter:
-        member = SessionMember(await members.get())
+        member = await members.get()
         with pytest.raises(RunFailed, match=r"^counter-0 has ended: nothing is committed$"):
-            await member.call("fail", TrainerEnded("nothing is committed"))
+            await ask_trainer(member, "fail", TrainerEnded("nothing is committed"))
         with pytest.raises(EndpointFailed, match="Traceback"):
-            await member.call("fail", TrainerEnded("TypeError: of holdfast", fault=True))
-        assert await member.call("add") == 1 and counter.status().lost == 0
+            await ask_trainer(member, "fail", TrainerEnded("TypeError: of holdfast", fault=True))
+        assert await ask_trainer(member, "add") == 1 and counter.status().lost == 0
         with pytest.raises(ActorDied, match=r"counter-0 .* cannot do fail: .*evicted in epoch 2"):
-            await member.call("fail", TrainerEvicted("evicted in epoch 2: silent for 3 s"))
+            await ask_trainer(member, "fail", TrainerLeftOut("evicted in epoch 2: silent for 3 s"))
         assert ((await members.get()).name, counter.status().lost) == ("counter-0.1", 1)

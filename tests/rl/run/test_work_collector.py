@@ -24,10 +24,10 @@ from holdfast.harness.training.live_view import LiveView
 from holdfast.harness.training.report import RunFacts
 from holdfast.rl.actors.service import ReplicaStatus, ServiceStatus
 from holdfast.rl.generators.vllm.vllm_generator import SharedSpan
-from holdfast.rl.run.run_directory import RunDirectory, RunDirectoryUnusable, RunStatus, TrainerRow, read_status
+from holdfast.rl.run.run_directory import RunDirectory, RunDirectoryUnusable, RunStatus, read_status
 from holdfast.rl.run.run_events import Activity, ProcessorTime, ProcessReady, ProcessStarted, RunResumed
 from holdfast.rl.run.telemetry import RunTelemetry
-from holdfast.rl.telemetry import WorkLog, WorkReport, processor_with_descendants
+from holdfast.rl.telemetry import TrainerStatus, WorkLog, WorkReport, processor_with_descendants
 from support.rl.training_runs import WIDE
 from support.waiting import PATIENCE, next_line
 
@@ -159,16 +159,16 @@ def status_of(*pids: int, **fields: Any) -> RunStatus:
     service = ServiceStatus(
         name="generator", version=6, replicas=(replica,), queued=5, calls=90, retried=4, overloaded=0, lost=3
     )
-    rows = [
-        TrainerRow(name=f"trainer-{n}", pid=p, rank=n, epoch=2, committed=6, newest_batch=7) for n, p in enumerate(pids)
-    ]
-    given = {"time": time.time(), "driver": 1, "step": 6, "steps": 40, "trainers": tuple(rows), "services": (service,)}
+    trainers = {
+        f"trainer-{n}": TrainerStatus(pid=p, rank=n, epoch=2, committed=6, newest_batch=7) for n, p in enumerate(pids)
+    }
+    given = {"time": time.time(), "driver": 1, "step": 6, "steps": 40, "trainers": trainers, "services": (service,)}
     return RunStatus(**given | fields)
 
 
 def test_top_shows_trainers_and_replicas_and_a_driver_that_is_silent(tmp_path: Path) -> None:
-    first, second = status_of(9, 9).trainers
-    trainers = (first, msgspec.structs.replace(second, rank=None))
+    first, second = status_of(9, 9).trainers.values()
+    trainers = {"trainer-0": first, "trainer-1": msgspec.structs.replace(second, rank=None)}
     for age, ended, words in ((0.0, False, "running"), (60.0, False, "last heard 1 min"), (60.0, True, "ended")):
         RunDirectory(tmp_path).write_status(status_of(9, time=time.time() - age, ended=ended, trainers=trainers))
         shown = CliRunner().invoke(app, ["top", str(tmp_path), "--once"], env=WIDE)

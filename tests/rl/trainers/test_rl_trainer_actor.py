@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("transformers", reason="trainers need transformers: pip install 'holdfast[rl]'")
 
-from holdfast.comms.errors import StaleEpoch
+from holdfast.comms.errors import Revoked, StaleEpoch
 from holdfast.comms.system.keys import create_key
 from holdfast.rl.config.run_config import RunConfig, StoreConfig, objective
 from holdfast.rl.data.episode import Group, Prompt, SamplingRequest
@@ -24,9 +24,10 @@ from holdfast.rl.grpo.batch import EncodedBatch
 from holdfast.rl.run.evaluation import BestVersion, read_best
 from holdfast.rl.run.trainer_processes import TrainerGroup
 from holdfast.rl.trainers.layouts import NonFiniteLoss
-from holdfast.rl.trainers.trainer_actor import TrainerActor, TrainerEnded, TrainerEvicted
+from holdfast.rl.trainers.trainer_actor import NoBatch, TrainerActor, TrainerEnded, TrainerLeftOut
 from holdfast.store import WeightStore
-from support.rl.small_batches import episode, tiny_llama, trainer_config
+from support.rl.small_batches import episode, random_batch, tiny_llama, trainer_config
+from support.waiting import PATIENCE
 
 SOURCE = tiny_llama(11)
 RIGHT = 7
@@ -160,6 +161,34 @@ async def test_a_run_goes_on_with_the_buffer_that_was_saved(site: Site, tmp_path
     await second.finished()
 
 
+async def test_the_steps_wait_for_a_batch_and_get_one_of_the_newest(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer that does not take part answers None once two later batches have come. An epoch ends the wait."""
+
+    def over() -> None:
+        raise Revoked(1, "a member died")
+
+    trainer = site.trainer(config_of())
+    with pytest.raises(Revoked):
+        trainer._take(0, over)
+    batches = [random_batch(step) for step in range(4)]
+    waiting = asyncio.create_task(asyncio.to_thread(trainer._take, 0, lambda: None))
+    replies = [asyncio.create_task(trainer.train(each)) for each in batches[:1]]
+    assert (await waiting).step == 0
+    replies += [asyncio.create_task(trainer.train(each)) for each in batches[1:]]
+    assert await asyncio.wait_for(replies[0], PATIENCE) is None and await asyncio.wait_for(replies[1], PATIENCE) is None
+    assert not replies[2].done() and (await trainer.status()).newest_batch == 3
+    monkeypatch.setattr("holdfast.rl.trainers.trainer_actor.BATCH_SECONDS", 0.0)
+    assert trainer._take(1, over).step == 1
+    with pytest.raises(NoBatch, match=r"the batch of step 0 did not come .* the newest is that of step 3"):
+        trainer._take(0, over)
+    trainer.close()
+    for reply in replies[2:]:
+        with pytest.raises(TrainerEnded, match="it was closed"):
+            await reply
+
+
 async def test_a_batch_that_is_not_finite_ends_the_trainer_with_the_cause(site: Site) -> None:
     beyond_float32 = msgspec.structs.replace(objective("grpo"), entropy=1e39)
     trainer, generator = site.trainer(config_of(objective=beyond_float32)), site.generator()
@@ -175,9 +204,9 @@ async def test_a_trainer_that_the_others_evicted_says_so(site: Site) -> None:
     await trainer.begin()
     await trainer.train(EncodedBatch.of(await batch_for(generator, 0, version=0)))
     trainer._session._epoch_guard.end(StaleEpoch("evicted in epoch 2: silent for 3 s"))
-    with pytest.raises(TrainerEvicted, match="evicted in epoch 2"):
+    with pytest.raises(TrainerLeftOut, match="evicted in epoch 2"):
         await trainer.train(EncodedBatch.of(await batch_for(generator, 1)))
-    with pytest.raises(TrainerEvicted, match="evicted in epoch 2"):
+    with pytest.raises(TrainerLeftOut, match="evicted in epoch 2"):
         await trainer.finished()
 
 
@@ -188,11 +217,10 @@ async def test_the_best_version_is_kept_on_disk(site: Site, tmp_path: Path) -> N
     assert best.folder is None
     for version, reward in ((0, 0.1), (1, 0.9), (2, 0.3)):
         site.store.publish(version, states[version])
-        await best.hold(version)
-        if version == 2:
-            await best.release(version)
-        else:
+        held = await best.hold(version)
+        if version != 2:
             await best.keep_best(version, reward)
+        held.release()
     for number in (1, 2):
         again = BestVersion(site.store, tmp_path / "best", SOURCE)
         record = read_best(tmp_path / "best")
@@ -203,5 +231,6 @@ async def test_the_best_version_is_kept_on_disk(site: Site, tmp_path: Path) -> N
         assert len(list((tmp_path / "best").iterdir())) == 2, "one folder and the record"
         site.store.delete(1)
         site.store.publish(1, states[2])  # a driver that goes on from before it trains it anew
-        await again.hold(1)
+        held = await again.hold(1)
         await again.keep_best(1, 0.9)
+        held.release()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import subprocess
-import threading
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,6 @@ from hypothesis import strategies as st
 
 pytest.importorskip("transformers", reason="trainers need transformers: pip install 'holdfast[rl]'")
 
-from holdfast.comms.errors import Revoked
 from holdfast.ft.processes.zygote_client import zygote
 from holdfast.harness import LocalCluster
 from holdfast.rl.actors.errors import ActorDied
@@ -26,11 +24,10 @@ from holdfast.rl.config.run_config import Objective, TitanConfig, TrainerConfig
 from holdfast.rl.data.episode import Group, Prompt
 from holdfast.rl.data.replay_buffer import Batch, BufferState, StalenessRule, StepReport
 from holdfast.rl.generators.models import ModelMisfit, ModelSource
-from holdfast.rl.grpo.batch import BatchColumns, EncodedBatch, updates_of
+from holdfast.rl.grpo.batch import BatchColumns, updates_of
 from holdfast.rl.run.trainer_processes import TrainerGroup, TrainersLost
 from holdfast.rl.trainers.layouts import NonFiniteLoss, clip_factor, sharded_norm
 from holdfast.rl.trainers.titan import TitanModel, mesh_of, model_config
-from holdfast.rl.trainers.trainer_actor import BatchInbox, NoBatch
 from support.rl.small_batches import episode
 from support.source_tree import ROOT
 from support.torch_groups import in_group
@@ -105,35 +102,6 @@ def test_a_sharded_norm_has_the_same_bits_on_any_number_of_ranks(tmp_path: Any) 
 
     zygote().preload("torch.distributed.tensor", "holdfast.comms.torchdist")  # once for all ranks
     assert norm(1) == norm(2) == norm(3)
-
-
-def test_a_batch_stays_until_it_is_too_old() -> None:
-    inbox = BatchInbox()
-    with pytest.raises(NoBatch, match=r"the batch of step 0 did not come .* none has come"):
-        inbox.take(0, lambda: None, 0.0)
-    for number in range(4):
-        inbox.put(EncodedBatch.of(batch_of(number)))
-    assert inbox.newest == 3
-    for number in (1, 2, 3, 1):
-        assert inbox.take(number, lambda: None, 0.0).step == number
-    with pytest.raises(NoBatch, match="the newest is that of step 3"):
-        inbox.take(0, lambda: None, 0.01)
-
-
-def test_a_wait_for_a_batch_ends_with_its_epoch() -> None:
-    def over() -> None:
-        raise Revoked(1, "a member died")
-
-    with pytest.raises(Revoked):
-        BatchInbox().take(0, over, 20.0)
-
-
-def test_a_wait_for_a_batch_ends_when_it_comes() -> None:
-    inbox = BatchInbox()
-    timer = threading.Timer(0.02, inbox.put, (EncodedBatch.of(batch_of(7)),))
-    timer.start()
-    assert inbox.take(7, lambda: None, 20.0).step == 7
-    timer.join()
 
 
 # -- the group of trainers, as the algorithm sees it
