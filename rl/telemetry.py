@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -53,16 +52,6 @@ class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):
     newest_batch: int | None
 
 
-@dataclass(slots=True)
-class _Calls:
-    """The calls of a kind that run: how many, since when there is one, and what the ended ones cost."""
-
-    running: int = 0
-    count: int = 0
-    began: float = 0.0
-    cpu: float = 0.0
-
-
 class WorkLog:
     """Records spans of work from any thread, for one reader.
 
@@ -73,8 +62,7 @@ class WorkLog:
         self.processor = processor
         self._lock = threading.Lock()
         self._spans: deque[WorkSpan] = deque(maxlen=MOST)
-        self._calls: dict[str, _Calls] = {}
-        self._unread: dict[str, WorkSpan] = {}
+        self._calls: dict[str, WorkSpan] = {}
         self._lasting: dict[str, tuple[int, float, float]] = {}
 
     @contextmanager
@@ -106,47 +94,28 @@ class WorkLog:
 
     @contextmanager
     def calling(self, what: str) -> Iterator[None]:
-        """Record a call in this thread, also if it raises. Calls of a kind at the same time are one span."""
-        cpu, began = time.thread_time(), time.monotonic()
-        with self._lock:
-            calls = self._calls.setdefault(what, _Calls())
-            calls.began = calls.began if calls.running else began
-            calls.running += 1
-            calls.count += 1
+        """Record a call in this thread, also if it raises. Calls that begin soon after the first are one span."""
+        began, cpu = time.monotonic(), time.thread_time()
         try:
             yield
         finally:
-            cpu, ended = time.thread_time() - cpu, time.monotonic()
+            ended, cpu = time.monotonic(), time.thread_time() - cpu
             with self._lock:
-                calls.running -= 1
-                calls.cpu += cpu
-                if not calls.running:
-                    self._end(what, calls, ended)
+                span = self._calls.get(what)
+                if span is None or began - span.began >= FOLD_SECONDS:
+                    span = self._calls[what] = WorkSpan(what, 0, began, 0.0, 0.0)
+                    self._spans.append(span)
+                span.number += 1
+                span.seconds = max(span.seconds, ended - span.began)
+                span.cpu += cpu
 
     def report(self) -> WorkReport:
-        """The spans since the last call. Calls that still run are given up to now."""
-        now = time.monotonic()
+        """The spans since the last call."""
         with self._lock:
-            for what, calls in self._calls.items():
-                if calls.running:
-                    self._end(what, calls, now)
-                    calls.began, calls.count = now, calls.running
-            self._unread.clear()
             spans = tuple(self._spans)
             self._spans.clear()
-        return WorkReport(spans=spans, cpu=self.processor(), now=now)
-
-    def _end(self, what: str, calls: _Calls, now: float) -> None:
-        """Record that calls ran until now. A later span of the same time is shorter by the pauses within."""
-        span = self._unread.get(what)
-        if span is not None and calls.began - span.began < FOLD_SECONDS:
-            span.seconds += now - calls.began
-            span.cpu += calls.cpu
-            span.number += calls.count
-        else:
-            span = self._unread[what] = WorkSpan(what, calls.count, calls.began, now - calls.began, calls.cpu)
-            self._spans.append(span)
-        calls.cpu, calls.count = 0.0, 0
+            self._calls.clear()
+        return WorkReport(spans=spans, cpu=self.processor())
 
 
 def processor_with_descendants() -> float:

@@ -23,7 +23,7 @@ from holdfast.ft.faultpoints import POINTS, WORKLOAD_POINTS
 from holdfast.ft.membership.view import Timeouts
 from holdfast.harness.chaos.fault_type import FaultType, fault_types
 from holdfast.harness.chaos.workload import ReinforcementLearning, Workload
-from holdfast.rl.config.toml import explained, lines_of, nearest_line, numbers
+from holdfast.rl.config.toml import explained, leaves, lines_of, nearest_line
 from holdfast.rl.errors import BadConfig, Key, dotted, key_of
 
 Positive = Annotated[float, Meta(gt=0)]
@@ -215,8 +215,8 @@ def parse(text: str, name: str, source: str) -> Scenario:
     except tomllib.TOMLDecodeError as error:
         found = re.search(r"at line (\d+)", str(error))
         raise BadScenario(source, int(found[1]) if found else None, f"not TOML: {error}") from None
-    for path, value in numbers(raw):
-        if not math.isfinite(value) and path[:2] != ("workload", "arguments"):
+    for path, value in leaves(raw):
+        if isinstance(value, float) and not math.isfinite(value) and path[:2] != ("workload", "arguments"):
             raise BadScenario(source, line_of(text, path), f"{dotted(path)}: {value} is not a number to work with")
     try:
         document = msgspec.convert(raw, _Document)

@@ -17,7 +17,6 @@ from holdfast.rl.run.run_events import (
     Evaluated,
     Event,
     ProcessLost,
-    ProcessReady,
     ProcessStarted,
     RunResumed,
     StepTrained,
@@ -144,10 +143,9 @@ class LiveView:
 
 def _words(event: Event) -> str:
     match event:
-        case ProcessStarted(replaces=replaces) if replaces:
-            return f"{event.name}: started in place of {replaces} (pid {event.pid})"
-        case ProcessReady():
-            return f"{event.name}: ready after {coarse_seconds(event.seconds)}"
+        case ProcessStarted(role=role, replaces=replaces) if role != "driver":
+            place = f" in place of {replaces} (pid {event.pid})" if replaces else ""
+            return f"{event.name}: ready after {coarse_seconds(event.seconds)}{place}"
         case ProcessLost():
             return f"{event.name}: lost, {event.how}"
         case EpisodeFailed(again=True):

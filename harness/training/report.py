@@ -39,11 +39,9 @@ from holdfast.rl.run.run_events import (
     Event,
     ProcessLost,
     ProcessorTime,
-    ProcessReady,
     ProcessStarted,
     RunResumed,
     StepTrained,
-    WeightsPublished,
     WeightsServed,
 )
 
@@ -155,9 +153,6 @@ class RunFacts:
     evaluations: dict[int, Evaluated] = field(default_factory=dict)
     started: dict[str, ProcessStarted] = field(default_factory=dict)
     lost: dict[str, ProcessLost] = field(default_factory=dict)
-    ready: dict[str, float] = field(default_factory=dict)
-    """When trainers could do their work."""
-    published: dict[int, WeightsPublished] = field(default_factory=dict)
     served: list[WeightsServed] = field(default_factory=list)
     activities: list[Activity] = field(default_factory=list)
     failed: list[EpisodeFailed] = field(default_factory=list)
@@ -195,10 +190,6 @@ class RunFacts:
                 self.started[event.name] = event
             case ProcessLost():
                 self.lost[event.name] = event
-            case ProcessReady():
-                self.ready[event.name] = event.time
-            case WeightsPublished():
-                self.published[event.version] = event
             case WeightsServed():
                 self.served.append(event)
             case Activity():
@@ -457,8 +448,7 @@ def lost_processes(facts: RunFacts) -> tuple[FaultRecord, ...]:
 
 def _faults(facts: RunFacts) -> Iterator[FaultRecord]:
     for lost in facts.lost.values():
-        others = [each for each in facts.started.values() if each.replaces == lost.name]
-        placed = min((facts.ready.get(each.name, each.time) for each in others), default=None)
+        placed = min((each.time for each in facts.started.values() if each.replaces == lost.name), default=None)
         yield _fault(facts, lost.time, f"{lost.role} lost: {lost.how}", lost.name, placed)
     drivers = [each for each in facts.started.values() if each.role == "driver"]
     for before, after in pairwise(drivers):

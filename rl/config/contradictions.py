@@ -41,8 +41,7 @@ def staleness_rule(config: RunConfig) -> StalenessRule:
 
 _ARITHMETIC = 'the arithmetic task brings its problems; use task = "jsonl"'
 _OF_NO_USE: tuple[tuple[str, str, str | bool, str], ...] = (
-    ("data.train data.held_out data.held_out_share", "data.task", "jsonl", _ARITHMETIC),
-    ("data.held_out_share", "data.held_out", False, "data.held_out names the prompts that are held out"),
+    ("data.train data.held_out", "data.task", "jsonl", _ARITHMETIC),
     ("environment.*", "environment.name", True, "there is no environment: say which in environment.name"),
     ("environment.arguments", "environment.addresses", False, "servers that run already have their options"),
     ("model.lora_targets model.lora_alpha", "model.lora_rank", True, "there are no adapters: model.lora_rank = 0"),
@@ -115,12 +114,9 @@ def _data(config: RunConfig, folder: Path) -> Iterator[Contradiction]:
             yield f"data.{name}", f"there is no file {folder / value}"
     if data.task == "jsonl" and not data.train:
         yield "data.train data.task", 'task = "jsonl" needs a file of prompts'
-    if data.task == "jsonl" and config.evaluation.every and not data.held_out and not data.held_out_share:
-        yield (
-            "data.held_out data.task evaluation.every",
-            "evaluation needs a file of held-out prompts, a data.held_out_share of those in data.train, or "
-            "evaluation.every = 0",
-        )
+    if data.task == "jsonl" and config.evaluation.every and not data.held_out:
+        reason = "evaluation needs a file of held-out prompts, or evaluation.every = 0"
+        yield "data.held_out data.task evaluation.every", reason
     if config.model.path and not (folder / config.model.path).is_dir():
         yield "model.path", f"there is no folder {folder / config.model.path}"
     if not config.model.path and data.task == "jsonl" and config.has_prompts:

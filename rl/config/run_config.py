@@ -57,10 +57,6 @@ class DataConfig(_Section, frozen=True, kw_only=True):
     )
     train: Annotated[str, Meta(description='A file with a `{"prompt", "answer"}` a line, for task `jsonl`.')] = ""
     held_out: Annotated[str, Meta(description="The same for evaluation.")] = ""
-    held_out_share: Annotated[
-        float,
-        Meta(ge=0, lt=1, description="Without such a file: the share of the prompts in `train` that is held out."),
-    ] = 0.0
 
 
 class AlgorithmConfig(_Section, frozen=True, kw_only=True):

@@ -101,9 +101,9 @@ def _converted(raw: dict[str, Any], problems: list[tuple[Key, str]]) -> RunConfi
     loss = raw.get("objective")
     if isinstance(loss, dict) and isinstance(name := loss.get("algorithm"), str):
         raw["objective"] = {**PRESETS.get(name, {}), **loss}
-    for key, value in list(numbers(raw)):
-        if key[:2] == ("environment", "arguments"):  # what an environment takes is its own
-            continue
+    for key, value in list(leaves(raw)):
+        if key[:2] == ("environment", "arguments") or not isinstance(value, int | float):
+            continue  # what an environment takes is its own
         if isinstance(value, int) and abs(value) >= 2**63:
             problems.append((key, f"{value!r} is not allowed: expected a number of 64 bits"))
             _remove(raw, key)
@@ -127,13 +127,13 @@ def _remove(raw: Any, key: Key) -> None:
     raw.pop(key[-1], None)
 
 
-def numbers(value: Any, key: Key = ()) -> Iterator[tuple[Key, float]]:
-    """Every number in a document, with its path."""
-    if isinstance(value, int | float):
+def leaves(value: Any, key: Key = ()) -> Iterator[tuple[Key, Any]]:
+    """Every value in a document that is no table or array, with its path."""
+    if isinstance(value, dict | list | tuple):
+        for name, each in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves(each, (*key, name))
+    else:
         yield key, value
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for name, each in items:
-        yield from numbers(each, (*key, name))
 
 
 _UNKNOWN = re.compile(r"Object contains unknown field `([^`]+)`")
@@ -250,34 +250,27 @@ def dump(document: Mapping[str, object]) -> str:
     return "\n".join(_table(document, "")) + "\n"
 
 
+_PATHS = (("model", "path"), ("data", "train"), ("data", "held_out"), ("generator", "python"), ("trainer", "python"))
+"""The fields that name a file or a folder, but for code."""
+
+
 def placed(config: RunConfig, folder: Path) -> RunConfig:
     """The configuration with its paths, relative to `folder`, made absolute, so that a run goes on from anywhere."""
-
-    def absolute(path: str) -> str:
-        return str((folder / path).absolute()) if path else ""
-
+    raw = msgspec.to_builtins(config)
+    for section, name in _PATHS:
+        if path := raw[section][name]:
+            raw[section][name] = str((folder / path).absolute())
     kind, _, code = config.environment.name.partition(":")
-    return msgspec.structs.replace(
-        config,
-        model=msgspec.structs.replace(config.model, path=absolute(config.model.path)),
-        environment=msgspec.structs.replace(
-            config.environment,
-            name=f"{kind}:{placed_code(code, folder)}" if kind == "python" else config.environment.name,
-        ),
-        reward=tuple(
-            msgspec.structs.replace(each, function=placed_code(each.function, folder)) for each in config.reward
-        ),
-        data=msgspec.structs.replace(
-            config.data, train=absolute(config.data.train), held_out=absolute(config.data.held_out)
-        ),
-        generator=msgspec.structs.replace(config.generator, python=absolute(config.generator.python)),
-        trainer=msgspec.structs.replace(config.trainer, python=absolute(config.trainer.python)),
-    )
+    if kind == "python":
+        raw["environment"]["name"] = f"{kind}:{placed_code(code, folder)}"
+    for criterion in raw["reward"]:
+        criterion["function"] = placed_code(criterion["function"], folder)
+    return msgspec.convert(raw, RunConfig)
 
 
 def check_unchanged(begun: RunConfig, now: RunConfig) -> None:
     """Raise `ConfigChanged`, with both values of each field, unless a run that was `begun` may go on as `now`."""
-    old, new = (dict(_leaves(msgspec.to_builtins(each))) for each in (begun, now))
+    old, new = (dict(leaves(msgspec.to_builtins(each))) for each in (begun, now))
     differences = [
         f"{dotted(key)} was {old.get(key, 'absent')!r} and is {new.get(key, 'absent')!r}"
         for key in sorted({**old, **new}, key=dotted)
@@ -285,17 +278,6 @@ def check_unchanged(begun: RunConfig, now: RunConfig) -> None:
     ]
     if differences:
         raise ConfigChanged(differences)
-
-
-def _leaves(value: Any, key: Key = ()) -> Iterator[tuple[Key, Any]]:
-    if isinstance(value, dict):
-        for name, each in value.items():
-            yield from _leaves(each, (*key, name))
-    elif isinstance(value, list | tuple) and any(isinstance(each, dict) for each in value):
-        for number, each in enumerate(value):
-            yield from _leaves(each, (*key, number))
-    else:
-        yield key, list(value) if isinstance(value, tuple) else value
 
 
 def _table(values: Mapping[str, object], name: str) -> Iterator[str]:

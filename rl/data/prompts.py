@@ -60,15 +60,15 @@ class PromptSource:
     def __init__(self, problems: Sequence[Problem], tokenizer: Tokenizer, seed: int, name: str = "data set") -> None:
         if not problems:
             raise BadDataset(name, None, "it has no prompts")
-        self._problems, self._seed = tuple(problems), seed
+        self.problems, self._seed = tuple(problems), seed
         self._tokens: list[tuple[int, ...]] = []
-        for line, problem in enumerate(self._problems, start=1):
+        for line, problem in enumerate(self.problems, start=1):
             self._tokens.append(_encoded(problem, tokenizer, name, line))
         self._order = lru_cache(maxsize=4)(self._shuffled)
 
     def __len__(self) -> int:
         """The number of problems of an epoch."""
-        return len(self._problems)
+        return len(self.problems)
 
     @property
     def longest(self) -> int:
@@ -77,13 +77,13 @@ class PromptSource:
 
     def prompt(self, number: int) -> Prompt:
         """The prompt at position `number` of the data order."""
-        epoch, place = divmod(number, len(self._problems))
+        epoch, place = divmod(number, len(self.problems))
         index = self._order(epoch)[place]
-        problem = self._problems[index]
+        problem = self.problems[index]
         return Prompt(number=number, tokens=self._tokens[index], text=problem.prompt, answer=problem.answer)
 
     def _shuffled(self, epoch: int) -> tuple[int, ...]:
-        order = list(range(len(self._problems)))
+        order = list(range(len(self.problems)))
         random.Random(seed_of("epoch", self._seed, epoch)).shuffle(order)
         return tuple(order)
 
@@ -105,19 +105,6 @@ def read_problems(path: Path) -> tuple[Problem, ...]:
     if not problems:
         raise BadDataset(str(path), None, "it has no prompts")
     return tuple(problems)
-
-
-def hold_out(problems: Sequence[Problem], share: float, name: str) -> tuple[tuple[Problem, ...], tuple[Problem, ...]]:
-    """Part problems into those to train on and the `share` that is held out. Raises `BadDataset` for a single prompt.
-
-    Equal prompts are never parted, and the choice depends on their texts alone: not on their order, nor on a seed.
-    """
-    prompts = sorted({each.prompt for each in problems}, key=lambda prompt: (seed_of("hold out", prompt), prompt))
-    if len(prompts) < 2:
-        raise BadDataset(name, None, "its prompts are all the same: none can be held out")
-    chosen = set(prompts[: min(len(prompts) - 1, max(1, round(share * len(prompts))))])
-    kept = tuple(each for each in problems if each.prompt not in chosen)
-    return kept, tuple(each for each in problems if each.prompt in chosen)
 
 
 def _encoded(problem: Problem, tokenizer: Tokenizer, name: str, number: int) -> tuple[int, ...]:

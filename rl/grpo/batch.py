@@ -10,8 +10,8 @@ import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
-from typing import Self
+from itertools import accumulate, islice
+from typing import Any, Self
 
 import msgspec
 import torch
@@ -45,29 +45,20 @@ class BatchColumns(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, groups: Sequence[Group]) -> Self:
         """The columns of groups."""
-        rewards, prompts, drawn, overlong = list[float](), list[int](), list[int](), list[bool]()
-        tokens, logprobs, mask = list[int](), list[float](), list[bool]()
+        found: dict[str, list[Any]] = {name: [] for name in _FORMATS}
         for group in groups:
             prompt = group.prompt.tokens
+            found["groups"].append(len(group.episodes))
             for each in group.episodes:
-                rewards.append(each.reward)
-                prompts.append(len(prompt))
-                drawn.append(len(each.tokens))
-                overlong.append(each.finish == "length")
-                tokens += prompt
-                tokens += each.tokens
-                logprobs += each.logprobs
-                mask += each.mask
-        return cls(
-            groups=array("i", [len(group.episodes) for group in groups]).tobytes(),
-            rewards=array("d", rewards).tobytes(),
-            prompts=array("i", prompts).tobytes(),
-            drawn=array("i", drawn).tobytes(),
-            overlong=bytes(overlong),
-            tokens=array("i", tokens).tobytes(),
-            logprobs=array("f", logprobs).tobytes(),
-            mask=bytes(mask),
-        )
+                found["rewards"].append(each.reward)
+                found["prompts"].append(len(prompt))
+                found["drawn"].append(len(each.tokens))
+                found["overlong"].append(each.finish == "length")
+                found["tokens"] += prompt
+                found["tokens"] += each.tokens
+                found["logprobs"] += each.logprobs
+                found["mask"] += each.mask
+        return cls(**{name: array(code, found[name]).tobytes() for name, (code, _, _) in _FORMATS.items()})
 
     def __len__(self) -> int:
         """The number of groups."""
@@ -79,30 +70,27 @@ class BatchColumns(msgspec.Struct, frozen=True, kw_only=True):
 
     def rewards_by_group(self) -> list[list[float]]:
         """The rewards of the episodes of each group."""
-        rewards, found, begin = array("d", self.rewards).tolist(), [], 0
-        for size in self.group_sizes():
-            found.append(rewards[begin : begin + size])
-            begin += size
-        return found
+        rewards = iter(array("d", self.rewards))
+        return [list(islice(rewards, size)) for size in self.group_sizes()]
 
     def tensor(self, name: str) -> Tensor:
         """A field as a tensor on the CPU: int64, float32, or bool."""
         data = bytearray(getattr(self, name))
-        stored, wanted = _TYPES[name]
-        if not data:
-            return torch.zeros(0, dtype=wanted, device="cpu")
-        return torch.frombuffer(data, dtype=stored).to(wanted)
+        _, stored, wanted = _FORMATS[name]
+        return torch.frombuffer(data, dtype=stored).to(wanted) if data else torch.zeros(0, dtype=wanted, device="cpu")
 
 
-_TYPES = {
-    "prompts": (torch.int32, torch.int64),
-    "drawn": (torch.int32, torch.int64),
-    "tokens": (torch.int32, torch.int64),
-    "logprobs": (torch.float32, torch.float32),
-    "overlong": (torch.uint8, torch.bool),
-    "mask": (torch.uint8, torch.bool),
+_FORMATS = {
+    "groups": ("i", torch.int32, torch.int64),
+    "rewards": ("d", torch.float64, torch.float64),
+    "prompts": ("i", torch.int32, torch.int64),
+    "drawn": ("i", torch.int32, torch.int64),
+    "overlong": ("B", torch.uint8, torch.bool),
+    "tokens": ("i", torch.int32, torch.int64),
+    "logprobs": ("f", torch.float32, torch.float32),
+    "mask": ("B", torch.uint8, torch.bool),
 }
-"""How the fields that trainers compute with are stored, and the types of their tensors."""
+"""How the fields are stored, by the codes of arrays and the types of torch, and the types of their tensors."""
 
 
 class EncodedBatch(msgspec.Struct, frozen=True):

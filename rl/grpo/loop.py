@@ -127,36 +127,33 @@ def teaches(group: Group | FailedGroup) -> bool:
 @asynccontextmanager
 async def running(*works: Work) -> AsyncIterator[Spawn]:
     """Do `works`, and what the block spawns, beside the block until it ends; the first error of any ends all."""
-    first: list[BaseException] = []
-
-    async def noted(work: Callable[[], Awaitable[Any]]) -> Any:
-        try:
-            return await work()
-        except BaseException as error:
-            if not first:
-                first.append(error)
-            raise
-
+    failure: BaseException | None = None
     try:
         async with asyncio.TaskGroup() as group:
-            begun = [group.create_task(noted(work)) for work in works]
+            begun: list[asyncio.Task[Any]] = []
 
             def spawn(work: Callable[[], Awaitable[Any]]) -> asyncio.Task[Any]:
-                begun.append(group.create_task(noted(work)))
+                begun.append(group.create_task(_done(work)))
                 return begun[-1]
 
+            for work in works:
+                spawn(work)
             try:
                 yield spawn
-            except BaseException as error:
-                if not first:
-                    first.append(error)
+            except Exception as error:
+                if not any(each.done() and not each.cancelled() and each.exception() for each in begun):
+                    failure = error  # a group of errors has the block's last
                 raise
             for each in begun:
                 each.cancel()
         return
-    except BaseExceptionGroup:
-        failure = first.pop()
+    except BaseExceptionGroup as errors:
+        failure = failure or errors.exceptions[0]
     raise failure
+
+
+async def _done(work: Callable[[], Awaitable[Any]]) -> Any:
+    return await work()
 
 
 async def together(*works: Callable[[], Awaitable[Any]]) -> list[Any]:

@@ -7,7 +7,8 @@ three numbers a row; log_softmax over the vocabulary is never in memory.
 from __future__ import annotations
 
 import importlib.util
-from typing import Any, Protocol
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -24,29 +25,7 @@ process needs to compile a kernel.
 FUSED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-class FusedKernels(Protocol):
-    """What one language implements. Tensors are contiguous, and float32 unless it says so."""
-
-    def logprobs_forward(self, logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-        """The tokens' log-probabilities, the logarithms of the normalisers, and the entropies, each (rows,).
-
-        `logits` are (rows, vocabulary) and of any of the three dtypes, `tokens` (rows,) of int64.
-        """
-
-    def logprobs_backward(
-        self,
-        logits: Tensor,
-        tokens: Tensor,
-        temperature: float,
-        normaliser: Tensor,
-        entropy: Tensor,
-        of_logprobs: Tensor,
-        of_entropies: Tensor,
-    ) -> Tensor:
-        """The gradient of the logits, in their dtype, from the gradients of log-probabilities and entropies."""
-
-
-def fused_kernels(device: torch.device, elements: int) -> FusedKernels | None:
+def fused_kernels(device: torch.device, elements: int) -> ModuleType | None:
     """Triton's for large calls on CUDA, where it is installed; None: torch's ops."""
     if device.type != "cuda" or elements < LEAST or importlib.util.find_spec("triton") is None:
         return None
@@ -78,9 +57,9 @@ def eager_token_logprobs(
 
 
 def fused_token_logprobs(
-    kernels: FusedKernels, logits: Tensor, tokens: Tensor, temperature: float, *, entropies: bool
+    kernels: ModuleType, logits: Tensor, tokens: Tensor, temperature: float, *, entropies: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """`token_logprobs` by fused kernels, with their gradient."""
+    """`token_logprobs` by fused kernels, with their gradient. `kernels` has the two functions of `triton_logprobs`."""
     rows = logits.reshape(-1, logits.shape[-1]).contiguous()
     call: Any = _TokenLogprobs.apply
     chosen, entropy = call(rows, tokens.reshape(-1).contiguous(), temperature, kernels)
@@ -90,7 +69,7 @@ def fused_token_logprobs(
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        context: Any, logits: Tensor, tokens: Tensor, temperature: float, kernels: FusedKernels
+        context: Any, logits: Tensor, tokens: Tensor, temperature: float, kernels: ModuleType
     ) -> tuple[Tensor, Tensor]:
         chosen, normaliser, entropy = kernels.logprobs_forward(logits, tokens, temperature)
         context.save_for_backward(logits, tokens, normaliser, entropy)

@@ -70,6 +70,10 @@ def logprob_gradient_rows(
 
 
 def logprobs_forward(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The tokens' log-probabilities, the logarithms of the normalisers, and the entropies, each (rows,) of float32.
+
+    `logits` are (rows, vocabulary), `tokens` (rows,) of int64, all contiguous.
+    """
     chosen, normaliser, entropy = logits.new_empty(3, len(logits), dtype=torch.float32).unbind()
     if len(logits):
         logprob_rows[(len(logits),)](
@@ -94,6 +98,7 @@ def logprobs_backward(
     of_logprobs: Tensor,
     of_entropies: Tensor,
 ) -> Tensor:
+    """The gradient of the logits, in their dtype, from the gradients of log-probabilities and entropies."""
     gradient = torch.empty_like(logits)
     if len(logits):
         logprob_gradient_rows[(len(logits),)](

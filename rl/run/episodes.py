@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -26,25 +27,6 @@ from holdfast.rl.run.telemetry import RunTelemetry
 CHECK = "the check of the model"
 
 
-class FailuresInARow:
-    """Counts groups of `source` that failed one after another. Raises `RunFailed` for more than a batch of them."""
-
-    def __init__(self, source: str, config: RunConfig) -> None:
-        self._source, self._most, self._failed = source, max(8, config.algorithm.groups), 0
-
-    def count(self, group: Group | FailedGroup) -> None:
-        """Count a group that is over; one that did not fail begins the count anew."""
-        if not isinstance(group, FailedGroup):
-            self._failed = 0
-            return
-        self._failed += 1
-        if self._failed > self._most:
-            raise RunFailed(
-                f"{self._source} failed in {counted(self._failed, 'group')} one after another, "
-                f"the last time: {group.reasons[0]}; see to it, and resume the run"
-            )
-
-
 class RunEpisodes:
     """Makes the groups of a run, each from its number. `prepare` and `start` it before use, and `close` it.
 
@@ -55,8 +37,8 @@ class RunEpisodes:
     def __init__(self, config: RunConfig, telemetry: RunTelemetry) -> None:
         self._config, self._telemetry = config, telemetry
         self._servers: EnvironmentServers | None = None
-        self._failures = FailuresInARow("the reward", config)
-        self._failed_games = FailuresInARow(f"environment {config.environment.name!r}", config)
+        self._failures = Counter[str]()
+        """Groups that failed one after another, by what makes them."""
         self._judge: Judge | None = None
         self._task: Task
         self._games: EnvironmentGames
@@ -125,7 +107,9 @@ class RunEpisodes:
         config, folder = self._config, self._folder
         if config.model.warmup_steps and not folder.exists():
             task = self._task
-            warm = partial(warm_up, self._policy, config.model, task.problems, task.tokenizer, config.seed, folder)
+            warm = partial(
+                warm_up, self._policy, config.model, task.train.problems, task.tokenizer, config.seed, folder
+            )
             await in_policy_process("the supervised steps", warm, folder)
 
     async def _start_servers(self, services: RunServices) -> None:
@@ -135,15 +119,30 @@ class RunEpisodes:
             source = await self._servers.start()
             codec = LineCodec(self._tokenizer, beside_prompts=self._config.has_prompts)
             self._games = EnvironmentGames(
-                source, codec, self._config, self._limit, self._game_failed, self._failed_games.count
+                source, codec, self._config, self._limit, self._game_failed, self._count_game
             )
             await self._games.check()
 
     async def _evaluate(self, prompt: Prompt, completions: Sequence[Completion]) -> Group | FailedGroup:
         assert self._judge is not None, "`prepare` makes it"
         group = await self._judge.evaluate(prompt, completions)
-        self._failures.count(group)
+        self._count("the reward", group)
         return group
+
+    def _count_game(self, group: Group | FailedGroup) -> None:
+        self._count(f"environment {self._config.environment.name!r}", group)
+
+    def _count(self, source: str, group: Group | FailedGroup) -> None:
+        """Raise `RunFailed` once more than a batch of groups of `source` failed one after another."""
+        if not isinstance(group, FailedGroup):
+            del self._failures[source]
+            return
+        self._failures[source] += 1
+        if self._failures[source] > max(8, self._config.algorithm.groups):
+            raise RunFailed(
+                f"{source} failed in {counted(self._failures[source], 'group')} one after another, "
+                f"the last time: {group.reasons[0]}; see to it, and resume the run"
+            )
 
     def _answer_failed(self, failed: RewardFailed) -> None:
         self._telemetry.emit(EpisodeFailed(time=self._telemetry.now(), prompt=failed.number, reason=str(failed)))

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 from secrets import token_hex
@@ -16,7 +16,7 @@ import msgspec
 
 from holdfast.comms.errors import HoldfastError, Mismatch
 from holdfast.ft import faultpoints
-from holdfast.rl.actors.service import Service
+from holdfast.rl.actors.service import ReplicaEvent, Service
 from holdfast.rl.config.named_code import extra_python
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.data.episode import Completion, SamplingRequest
@@ -24,11 +24,11 @@ from holdfast.rl.generators.errors import UpdateFailed
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.generators.transformers_generator import TransformersGenerator
 from holdfast.rl.generators.vllm.vllm_generator import VllmGenerator
-from holdfast.rl.run.run_events import CopiesRestored, Event, ProcessLost, WeightsServed
+from holdfast.rl.run.run_events import CopiesRestored, WeightsServed
 from holdfast.rl.run.services import RunServices
 from holdfast.rl.run.telemetry import RunTelemetry
 from holdfast.rl.telemetry import WorkLog, WorkReport
-from holdfast.store import AsyncWeightStore, Reader, WeightStore
+from holdfast.store import AsyncWeightStore, WeightStore
 from holdfast.store.catalog import transitions
 
 UPDATE_SECONDS = 120.0
@@ -148,11 +148,6 @@ class Generators:
         # A turn of a group is a request of its own: what else is asked at that time must not change its bits.
         self.generate = BatchedRequests(self._route, config.sampling.batch, alone=lambda request: request.samples == 1)
 
-    async def start_holders(self) -> None:
-        """Start the processes that hold the newest versions. Raises `ServiceFailed`."""
-        holders = self._config.store.holders
-        await self._services.start(ROLE, WeightHolder, self._config, self._url, num_replicas=holders)
-
     async def start(self) -> None:
         """Start the generators; they serve nothing before `advance`. Raises `ServiceFailed`, `ExtraNotInstalled`."""
         generator = self._config.generator
@@ -193,7 +188,8 @@ class Generators:
                 await asyncio.sleep(PAUSE_SECONDS)
                 continue
             readers = [each for each in await self._store.readers() if each.switched]
-            replicas = self._replicas_of(readers)
+            names = self._services.processes("generator")
+            replicas = {each.id: names[at] for each in readers if (at := (each.peer.host, each.pid)) in names}
             if not result.committed:
                 failed = [replicas[each] for each in result.refused or result.missing if each in replicas]
                 failures += bool(failed)
@@ -203,16 +199,6 @@ class Generators:
                     service.replace(replica, f"it could not be brought to version {version}: {result.reason}")
             elif {each.id for each in readers} <= {*result.ready, *result.missing}:
                 return tuple(replicas[each] for each in result.ready if each in replicas)
-
-    def _replicas_of(self, readers: Iterable[Reader]) -> dict[str, str]:
-        """The living replicas of readers of the store, by their names there."""
-        found = {
-            (self._services.engine.host_identity(each.host), each.pid): each.name
-            for each in self._service.status().replicas
-            if each.ready
-        }
-        known = ((each.id, found.get((each.peer.host, each.pid))) for each in readers)
-        return {reader: replica for reader, replica in known if replica is not None}
 
     async def close(self) -> None:
         """Leave the store. Idempotent."""
@@ -253,32 +239,32 @@ class WeightHolder:
             self._log.add("replicate", event["version"], time.monotonic() - event["seconds"], event["cpu"])
 
 
-class CopiesWatch:
-    """After the loss of a holder, looks into the store until each version has `copies` among the others again.
+class Holders:
+    """The holders of a run. After the loss of one, waits until each version has its copies among the others again.
 
-    `identity` gives what `this_host` is at the address of a host: process 5 there is another one than process 5 here.
-    The watch tells the store of hosts that are away: the holders would count beats in the register for eight seconds. A
-    host that beats there after all is counted again.
+    It tells the store of hosts that are away: the holders would count beats in the register for eight seconds. A host
+    that beats there after all is counted again.
     """
 
-    def __init__(
-        self, store: WeightStore, copies: int, telemetry: RunTelemetry, identity: Callable[[str], str]
-    ) -> None:
-        self._store, self._copies, self._telemetry, self._identity = store, copies, telemetry, identity
-        self._gone, self._away = set[tuple[str, int]](), set[str]()
-        self._lost = set[str]()
+    def __init__(self, config: RunConfig, services: RunServices, store: WeightStore, telemetry: RunTelemetry) -> None:
+        self._config, self._services, self._store, self._telemetry = config, services, store, telemetry
+        self._away = set[str]()
         self._changed = asyncio.Event()
-        telemetry.observe(self._hear)
+
+    async def start(self) -> None:
+        """Start the processes that hold the newest versions. Raises `ServiceFailed`."""
+        arguments, replicas = (self._config, self._store.url), self._config.store.holders
+        await self._services.start(ROLE, WeightHolder, *arguments, num_replicas=replicas, observer=self.hear)
+
+    def hear(self, event: ReplicaEvent) -> None:
+        """Look at the copies after the loss of a holder."""
+        if event.kind == "lost":
+            self._changed.set()
 
     def host_away(self, host: str) -> None:
         """Count no copy on a host, which is named as `this_host` is there."""
         self._away.add(host)
         self._changed.set()
-
-    def _hear(self, event: Event) -> None:
-        if isinstance(event, ProcessLost) and event.role == ROLE:
-            self._gone.add((self._identity(event.host), event.pid))
-            self._changed.set()
 
     async def watch(self) -> None:
         """Watch for ever, and emit `CopiesRestored` after each loss, or several at once."""
@@ -290,19 +276,19 @@ class CopiesWatch:
             self._telemetry.emit(CopiesRestored(time=self._telemetry.now(), versions=versions))
 
     def _restored(self) -> int | None:
-        """The number of visible versions, if all of them have their copies without the lost holders; else None."""
-        gone, away = set(self._gone), set(self._away)
+        """The number of visible versions, if all of them have their copies in holders that serve; else None."""
+        away = set(self._away)
         try:
             if away:
                 with contextlib.closing(self._store.open_catalog()) as catalog:
                     catalog.change(lambda now: transitions.hosts_away(now, away))
-            versions = self._store.versions()
+            living, versions = self._services.processes(ROLE), self._store.versions()
             holders = [each for version in versions for each in self._store.holders(version)]
-            self._lost |= {each.id for each in holders if (each.peer.host, each.pid) in gone or each.peer.host in away}
-            self._gone, self._away = self._gone - gone, self._away - away
+            serving = {each.id for each in holders if (each.peer.host, each.pid) in living}
+            self._away -= away
             kept = Counter[tuple[int, int]]()
             for version, part, holder in self._store.inspect().replicas():
-                kept[version, part] += holder not in self._lost
+                kept[version, part] += holder in serving
         except HoldfastError:  # the register is away for a moment, or a version was let go meanwhile
             return None
-        return len(versions) if all(count >= self._copies for count in kept.values()) else None
+        return len(versions) if all(count >= self._config.store.copies for count in kept.values()) else None

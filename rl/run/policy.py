@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
 
 from holdfast.ft.processes.zygote_client import call_in_fork
 from holdfast.rl.config.run_config import ModelConfig, RunConfig
@@ -29,7 +30,6 @@ from holdfast.rl.data.prompts import (
     Tokenizer,
     arithmetic_held_out,
     arithmetic_training,
-    hold_out,
     read_problems,
     seed_of,
 )
@@ -59,7 +59,6 @@ class Task:
 
     train: PromptSource
     held_out: PromptSource | None
-    problems: tuple[Problem, ...]
     tokenizer: Tokenizer
 
 
@@ -117,14 +116,11 @@ def task_of(config: RunConfig) -> Task:
     else:
         problems = read_problems(Path(data.train))
         held_out = read_problems(Path(data.held_out)) if data.held_out else ()
-        if data.held_out_share:
-            problems, held_out = hold_out(problems, data.held_out_share, data.train)
-        names = (data.train, data.held_out or data.train)
+        names = (data.train, data.held_out)
     tokenizer = tokenizer_of(config)
     return Task(
         PromptSource(problems, tokenizer, seed_of("data", config.seed), names[0]),
         PromptSource(held_out, tokenizer, seed_of("held out", config.seed), names[1]) if held_out else None,
-        problems,
         tokenizer,
     )
 
@@ -206,11 +202,6 @@ def train(model: Any, config: ModelConfig, problems: Sequence[Problem], tokenize
 def _rows(problems: Sequence[Problem], tokenizer: Tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens padded on the right, and labels that leave out prompts and padding."""
     pairs = [(tokenizer.encode(each.prompt), tokenizer.encode(each.answer)) for each in problems]
-    width = max(len(prompt) + len(answer) for prompt, answer in pairs)
-    tokens = torch.zeros(len(pairs), width, dtype=torch.int64, device="cpu")
-    labels = torch.full_like(tokens, IGNORED)
-    for row, (prompt, answer) in enumerate(pairs):
-        end = len(prompt) + len(answer)
-        tokens[row, :end] = torch.tensor([*prompt, *answer], device="cpu")
-        labels[row, len(prompt) : end] = torch.tensor(answer, device="cpu")
-    return tokens, labels
+    tokens = [torch.tensor([*prompt, *answer], device="cpu") for prompt, answer in pairs]
+    labels = [torch.tensor([*[IGNORED] * len(prompt), *answer], device="cpu") for prompt, answer in pairs]
+    return pad_sequence(tokens, batch_first=True), pad_sequence(labels, batch_first=True, padding_value=IGNORED)

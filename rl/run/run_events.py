@@ -15,7 +15,7 @@ class RunEvent(msgspec.Struct, frozen=True, tag_field="kind", kw_only=True, forb
 
 
 class ProcessStarted(RunEvent, frozen=True, tag="process_started"):
-    """A process was started. `replaces` names the dead process that it takes over from.
+    """A process can do its work, `seconds` after it was started. `replaces` names the dead one whose work it has.
 
     `host` is the address of its host; empty for the driver's. Process `pid` is another one on each host.
     `clock` and `wall` are what the host's monotonic clock and its wall clock showed at `time`; only the driver says it.
@@ -26,6 +26,7 @@ class ProcessStarted(RunEvent, frozen=True, tag="process_started"):
     pid: int
     host: str = ""
     replaces: str = ""
+    seconds: float = 0.0
     clock: float = 0.0
     wall: float = 0.0
 
@@ -38,14 +39,6 @@ class ProcessLost(RunEvent, frozen=True, tag="process_lost"):
     pid: int
     how: str
     host: str = ""
-
-
-class ProcessReady(RunEvent, frozen=True, tag="process_ready"):
-    """A process that was started can do its work."""
-
-    name: str
-    role: str
-    seconds: float
 
 
 class StepTrained(RunEvent, frozen=True, tag="step_trained"):
@@ -65,12 +58,6 @@ class StepTrained(RunEvent, frozen=True, tag="step_trained"):
     epoch: int
     size: int
     prompts: tuple[int, ...] = ()
-
-
-class WeightsPublished(RunEvent, frozen=True, tag="weights_published"):
-    """The weights after `version` committed steps are in the store."""
-
-    version: int
 
 
 class WeightsServed(RunEvent, frozen=True, tag="weights_served"):
@@ -150,9 +137,7 @@ class RunResumed(RunEvent, frozen=True, tag="run_resumed"):
 Event = (
     ProcessStarted
     | ProcessLost
-    | ProcessReady
     | StepTrained
-    | WeightsPublished
     | WeightsServed
     | CallTakenOver
     | CopiesRestored

@@ -6,7 +6,9 @@ checkpoint is unpickled, and no process of the run is needed.
 
 from __future__ import annotations
 
+import asyncio
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,13 +17,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from holdfast.comms.errors import CorruptData, HoldfastError
+from holdfast.rl.actors.engine import LocalEngine
+from holdfast.rl.actors.errors import EndpointFailed
+from holdfast.rl.config.named_code import extra_python
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.generators.models import ModelSource, save_model
 from holdfast.rl.run.evaluation import read_best
 from holdfast.rl.run.policy import policy_source
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.trainers.policy import build_policy, merged
-from holdfast.rl.trainers.titan_names import renamed
+from holdfast.rl.trainers.titan import TitanNames
 from holdfast.store.errors import CopyFailed
 from holdfast.store.interop.dcp import DcpDirectory
 from holdfast.store.interop.disk_copy import disk_errors, new_directory, sync
@@ -124,34 +129,31 @@ class SavedVersions:
         """The model of a saved version, adapters merged.
 
         Raises `ModelMisfit`, `CorruptData`, `CopyFailed`, and `ExtraNotInstalled` for a checkpoint of TorchTitan where
-        there is none: the names in it are translated by an interpreter that has it.
+        there is none: the names in it are translated by the trainers' interpreter. Not to be called in an event loop.
         """
-        folder = self._folder(number)
-        return self._of_checkpoint(self._checkpoints[number]) if folder is None else folder.build()
+        if number in self._checkpoints and number != self.best:
+            return self._of_checkpoint(self._checkpoints[number])
+        return self._source(number).build()
 
     def source(self, number: int, scratch: Path) -> ModelSource:
         """The model of a saved version as a source; one of a checkpoint is written to `scratch`. Raises as `model`."""
-        folder = self._folder(number)
-        if folder is not None:
-            return folder
-        save_model(self._of_checkpoint(self._checkpoints[number]), scratch)
-        return self._placed(scratch)
+        if number in self._checkpoints and number != self.best:
+            save_model(self._of_checkpoint(self._checkpoints[number]), scratch)
+            return self._placed(scratch)
+        return self._source(number)
 
-    def _folder(self, number: int) -> ModelSource | None:
-        """The source of a version that is no checkpoint."""
-        if self._directory is not None and self._best is not None and number == self._best.version:
+    def _source(self, number: int) -> ModelSource:
+        """The best version, or the policy before the first step: warmed up, if the run has done that."""
+        if self._directory is None:
+            return policy_source(self._config)
+        if self._best is not None and number == self._best.version:
             return self._placed(self._directory.best / self._best.folder)
-        return None if number in self._checkpoints else self._source()
+        warm = self._directory.policy
+        return self._placed(warm) if warm.is_dir() else policy_source(self._config)
 
     def _placed(self, folder: Path) -> ModelSource:
         first = policy_source(self._config)
         return ModelSource(path=str(folder), dtype=first.dtype, vocabulary=first.vocabulary)
-
-    def _source(self) -> ModelSource:
-        """The policy before the first step: warmed up, if the run has done that."""
-        if self._directory is not None and self._directory.policy.is_dir():
-            return self._placed(self._directory.policy)
-        return policy_source(self._config)
 
     def _of_checkpoint(self, path: Path) -> PreTrainedModel:
         found = DcpDirectory(path)
@@ -161,9 +163,9 @@ class SavedVersions:
             for prefix in _PREFIXES
             if name.startswith(prefix)
         }
-        config, source = self._config, self._source()
+        config, source = self._config, self._source(0)
         if config.trainer.kind == "titan":
-            tensors = renamed(tensors, source, config.titan, config.trainer.python)
+            tensors = asyncio.run(_titan_renamed(tensors, source, config))
         policy = build_policy(source, config.model)
         _load(policy, tensors, path)
         if not config.model.lora_rank:
@@ -171,6 +173,29 @@ class SavedVersions:
         model = source.build()
         _load(model, merged(policy), path)
         return model
+
+
+TITAN_SECONDS = 600.0
+"""The limit for the interpreter that has TorchTitan."""
+
+
+async def _titan_renamed(
+    tensors: Mapping[str, torch.Tensor], source: ModelSource, config: RunConfig
+) -> dict[str, torch.Tensor]:
+    """Tensors with TorchTitan's names under those of transformers, by the interpreter of the trainers."""
+    from safetensors.torch import load_file, save_file
+
+    python = extra_python("titan", config.trainer.python)
+    with tempfile.TemporaryDirectory(prefix="holdfast-titan-") as folder:
+        given, found = Path(folder) / "titan.safetensors", Path(folder) / "transformers.safetensors"
+        save_file({name: each.contiguous() for name, each in tensors.items()}, given)
+        async with LocalEngine() as engine:
+            names = await engine.start("titan-names", TitanNames, python=str(python))
+            try:
+                await names.call("translate", source, config.titan, str(given), str(found), timeout=TITAN_SECONDS)
+            except EndpointFailed as error:
+                raise (error.__cause__ or error) from None
+        return load_file(found)
 
 
 def _load(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], path: Path) -> None:

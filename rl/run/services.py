@@ -16,7 +16,7 @@ from holdfast.ft.telemetry.metrics import PORT, ports, serve_page
 from holdfast.rl.actors.engine import Engine
 from holdfast.rl.actors.service import ReplicaEvent, Service, ServiceEndpoint, ServiceOptions, ServiceStatus, served
 from holdfast.rl.config.run_config import RunConfig
-from holdfast.rl.run.run_events import CallTakenOver, ProcessLost, ProcessReady, ProcessStarted
+from holdfast.rl.run.run_events import CallTakenOver, ProcessLost, ProcessStarted
 from holdfast.rl.run.telemetry import Ask, RunTelemetry
 
 SHOWN = ("holder", "generator", "environment")
@@ -99,6 +99,11 @@ class RunServices:
         """By role, what asks the processes what they did since the last time."""
         return {role: partial(answers, service.endpoint("work")) for role, service in self._services.items()}
 
+    def processes(self, role: str) -> dict[tuple[str, int], str]:
+        """The replicas of a role that serve, by `this_host` of their hosts and pid. May be called from any thread."""
+        replicas = self._services[role].status().replicas
+        return {(self.engine.host_identity(each.host), each.pid): each.name for each in replicas if each.ready}
+
     def status(self) -> tuple[ServiceStatus, ...]:
         """The services that are shown. May be called from any thread."""
         services = dict(self._services)
@@ -115,8 +120,17 @@ class RunServices:
         at, emit, name = self._telemetry.at(event.time), self._telemetry.emit, event.replica
         if event.kind == "ready":
             replaces, in_slot[event.slot] = in_slot.get(event.slot, ""), name
-            emit(ProcessStarted(time=at, name=name, role=role, host=event.host, pid=event.pid, replaces=replaces))
-            emit(ProcessReady(time=at, name=name, role=role, seconds=event.seconds))
+            emit(
+                ProcessStarted(
+                    time=at,
+                    name=name,
+                    role=role,
+                    host=event.host,
+                    pid=event.pid,
+                    replaces=replaces,
+                    seconds=event.seconds,
+                )
+            )
         elif event.kind == "lost":
             how = event.detail.splitlines()[0] if event.detail else "ended"
             emit(ProcessLost(time=at, name=name, role=role, host=event.host, pid=event.pid, how=how))

@@ -49,12 +49,8 @@ class RunTelemetry:
 
     def __init__(self, directory: RunDirectory, observers: tuple[Observer, ...] = (), began: float = 0.0) -> None:
         """`began` is how long the run had lasted, in seconds, when the driver before this one ended."""
-        self._directory, self._observers = directory, [*observers]
+        self._directory, self._observers = directory, observers
         self._zero = time.monotonic() - began
-
-    def observe(self, observer: Observer) -> None:
-        """Give one more observer the events from now on."""
-        self._observers.append(observer)
 
     def now(self) -> float:
         """Seconds since the run began."""

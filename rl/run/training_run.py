@@ -34,7 +34,7 @@ from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.grpo.loop import asynchronous, running, synchronous, together
 from holdfast.rl.run.episodes import RunEpisodes
 from holdfast.rl.run.evaluation import BestVersion, HeldOutEvaluation
-from holdfast.rl.run.generation import CopiesWatch, Generators
+from holdfast.rl.run.generation import Generators, Holders
 from holdfast.rl.run.policy import check_policy, in_policy_process, policy_source
 from holdfast.rl.run.run_directory import RunDirectory, RunStatus
 from holdfast.rl.run.run_events import (
@@ -42,7 +42,6 @@ from holdfast.rl.run.run_events import (
     ProcessStarted,
     RunResumed,
     StepTrained,
-    WeightsPublished,
 )
 from holdfast.rl.run.services import RunServices, between_hosts, metrics_if_asked, new_register
 from holdfast.rl.run.telemetry import Observer, RunTelemetry
@@ -132,9 +131,11 @@ class TrainingRun:
                 undo.push_async_callback(generators.close)
                 undo.push_async_callback(services.close)
                 undo.push_async_callback(episodes.close)
-                copies = CopiesWatch(store, config.store.copies, self.telemetry, self._engine.host_identity)
-                self._engine.on_host_away(copies.host_away)
-                await undo.enter_async_context(running(copies.watch, trainers.failure))
+                holders = Holders(config, services, store, self.telemetry)
+                self._engine.on_host_away(holders.host_away)
+                await undo.enter_async_context(running(holders.watch, trainers.failure))
+                await episodes.start(services)
+                await holders.start()
                 return await self._train(services, episodes, trainers, generators, best)
 
     async def _train(
@@ -146,8 +147,6 @@ class TrainingRun:
         best: BestVersion,
     ) -> RunResult:
         config = self._config
-        await episodes.start(services)
-        await generators.start_holders()
         position, _ = await together(trainers.start, generators.start)
         buffer = ReplayBuffer.from_state(_saved_buffer(position) or BufferState(rule=staleness_rule(config)))
         if self._before:
@@ -226,7 +225,6 @@ class TrainingRun:
         )
         for group in batch.groups[: -(-self._config.telemetry.episodes // self._config.sampling.group)]:
             self._directory.append_group(group)
-        self.telemetry.emit(WeightsPublished(time=now, version=report.version))
 
     async def _say(self, services: RunServices, trainers: TrainerProcesses, ended: bool = False) -> None:
         """Write what is known of the processes to the file that `holdfast top` reads."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from holdfast.comms.errors import CorruptData
 from holdfast.rl.config.named_code import ExtraNotInstalled
 from holdfast.rl.config.run_config import RunConfig, TitanConfig
 from holdfast.rl.generators.models import ModelMisfit, ModelSource
@@ -130,6 +131,21 @@ class TitanModel:
         if self._tied:
             found["lm_head.weight"] = found["model.embed_tokens.weight"]
         return found
+
+
+class TitanNames:
+    """An actor that puts the tensors of a file under transformers' names, in the interpreter that has TorchTitan."""
+
+    async def translate(self, source: ModelSource, settings: TitanConfig, given: str, found: str) -> None:
+        """Write the file `found` from the file `given`. Raises `CorruptData` for tensors that are not of this model."""
+        from safetensors.torch import load_file, save_file
+
+        try:
+            renamed = TitanModel(source, settings).renamed(load_file(given))
+        except KeyError as error:
+            raise CorruptData(f"the checkpoint is not one of this model of TorchTitan: there is no {error}") from error
+        # Tied weights are one tensor with two names, of which such a file cannot have both.
+        save_file({name: each.clone(memory_format=torch.contiguous_format) for name, each in renamed.items()}, found)
 
 
 def job_config(settings: TitanConfig) -> Any:

@@ -17,7 +17,7 @@ from holdfast.harness.chaos.run.scenario_runner import ScenarioRunner
 from holdfast.harness.chaos.run.training_processes import TrainingRecord
 from holdfast.harness.chaos.scenario import BadScenario, find_scenario, parse, scenario_names, schedule
 from holdfast.rl.config.toml import parse_config
-from holdfast.rl.run.run_events import EpisodeFailed, Event, RunResumed, StepTrained, WeightsPublished, WeightsServed
+from holdfast.rl.run.run_events import EpisodeFailed, Event, RunResumed, StepTrained, WeightsServed
 
 STEPS = 16
 RUN = f"""
@@ -152,7 +152,7 @@ def committed(first: int, last: int) -> tuple[Event, ...]:
     found: list[Event] = []
     for number in range(first, last):
         served = WeightsServed(time=number + 0.2, version=number + 1, process="generator-0", seconds=0.1)
-        found += [step(number), WeightsPublished(time=number + 0.1, version=number + 1), served]
+        found += [step(number), served]
     return tuple(found)
 
 

@@ -22,7 +22,6 @@ from holdfast.rl.run.run_events import (
     ProcessStarted,
     RunResumed,
     StepTrained,
-    WeightsPublished,
     WeightsServed,
 )
 
@@ -45,7 +44,6 @@ def a_run() -> list[Event]:
     events: list[Event] = [
         ProcessStarted(time=0.0, name="trainer-0", role="trainer", pid=11),
         ProcessStarted(time=0.0, name="generator-0", role="generator", pid=12),
-        WeightsPublished(time=0.5, version=0),
         Evaluated(time=0.6, version=0, reward=0.1, best=True),
     ]
     for step in range(40):

@@ -113,11 +113,6 @@ kind = "fancy"
         ('[objective]\nalgorithm = "dapo"', "run.toml: sampling.stop: without a stop token"),
         ('[data]\ntrain = "x.jsonl"', "run.toml:2: data.train: the arithmetic task"),
         ('[data]\ntask = "jsonl"', 'run.toml:2: data.train: task = "jsonl" needs a file'),
-        ("[data]\nheld_out_share = 0.1", "run.toml:2: data.held_out_share: the arithmetic task"),
-        (
-            '[data]\nheld_out_share = 0.1\nheld_out = "x"\ntask = "jsonl"',
-            "run.toml:2: data.held_out_share: data.",
-        ),
         ('[model]\npath = "absent"', "run.toml:2: model.path: there is no folder"),
         ("reward = []", "run.toml:1: reward: an episode needs a reward or an environment"),
         ('[[reward]]\nkind = "format"', "run.toml:2: reward[0].pattern: a criterion of kind 'format' needs one"),

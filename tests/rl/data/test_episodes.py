@@ -18,7 +18,6 @@ from holdfast.rl.data.prompts import (
     PromptSource,
     arithmetic_held_out,
     arithmetic_training,
-    hold_out,
     read_problems,
 )
 from holdfast.rl.data.replay_buffer import ReplayBuffer, StalenessRule
@@ -68,21 +67,6 @@ def test_problems_are_read_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "sums.jsonl"
     path.write_text('{"prompt": "1+2=", "answer": "03"}\n\n{"prompt": "9+9="}\n')
     assert read_problems(path) == (Problem("1+2=", "03"), Problem("9+9="))
-
-
-TEXTS = st.lists(st.sampled_from("abcdefgh"), min_size=2).filter(lambda texts: len(set(texts)) > 1)
-
-
-@given(TEXTS, st.floats(0.01, 0.99))
-def test_a_share_of_the_prompts_is_held_out_whatever_their_order(texts: list[str], share: float) -> None:
-    problems = [Problem(text, str(number)) for number, text in enumerate(texts)]
-    kept, held_out = hold_out(problems, share, "a file")
-    assert sorted((*kept, *held_out), key=lambda each: int(each.answer)) == problems
-    assert kept and held_out and not {each.prompt for each in kept} & {each.prompt for each in held_out}
-    again = hold_out(problems[::-1], share, "a file")
-    assert {each.prompt for each in again[1]} == {each.prompt for each in held_out}
-    with pytest.raises(BadDataset, match="all the same"):
-        hold_out([Problem("a"), Problem("a")], share, "a file")
 
 
 @pytest.mark.parametrize(

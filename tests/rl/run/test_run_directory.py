@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from holdfast.comms.errors import CorruptData
 from holdfast.rl.data.episode import Group, Prompt
 from holdfast.rl.run.run_directory import RunDirectory, RunDirectoryUnusable, RunInUse
-from holdfast.rl.run.run_events import Activity, Evaluated, Event, ProcessLost, StepTrained, WeightsPublished
+from holdfast.rl.run.run_events import Activity, CopiesRestored, Evaluated, Event, ProcessLost, StepTrained
 from holdfast.rl.run.telemetry import RunTelemetry, TensorBoard
 from support.children import Child
 from support.rl.small_batches import episode
 
 EVENTS: tuple[Event, ...] = (
-    WeightsPublished(time=0.5, version=0),
+    CopiesRestored(time=0.5, versions=1),
     ProcessLost(time=1.0, name="generator-0", role="generator", pid=7, how="was ended by SIGKILL"),
     StepTrained(
         time=2.0, step=0, reward=0.5, loss=0.1, gradient_norm=1.0, tokens=128, staleness=(0, 1), epoch=3, size=2
@@ -105,7 +105,7 @@ def test_a_driver_that_is_killed_leaves_a_directory_that_the_next_one_opens(
     def write(pipe: Connection) -> None:
         with RunDirectory(tmp_path).open() as directory:
             for step in range(1_000_000):
-                directory.append(WeightsPublished(time=0.0, version=step))
+                directory.append(CopiesRestored(time=0.0, versions=step))
                 if step == 0:
                     pipe.send("begun")
 
@@ -116,7 +116,7 @@ def test_a_driver_that_is_killed_leaves_a_directory_that_the_next_one_opens(
         os.kill(child.pid, signal.SIGKILL)
         child.kill()
         with RunDirectory(tmp_path).open() as directory:
-            versions = [event.version for event in directory.events() if isinstance(event, WeightsPublished)]
+            versions = [event.versions for event in directory.events() if isinstance(event, CopiesRestored)]
         begins = [index for index, version in enumerate(versions) if version == 0]
         assert len(begins) == round_ + 1
         for begin, end in zip(begins, (*begins[1:], len(versions)), strict=True):
@@ -128,7 +128,7 @@ def test_events_are_in_the_directory_before_an_observer_gets_them(tmp_path: Path
     with RunDirectory(tmp_path).open() as directory:
         telemetry = RunTelemetry(directory, (lambda _: heard.append(len(list(directory.events()))),))
         for version in range(3):
-            telemetry.emit(WeightsPublished(time=telemetry.now(), version=version))
+            telemetry.emit(CopiesRestored(time=telemetry.now(), versions=version))
     assert heard == [1, 2, 3]
 
 

@@ -12,6 +12,8 @@ import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -19,13 +21,14 @@ pytest.importorskip("transformers", reason="generators need transformers: pip in
 
 from holdfast.harness.training import PRELOAD
 from holdfast.rl.actors.engine import LocalEngine
+from holdfast.rl.actors.service import ReplicaEvent
 from holdfast.rl.data.episode import Completion, SamplingRequest
 from holdfast.rl.generators.errors import UpdateFailed
 from holdfast.rl.grpo.loop import running
 from holdfast.rl.run import generation
-from holdfast.rl.run.generation import BatchedRequests, CopiesWatch, Generators
+from holdfast.rl.run.generation import BatchedRequests, Generators, Holders
 from holdfast.rl.run.run_directory import RunDirectory
-from holdfast.rl.run.run_events import CopiesRestored, Event, ProcessLost, WeightsServed
+from holdfast.rl.run.run_events import CopiesRestored, Event, WeightsServed
 from holdfast.rl.run.services import RunServices
 from holdfast.rl.run.telemetry import Observer, RunTelemetry
 from holdfast.store import WeightStore
@@ -165,13 +168,13 @@ def test_a_holder_of_another_host_with_the_same_pid_is_not_taken_for_the_lost_on
         assert kept == pid and host != other and pid != os.getpid()
         assert [(each.pid, each.peer.host) for each in store.holders(1)] == [(kept, other)]
         telemetry = RunTelemetry(directory, (told.append,))
-        watch = CopiesWatch(store, 1, telemetry, {"tcp://lost:1": host}.__getitem__)
+        services: Any = SimpleNamespace(processes=lambda role: {(other, kept): "holder-0"})
+        holders = Holders(configured(store__copies=1), services, store, telemetry)
 
         async def body() -> None:
-            async with asyncio.timeout(30.0), running(watch.watch):
+            async with asyncio.timeout(30.0), running(holders.watch):
                 victim.kill()
-                lost = ProcessLost(time=0.0, name="holder-1", role="holder", host="tcp://lost:1", pid=pid, how="killed")
-                telemetry.emit(lost)
+                holders.hear(ReplicaEvent(time=0.0, replica="holder-1", slot=1, kind="lost", pid=pid))
                 while not any(isinstance(each, CopiesRestored) for each in told):
                     await asyncio.sleep(0.01)
 

@@ -25,7 +25,7 @@ from holdfast.harness.training.report import RunFacts
 from holdfast.rl.actors.service import ReplicaStatus, ServiceStatus
 from holdfast.rl.generators.vllm.vllm_generator import SharedSpan
 from holdfast.rl.run.run_directory import RunDirectory, RunDirectoryUnusable, RunStatus, read_status
-from holdfast.rl.run.run_events import Activity, ProcessorTime, ProcessReady, ProcessStarted, RunResumed
+from holdfast.rl.run.run_events import Activity, ProcessorTime, ProcessStarted, RunResumed
 from holdfast.rl.run.telemetry import RunTelemetry
 from holdfast.rl.telemetry import TrainerStatus, WorkLog, WorkReport, processor_with_descendants
 from support.rl.training_runs import WIDE
@@ -203,8 +203,8 @@ def test_the_lines_of_a_run_have_one_clock_that_never_runs_backwards() -> None:
     with LiveView(console, 40) as view:
         view.begin("starting")
         view(RunResumed(time=125.0, step=12))
-        view(ProcessReady(time=128.0, name="trainer-0", role="trainer", seconds=3.0))
-        view(ProcessReady(time=115.0, name="generator-0", role="generator", seconds=1.0))
+        view(ProcessStarted(time=128.0, name="trainer-0", role="trainer", pid=1, seconds=3.0))
+        view(ProcessStarted(time=115.0, name="generator-0", role="generator", pid=2, seconds=1.0))
         view.note("SIGKILL")
     assert isinstance(console.file, io.StringIO)
     lines = console.file.getvalue().splitlines()
