@@ -10,9 +10,10 @@ import tempfile
 import tomllib
 import types
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
 from mkdocs.plugins import event_priority
@@ -194,9 +195,10 @@ def rl_config() -> str:
 
 def _fields(kind: type[Any]) -> Iterator[str]:
     yield from ("| field | allowed | default | meaning |", "|---|---|---|---|")
+    meanings = _meanings(kind)
     for field in msgspec.structs.fields(kind):
         if not _section(field.type):
-            yield f"| `{field.name}` | {_allowed(field.type)} | `{_default(field)}` | {_meaning(field.type)} |"
+            yield f"| `{field.name}` | {_allowed(field.type)} | `{_default(field)}` | {meanings[field.name]} |"
 
 
 def _presets() -> Iterator[str]:
@@ -215,16 +217,20 @@ def _section(kind: Any) -> type[Any] | None:
     return None
 
 
-def _meta(kind: Any) -> msgspec.Meta:
-    return next((each for each in get_args(kind) if isinstance(each, msgspec.Meta)), msgspec.Meta())
-
-
-def _meaning(kind: Any) -> str:
-    return (_meta(kind).description or "").replace("|", "\\|")
+def _meanings(kind: type[Any]) -> dict[str, str]:
+    """The text below each field of a class."""
+    tree = ast.parse(inspect.getsource(kind)).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    found = {}
+    for field, text in pairwise(tree.body):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
+            found[field.target.id] = " ".join(ast.literal_eval(text.value).split()).replace("|", "\\|")
+    return found
 
 
 def _allowed(kind: Any) -> str:
-    plain, meta = get_args(kind)[0], _meta(kind)
+    plain = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+    meta = next((each for each in get_args(kind) if isinstance(each, msgspec.Meta)), msgspec.Meta())
     if get_origin(plain) is Literal:
         return ", ".join(f"`{_written(each)}`" for each in get_args(plain))
     if get_origin(plain) is tuple:

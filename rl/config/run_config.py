@@ -1,4 +1,7 @@
-"""The configuration of a run: frozen sections, with a description and a default for each field."""
+"""The configuration of a run: frozen sections, with a default and a description for each field.
+
+The text below a field is its description in the reference.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,12 @@ MOST_SECONDS = 1e6
 
 
 Algorithm = Literal["grpo", "dr_grpo", "dapo", "gspo"]
+Count = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1)]
+Processes = Annotated[int, Meta(ge=1, le=MOST_PROCESSES)]
+PositiveFloat = Annotated[float, Meta(gt=0)]
+NonNegative = Annotated[float, Meta(ge=0)]
+Seconds = Annotated[float, Meta(gt=0, le=MOST_SECONDS)]
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -28,91 +37,79 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class ModelConfig(_Section, frozen=True, kw_only=True):
     """The policy."""
 
-    path: Annotated[
-        str, Meta(description="A folder in the format of transformers; empty: a Llama of 84,032 random weights.")
-    ] = ""
-    dtype: Annotated[Literal["float32", "bfloat16"], Meta(description="The type of the weights.")] = "float32"
-    device: Annotated[
-        str,
-        Meta(
-            pattern=r"^(cpu|cuda(:\d+)?)$",
-            description="Where trainers and generators have it: `cpu`, or `cuda` for a GPU that all of them share.",
-        ),
-    ] = "cpu"
-    lora_rank: Annotated[int, Meta(ge=0, description="Train adapters of this rank; 0: train all weights.")] = 0
-    lora_alpha: Annotated[float, Meta(gt=0, description="Adapters are scaled by this, divided by their rank.")] = 16.0
-    lora_targets: Annotated[
-        tuple[str, ...], Meta(description="Names of the layers that get adapters; none: all linear layers.")
-    ] = ()
-    warmup_steps: Annotated[int, Meta(ge=0, description="Supervised steps before the first step.")] = 0
-    warmup_batch: Annotated[int, Meta(ge=1, description="Problems of a supervised step.")] = 256
-    warmup_rate: Annotated[float, Meta(gt=0, description="The learning rate of the supervised steps.")] = 2e-3
+    path: str = ""
+    """A folder in the format of transformers; empty: a Llama of 84,032 random weights."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """The type of the weights."""
+    device: Annotated[str, Meta(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"
+    """Where trainers and generators have it: `cpu`, or `cuda` for a GPU that all of them share."""
+    lora_rank: Count = 0
+    """Train adapters of this rank; 0: train all weights."""
+    lora_alpha: PositiveFloat = 16.0
+    """Adapters are scaled by this, divided by their rank."""
+    lora_targets: tuple[str, ...] = ()
+    """Names of the layers that get adapters; none: all linear layers."""
+    warmup_steps: Count = 0
+    """Supervised steps before the first step."""
+    warmup_batch: Positive = 256
+    """Problems of a supervised step."""
+    warmup_rate: PositiveFloat = 2e-3
+    """The learning rate of the supervised steps."""
 
 
 class DataConfig(_Section, frozen=True, kw_only=True):
     """The prompts."""
 
-    task: Annotated[Literal["arithmetic", "jsonl"], Meta(description="Sums of three digits, or files of your own.")] = (
-        "arithmetic"
-    )
-    train: Annotated[str, Meta(description='A file with a `{"prompt", "answer"}` a line, for task `jsonl`.')] = ""
-    held_out: Annotated[str, Meta(description="The same for evaluation.")] = ""
+    task: Literal["arithmetic", "jsonl"] = "arithmetic"
+    """Sums of three digits, or files of your own."""
+    train: str = ""
+    """A file with a `{"prompt", "answer"}` a line, for task `jsonl`."""
+    held_out: str = ""
+    """The same for evaluation."""
 
 
 class AlgorithmConfig(_Section, frozen=True, kw_only=True):
     """The loop, and how far generation may run ahead of training."""
 
-    mode: Annotated[
-        Literal["synchronous", "asynchronous"], Meta(description="Generate and train in turns, or at the same time.")
-    ] = "asynchronous"
-    groups: Annotated[int, Meta(ge=1, description="Groups, which is prompts, of a batch.")] = 32
-    updates: Annotated[int, Meta(ge=1, description="Updates of the weights with each batch.")] = 1
-    staleness: Annotated[
-        int, Meta(ge=0, description="How many updates old the weights that drew a token may be, at most.")
-    ] = 1
-    concurrency: Annotated[
-        int, Meta(ge=1, description="Groups that are generated at the same time, in the asynchronous loop.")
-    ] = 32
+    mode: Literal["synchronous", "asynchronous"] = "asynchronous"
+    """Generate and train in turns, or at the same time."""
+    groups: Positive = 32
+    """Groups, which is prompts, of a batch."""
+    updates: Positive = 1
+    """Updates of the weights with each batch."""
+    staleness: Count = 1
+    """How many updates old the weights that drew a token may be, at most."""
+    concurrency: Positive = 32
+    """Groups that are generated at the same time, in the asynchronous loop."""
 
 
 class Objective(_Section, frozen=True, kw_only=True):
     """The loss of a step. The algorithm sets the defaults of the other fields; those here are GRPO's."""
 
-    algorithm: Annotated[Algorithm, Meta(description="The algorithm, whose defaults the other fields have.")] = "grpo"
-    scale_rewards: Annotated[
-        Literal["group", "batch", "none"],
-        Meta(
-            description="Divide advantages by the standard deviation of the rewards of their group, or of the whole "
-            "batch; or not. It is the unbiased one (over n - 1), plus 1e-4, as in TRL's option of this name."
-        ),
-    ] = "group"
-    aggregate: Annotated[
-        Literal["sequence", "token", "sum"],
-        Meta(
-            description="Average tokens in each sequence, or over all tokens of the step; or add those of a sequence."
-        ),
-    ] = "sequence"
-    ratio: Annotated[
-        Literal["token", "sequence"], Meta(description="Importance ratios of tokens, or of whole sequences.")
-    ] = "token"
-    clip_low: Annotated[float, Meta(gt=0, lt=1, description="The ratio is clipped from below at 1 minus this.")] = 0.2
-    clip_high: Annotated[float, Meta(gt=0, description="The ratio is clipped from above at 1 plus this.")] = 0.2
-    kl: Annotated[float, Meta(ge=0, description="The weight of the distance to the reference policy (k3).")] = 0.0
-    entropy: Annotated[float, Meta(ge=0, description="The weight of an entropy bonus.")] = 0.0
-    truncation: Annotated[
-        float,
-        Meta(
-            ge=0,
-            description="The cap of the importance weight of the trainer's old policy against the generator; 0: the "
-            "generator's log-probabilities are the old ones.",
-        ),
-    ] = 0.0
-    redraws: Annotated[
-        int, Meta(ge=0, le=100, description="How often a group whose rewards are all equal is drawn again.")
-    ] = 0
-    skip_overlong: Annotated[
-        bool, Meta(description="Leave episodes with a completion that the limit of tokens cut out of the loss.")
-    ] = False
+    algorithm: Algorithm = "grpo"
+    """The algorithm, whose defaults the other fields have."""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """Divide advantages by the standard deviation of the rewards of their group, or of the whole batch; or not. It is
+    the unbiased one (over n - 1), plus 1e-4, as in TRL's option of this name."""
+    aggregate: Literal["sequence", "token", "sum"] = "sequence"
+    """Average tokens in each sequence, or over all tokens of the step; or add those of a sequence."""
+    ratio: Literal["token", "sequence"] = "token"
+    """Importance ratios of tokens, or of whole sequences."""
+    clip_low: Annotated[float, Meta(gt=0, lt=1)] = 0.2
+    """The ratio is clipped from below at 1 minus this."""
+    clip_high: PositiveFloat = 0.2
+    """The ratio is clipped from above at 1 plus this."""
+    kl: NonNegative = 0.0
+    """The weight of the distance to the reference policy (k3)."""
+    entropy: NonNegative = 0.0
+    """The weight of an entropy bonus."""
+    truncation: NonNegative = 0.0
+    """The cap of the importance weight of the trainer's old policy against the generator; 0: the generator's
+    log-probabilities are the old ones."""
+    redraws: Annotated[int, Meta(ge=0, le=100)] = 0
+    """How often a group whose rewards are all equal is drawn again."""
+    skip_overlong: bool = False
+    """Leave episodes with a completion that the limit of tokens cut out of the loss."""
 
 
 PRESETS: Mapping[str, Mapping[str, object]] = {
@@ -132,14 +129,18 @@ def objective(algorithm: Algorithm, **fields: object) -> Objective:
 class Sampling(_Section, frozen=True, kw_only=True):
     """How a group's completions are drawn: `group` for each prompt, each with a seed of its own."""
 
-    group: Annotated[int, Meta(ge=2, description="Completions of each prompt, which are compared.")] = 8
-    batch: Annotated[int, Meta(ge=1, description="Prompts of a request, whose completions are drawn together.")] = 8
-    max_new_tokens: Annotated[int, Meta(ge=1, description="The limit of a completion's tokens.")] = 128
-    temperature: Annotated[float, Meta(gt=0, description="The temperature.")] = 1.0
-    top_p: Annotated[float, Meta(gt=0, le=1, description="Draw from the likeliest tokens of this total.")] = 1.0
-    stop: Annotated[
-        tuple[Annotated[int, Meta(ge=0)], ...], Meta(description="Token numbers that end a completion.")
-    ] = ()
+    group: Annotated[int, Meta(ge=2)] = 8
+    """Completions of each prompt, which are compared."""
+    batch: Positive = 8
+    """Prompts of a request, whose completions are drawn together."""
+    max_new_tokens: Positive = 128
+    """The limit of a completion's tokens."""
+    temperature: PositiveFloat = 1.0
+    """The temperature."""
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Draw from the likeliest tokens of this total."""
+    stop: tuple[Annotated[int, Meta(ge=0)], ...] = ()
+    """Token numbers that end a completion."""
 
     @property
     def slots(self) -> int:
@@ -183,91 +184,76 @@ class Sampling(_Section, frozen=True, kw_only=True):
 class CriterionConfig(_Section, frozen=True, kw_only=True):
     """One criterion of the reward, which is the weighted sum of all."""
 
-    kind: Annotated[
-        Literal["exact", "format", "length", "python"],
-        Meta(
-            description="Equal to the reference; matched by `pattern`; a penalty for long completions; or a `function` "
-            "of yours."
-        ),
-    ] = "exact"
-    weight: Annotated[float, Meta(description="The weight.")] = 1.0
-    pattern: Annotated[
-        str,
-        Meta(description="A regular expression: of the whole text (`format`), or its group is the answer (`exact`)."),
-    ] = ""
-    margin: Annotated[
-        int, Meta(ge=0, description="The penalty begins so many tokens before `sampling.max_new_tokens` (`length`).")
-    ] = 0
-    function: Annotated[
-        str, Meta(description="`FILE.py:NAME` or `MODULE:NAME`: from a `JudgedAnswer` to a number (`python`).")
-    ] = ""
+    kind: Literal["exact", "format", "length", "python"] = "exact"
+    """Equal to the reference; matched by `pattern`; a penalty for long completions; or a `function` of yours."""
+    weight: float = 1.0
+    """The weight."""
+    pattern: str = ""
+    """A regular expression: of the whole text (`format`), or its group is the answer (`exact`)."""
+    margin: Count = 0
+    """The penalty begins so many tokens before `sampling.max_new_tokens` (`length`)."""
+    function: str = ""
+    """`FILE.py:NAME` or `MODULE:NAME`: from a `JudgedAnswer` to a number (`python`)."""
 
 
 class EnvironmentConfig(_Section, frozen=True, kw_only=True):
     """An environment instead of prompts and a reward function."""
 
-    name: Annotated[
-        str,
-        Meta(
-            description="`guess`, `arithmetic`, `python:FILE.py:NAME` ...; empty: episodes have one turn and a reward."
-        ),
-    ] = ""
-    arguments: Annotated[
-        dict[str, str | bool | int | float], Meta(description="The environment's options, as a table.")
-    ] = msgspec.field(default_factory=dict)
-    servers: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=MOST_PROCESSES,
-            description="Server processes that the run starts; 0: episodes are played at `addresses`.",
-        ),
-    ] = 1
-    addresses: Annotated[tuple[str, ...], Meta(description="Servers that run already, such as `ws://host:8123`.")] = ()
-    sessions: Annotated[int, Meta(ge=1, description="Episodes that a server plays at the same time.")] = 64
-    share: Annotated[
-        float, Meta(gt=0, le=1, description="The share of groups that are played in it; the others are prompts.")
-    ] = 1.0
-    max_turns: Annotated[int, Meta(ge=1, description="The limit of an episode's turns.")] = 8
-    max_tokens: Annotated[
-        int, Meta(ge=0, description="The limit of an episode's tokens, with the prompt; 0: the model's.")
-    ] = 0
-    timeout: Annotated[
-        float, Meta(gt=0, le=MOST_SECONDS, description="Seconds after which a step of the environment has failed.")
-    ] = 30.0
-    attempts: Annotated[
-        int, Meta(ge=1, description="Environments that an episode is played in, one after another, until it fails.")
-    ] = 3
+    name: str = ""
+    """`guess`, `arithmetic`, `python:FILE.py:NAME` ...; empty: episodes have one turn and a reward."""
+    arguments: dict[str, str | bool | int | float] = msgspec.field(default_factory=dict)
+    """The environment's options, as a table."""
+    servers: Annotated[int, Meta(ge=0, le=MOST_PROCESSES)] = 1
+    """Server processes that the run starts; 0: episodes are played at `addresses`."""
+    addresses: tuple[str, ...] = ()
+    """Servers that run already, such as `ws://host:8123`."""
+    sessions: Positive = 64
+    """Episodes that a server plays at the same time."""
+    share: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """The share of groups that are played in it; the others are prompts."""
+    max_turns: Positive = 8
+    """The limit of an episode's turns."""
+    max_tokens: Count = 0
+    """The limit of an episode's tokens, with the prompt; 0: the model's."""
+    timeout: Seconds = 30.0
+    """Seconds after which a step of the environment has failed."""
+    attempts: Positive = 3
+    """Environments that an episode is played in, one after another, until it fails."""
 
 
 class TrainerConfig(_Section, frozen=True, kw_only=True):
     """The trainers and their optimizer."""
 
-    replicas: Annotated[int, Meta(ge=1, le=MOST_PROCESSES, description="Trainer processes.")] = 2
-    spares: Annotated[int, Meta(ge=0, le=MOST_PROCESSES, description="Processes that wait to replace a trainer.")] = 1
-    kind: Annotated[
-        Literal["transformers", "titan"], Meta(description="Whose model is trained: TorchTitan's is `titan`.")
-    ] = "transformers"
-    python: Annotated[
-        str, Meta(description="The interpreter of another environment, for `titan`; empty: that of `make extra-titan`.")
-    ] = ""
-    strategy: Annotated[Literal["fsdp2", "ddp"], Meta(description="Sharded, or whole on every trainer.")] = "fsdp2"
-    backend: Annotated[str, Meta(description="What gradients are reduced over: shm, gloo, ucx ...")] = "shm"
-    copies: Annotated[
-        int, Meta(ge=0, description="Neighbours that keep a copy of each trainer's shard, for when it dies.")
-    ] = 1
-    units: Annotated[
-        int, Meta(ge=1, description="Parts of a batch whose gradients are added; fixes the bits of the sum.")
-    ] = 4
-    micro_batch: Annotated[
-        int, Meta(ge=0, description="Episodes of a forward; gradients of several are added. 0: all of a part.")
-    ] = 0
-    rate: Annotated[float, Meta(gt=0, description="The learning rate.")] = 5e-4
-    rate_warmup: Annotated[int, Meta(ge=1, description="Updates until the full learning rate.")] = 10
-    rate_decay: Annotated[int, Meta(ge=1, description="The update at which the learning rate is lowest.")] = 1000
-    rate_floor: Annotated[float, Meta(ge=0, le=1, description="The lowest learning rate's share of `rate`.")] = 0.1
-    weight_decay: Annotated[float, Meta(ge=0, description="AdamW's weight decay.")] = 0.0
-    max_norm: Annotated[float, Meta(gt=0, description="Gradients are clipped to this norm.")] = 1.0
+    replicas: Processes = 2
+    """Trainer processes."""
+    spares: Annotated[int, Meta(ge=0, le=MOST_PROCESSES)] = 1
+    """Processes that wait to replace a trainer."""
+    kind: Literal["transformers", "titan"] = "transformers"
+    """Whose model is trained: TorchTitan's is `titan`."""
+    python: str = ""
+    """The interpreter of another environment, for `titan`; empty: that of `make extra-titan`."""
+    strategy: Literal["fsdp2", "ddp"] = "fsdp2"
+    """Sharded, or whole on every trainer."""
+    backend: str = "shm"
+    """What gradients are reduced over: shm, gloo, ucx ..."""
+    copies: Count = 1
+    """Neighbours that keep a copy of each trainer's shard, for when it dies."""
+    units: Positive = 4
+    """Parts of a batch whose gradients are added; fixes the bits of the sum."""
+    micro_batch: Count = 0
+    """Episodes of a forward; gradients of several are added. 0: all of a part."""
+    rate: PositiveFloat = 5e-4
+    """The learning rate."""
+    rate_warmup: Positive = 10
+    """Updates until the full learning rate."""
+    rate_decay: Positive = 1000
+    """The update at which the learning rate is lowest."""
+    rate_floor: Annotated[float, Meta(ge=0, le=1)] = 0.1
+    """The lowest learning rate's share of `rate`."""
+    weight_decay: NonNegative = 0.0
+    """AdamW's weight decay."""
+    max_norm: PositiveFloat = 1.0
+    """Gradients are clipped to this norm."""
 
     def rate_at(self, update: int) -> float:
         """The learning rate of an update, counted from 0: a line up, then a line down to its floor."""
@@ -279,121 +265,106 @@ class TrainerConfig(_Section, frozen=True, kw_only=True):
 class TitanConfig(_Section, frozen=True, kw_only=True):
     """How TorchTitan shares the policy among trainers of kind `titan`, in the words of its own configuration."""
 
-    config: Annotated[
-        str,
-        Meta(
-            description="A function of its config registries, `module:name`, whose parallelism, precision, checkpoints "
-            "of activations and compilation are taken as they are; empty: the fields below."
-        ),
-    ] = ""
-    tensor_parallel_degree: Annotated[int, Meta(ge=1, description="Trainers that share each layer.")] = 1
-    data_parallel_replicate_degree: Annotated[int, Meta(ge=1, description="Replicas of the shards (HSDP).")] = 1
-    fsdp_reshard_after_forward: Annotated[
-        Literal["default", "always", "never"], Meta(description="Whether gathered weights are dropped after use.")
-    ] = "default"
-    mixed_precision_param: Annotated[
-        Literal["float32", "bfloat16"], Meta(description="The type of the gathered weights.")
-    ] = "float32"
-    activation_checkpoint: Annotated[
-        Literal["none", "selective", "full"], Meta(description="The activations that are computed again.")
-    ] = "none"
+    config: str = ""
+    """A function of its config registries, `module:name`, whose parallelism, precision, checkpoints of activations and
+    compilation are taken as they are; empty: the fields below."""
+    tensor_parallel_degree: Positive = 1
+    """Trainers that share each layer."""
+    data_parallel_replicate_degree: Positive = 1
+    """Replicas of the shards (HSDP)."""
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
+    """Whether gathered weights are dropped after use."""
+    mixed_precision_param: Literal["float32", "bfloat16"] = "float32"
+    """The type of the gathered weights."""
+    activation_checkpoint: Literal["none", "selective", "full"] = "none"
+    """The activations that are computed again."""
 
 
 class GeneratorConfig(_Section, frozen=True, kw_only=True):
     """The generators."""
 
-    replicas: Annotated[int, Meta(ge=1, le=MOST_PROCESSES, description="Generator processes.")] = 2
-    kind: Annotated[Literal["transformers", "vllm"], Meta(description="What generates.")] = "transformers"
-    python: Annotated[
-        str, Meta(description="The interpreter of another environment, for `vllm`; empty: that of `make extra-vllm`.")
-    ] = ""
-    tensor_parallel: Annotated[
-        int, Meta(ge=1, le=MOST_PROCESSES, description="Processes that share the weights of a `vllm` one.")
-    ] = 1
-    on_update: Annotated[
-        Literal["keep", "wait", "abort"],
-        Meta(
-            description="Running completions of `vllm` go on with new weights, end before them, or are cut off and go "
-            "on with keys and values that the new weights make anew."
-        ),
-    ] = "keep"
-    cache: Annotated[float, Meta(gt=0, description="The memory of keys and values of each `vllm` one, in GiB.")] = 1.0
-    update: Annotated[
-        Literal["swap", "drain"], Meta(description="Switch weights within completions, or between them.")
-    ] = "swap"
-    timeout: Annotated[
-        float, Meta(gt=0, le=MOST_SECONDS, description="Seconds after which a request is tried elsewhere.")
-    ] = 60.0
-    attempts: Annotated[int, Meta(ge=1, description="How often a request is tried.")] = 5
+    replicas: Processes = 2
+    """Generator processes."""
+    kind: Literal["transformers", "vllm"] = "transformers"
+    """What generates."""
+    python: str = ""
+    """The interpreter of another environment, for `vllm`; empty: that of `make extra-vllm`."""
+    tensor_parallel: Processes = 1
+    """Processes that share the weights of a `vllm` one."""
+    on_update: Literal["keep", "wait", "abort"] = "keep"
+    """Running completions of `vllm` go on with new weights, end before them, or are cut off and go on with keys and
+    values that the new weights make anew."""
+    cache: PositiveFloat = 1.0
+    """The memory of keys and values of each `vllm` one, in GiB."""
+    update: Literal["swap", "drain"] = "swap"
+    """Switch weights within completions, or between them."""
+    timeout: Seconds = 60.0
+    """Seconds after which a request is tried elsewhere."""
+    attempts: Positive = 5
+    """How often a request is tried."""
 
 
 class StoreConfig(_Section, frozen=True, kw_only=True):
     """The weight store."""
 
-    holders: Annotated[int, Meta(ge=1, le=MOST_PROCESSES, description="Processes that hold versions.")] = 2
-    copies: Annotated[int, Meta(ge=1, description="Copies of each version.")] = 2
-    plane: Annotated[
-        str, Meta(description="The memory plane that moves weights; between hosts ucx or nixl. auto: this host's best.")
-    ] = "auto"
-    cast: Annotated[
-        Literal["none", "bf16", "fp8"],
-        Meta(
-            description="Round wider floats to this on their way to generators: fewer bytes. none: every bit arrives."
-        ),
-    ] = "none"
+    holders: Processes = 2
+    """Processes that hold versions."""
+    copies: Positive = 2
+    """Copies of each version."""
+    plane: str = "auto"
+    """The memory plane that moves weights; between hosts ucx or nixl. auto: this host's best."""
+    cast: Literal["none", "bf16", "fp8"] = "none"
+    """Round wider floats to this on their way to generators: fewer bytes. none: every bit arrives."""
 
 
 class EngineConfig(_Section, frozen=True, kw_only=True):
     """What starts the processes."""
 
-    kind: Annotated[Literal["monarch", "local"], Meta(description="Monarch, or processes of this host.")] = "monarch"
-    hosts: Annotated[
-        tuple[str, ...],
-        Meta(
-            description="Hosts that the processes are spread over, such as `tcp://10.0.0.2:26600`; `slurm`: the "
-            "nodes of this SLURM job; none: this host."
-        ),
-    ] = ()
-    register: Annotated[
-        str,
-        Meta(description="The register that all hosts reach, such as `etcd://etcd-1:2379/run`; empty: a file."),
-    ] = ""
-    silence: Annotated[
-        float,
-        Meta(
-            gt=0,
-            le=MOST_SECONDS,
-            description="Seconds after which a host that does not answer is away, its processes with it.",
-        ),
-    ] = 5.0
-    restarts: Annotated[int, Meta(ge=0, description="Trainers that may be lost before the run fails.")] = 100
+    kind: Literal["monarch", "local"] = "monarch"
+    """Monarch, or processes of this host."""
+    hosts: tuple[str, ...] = ()
+    """Hosts that the processes are spread over, such as `tcp://10.0.0.2:26600`; `slurm`: the nodes of this SLURM job;
+    none: this host."""
+    register: str = ""
+    """The register that all hosts reach, such as `etcd://etcd-1:2379/run`; empty: a file."""
+    silence: Seconds = 5.0
+    """Seconds after which a host that does not answer is away, its processes with it."""
+    restarts: Count = 100
+    """Trainers that may be lost before the run fails."""
 
 
 class EvaluationConfig(_Section, frozen=True, kw_only=True):
     """Evaluation beside training."""
 
-    every: Annotated[int, Meta(ge=0, description="Updates between evaluations; 0: never.")] = 25
-    prompts: Annotated[int, Meta(ge=0, description="Held-out prompts of an evaluation; 0: all.")] = 0
+    every: Count = 25
+    """Updates between evaluations; 0: never."""
+    prompts: Count = 0
+    """Held-out prompts of an evaluation; 0: all."""
 
 
 class CheckpointConfig(_Section, frozen=True, kw_only=True):
     """Checkpoints, from which a run resumes."""
 
-    every: Annotated[int, Meta(ge=1, description="Batches between checkpoints.")] = 10
+    every: Positive = 10
+    """Batches between checkpoints."""
 
 
 class TelemetryConfig(_Section, frozen=True, kw_only=True):
     """What a run records besides its events."""
 
-    tensorboard: Annotated[bool, Meta(description="Write figures for TensorBoard.")] = False
-    episodes: Annotated[int, Meta(ge=0, description="Episodes of each batch that can be read in the report.")] = 4
+    tensorboard: bool = False
+    """Write figures for TensorBoard."""
+    episodes: Count = 4
+    """Episodes of each batch that can be read in the report."""
 
 
 class RunConfig(_Section, frozen=True, kw_only=True):
     """All that a run depends on."""
 
-    seed: Annotated[int, Meta(ge=0, description="Decides the initial weights, the data order and all samples.")] = 0
-    steps: Annotated[int, Meta(ge=1, description="Updates of the weights in all.")] = 800
+    seed: Count = 0
+    """Decides the initial weights, the data order and all samples."""
+    steps: Positive = 800
+    """Updates of the weights in all."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
