@@ -17,9 +17,8 @@ import msgspec
 import torch
 
 from holdfast.rl.config.run_config import Objective
-from holdfast.rl.data.episode import MOST_REWARD, Group, is_usable_reward
+from holdfast.rl.data.episode import Group
 from holdfast.rl.data.replay_buffer import Batch, BufferState, even_edges
-from holdfast.rl.errors import InvalidEpisode
 from holdfast.rl.grpo.loss import LossInputs, StepTotals
 
 Tensor = torch.Tensor
@@ -224,14 +223,9 @@ def _placed(values: Tensor, places: Tensor) -> Tensor:
 def advantages(groups: Sequence[Sequence[float]], objective: Objective) -> tuple[float, ...]:
     """The advantages of the episodes of a batch, from the rewards of each of its groups.
 
-    They are 0 where a whole group is alike. Sums are exact, so the order of the rewards changes no bit. Raises
-    `InvalidEpisode` for a reward that `is_usable_reward` refuses: all advantages are finite, in float32 too.
+    They are 0 where a whole group is alike. Sums are exact, so the order of the rewards changes no bit. Rewards are as
+    `Episode` has them, so all advantages are finite, in float32 too.
     """
-    for number, rewards in enumerate(groups):
-        bounded = min(rewards) >= -MOST_REWARD and max(rewards) <= MOST_REWARD
-        if not bounded or math.isnan(math.fsum(rewards)):  # a NaN may escape min and max
-            wrong = next(each for each in rewards if not is_usable_reward(each))
-            raise InvalidEpisode("Group", number, f"its reward {wrong} is not finite, or beyond {MOST_REWARD:g}")
     shared = 1.0 if objective.scale_rewards == "none" else 0.0  # 0: each group has a scale of its own
     if objective.scale_rewards == "batch":
         shared = _deviation([each for rewards in groups for each in rewards])

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 
 from holdfast.comms.errors import HoldfastError
-from holdfast.ft.telemetry.metrics import PORT, ports, serve_page
+from holdfast.ft.telemetry.metrics import ports, serve_page
 from holdfast.rl.actors.engine import Engine
 from holdfast.rl.actors.service import ReplicaEvent, Service, ServiceEndpoint, ServiceOptions, ServiceStatus, served
 from holdfast.rl.config.run_config import RunConfig
@@ -159,51 +160,40 @@ _OF_REPLICA = {
 _COUNTERS = ("calls", "retried", "overloaded", "lost")
 
 
-class ServiceMetrics:
-    """Serves the metrics of services to Prometheus at `url` until `close`; `asked` is as in HOLDFAST_METRICS_PORT.
-
-    `look` gives the services at each request. Raises ValueError if `asked` names no ports, `HoldfastError` if
-    prometheus_client is not installed or no port is free.
-    """
-
-    def __init__(self, asked: str, look: Callable[[], Iterable[ServiceStatus]]) -> None:
-        try:
-            import prometheus_client as prometheus
-        except ImportError as error:
-            raise HoldfastError("metrics need prometheus_client: pip install 'holdfast[metrics]'") from error
-        registry, self._look = prometheus.CollectorRegistry(), look
-        registry.register(self)
-        self._server = serve_page(
-            ports(asked), lambda: (prometheus.CONTENT_TYPE_LATEST, prometheus.generate_latest(registry))
-        )
-        self.url = f"http://127.0.0.1:{self._server.port}/metrics"
-
-    def collect(self) -> Iterator[Any]:
-        """Yield all metrics; prometheus_client calls it for each request."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
-        services = tuple(self._look())
-        replicas = [([service.name, str(each.slot)], each) for service in services for each in service.replicas]
-        for labels, texts, rows in (
-            (["service"], _OF_SERVICE, [([each.name], each) for each in services]),
-            (["service", "replica"], _OF_REPLICA, replicas),
-        ):
-            for name, text in texts.items():
-                kind = CounterMetricFamily if name in _COUNTERS else GaugeMetricFamily
-                family = kind(f"holdfast_{labels[-1]}_{name}", text, labels=labels)
-                for values, row in rows:
-                    value = getattr(row, name)
-                    family.add_metric(values, -1 if value is None else int(value))
-                yield family
-
-    def close(self) -> None:
-        """Stop serving. Idempotent."""
-        self._server.close()
-
-
 @contextlib.contextmanager
-def metrics_if_asked(look: Callable[[], Iterable[ServiceStatus]]) -> Iterator[None]:
-    """Serve the metrics inside of the block if HOLDFAST_METRICS_PORT is set. Raises as `ServiceMetrics`."""
-    asked = os.environ.get(PORT, "")
-    with contextlib.closing(ServiceMetrics(asked, look)) if asked else contextlib.nullcontext():
-        yield
+def service_metrics(asked: str, look: Callable[[], Iterable[ServiceStatus]]) -> Iterator[str]:
+    """Serve the metrics of services to Prometheus inside of the block, which gets their URL.
+
+    `asked` is as in HOLDFAST_METRICS_PORT, "" for none. `look` gives the services at each request. Raises ValueError if
+    `asked` names no ports, `HoldfastError` if prometheus_client is not installed or no port is free.
+    """
+    if not asked:
+        yield ""
+        return
+    try:
+        import prometheus_client as prometheus
+    except ImportError as error:
+        raise HoldfastError("metrics need prometheus_client: pip install 'holdfast[metrics]'") from error
+    registry: Any = prometheus.CollectorRegistry()
+    registry.register(SimpleNamespace(collect=lambda: _families(tuple(look()))))
+    page = partial(prometheus.generate_latest, registry)
+    with contextlib.closing(serve_page(ports(asked), lambda: (prometheus.CONTENT_TYPE_LATEST, page()))) as server:
+        yield f"http://127.0.0.1:{server.port}/metrics"
+
+
+def _families(services: Sequence[ServiceStatus]) -> Iterator[Any]:
+    """All metrics of services and their replicas."""
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    replicas = [([service.name, str(each.slot)], each) for service in services for each in service.replicas]
+    for labels, texts, rows in (
+        (["service"], _OF_SERVICE, [([each.name], each) for each in services]),
+        (["service", "replica"], _OF_REPLICA, replicas),
+    ):
+        for name, text in texts.items():
+            kind = CounterMetricFamily if name in _COUNTERS else GaugeMetricFamily
+            family = kind(f"holdfast_{labels[-1]}_{name}", text, labels=labels)
+            for values, row in rows:
+                value = getattr(row, name)
+                family.add_metric(values, -1 if value is None else int(value))
+            yield family

@@ -24,6 +24,7 @@ from holdfast.comms.transport.liveness import this_host
 from holdfast.ft import faultpoints
 from holdfast.ft.launch.job_contract import LocalContract
 from holdfast.ft.schedulers import found_hosts
+from holdfast.ft.telemetry.metrics import PORT
 from holdfast.rl.actors.engine import Engine
 from holdfast.rl.config.contradictions import check_plugins_run_here, staleness_rule
 from holdfast.rl.config.run_config import RunConfig
@@ -43,7 +44,7 @@ from holdfast.rl.run.run_events import (
     RunResumed,
     StepTrained,
 )
-from holdfast.rl.run.services import RunServices, between_hosts, metrics_if_asked, new_register
+from holdfast.rl.run.services import RunServices, between_hosts, new_register, service_metrics
 from holdfast.rl.run.telemetry import Observer, RunTelemetry
 from holdfast.rl.run.trainer_processes import TrainerProcesses
 from holdfast.rl.trainers.trainer_actor import TrainerPosition
@@ -196,8 +197,21 @@ class TrainingRun:
     @contextlib.asynccontextmanager
     async def _collecting(self, services: RunServices, trainers: TrainerProcesses) -> AsyncIterator[None]:
         """Collect what all processes do during the block, and keep the file of `holdfast top` and the metrics."""
-        say = partial(self._say, services, trainers)
-        with metrics_if_asked(services.status):
+
+        async def say(ended: bool = False) -> None:
+            status = RunStatus(
+                time=time.time(),
+                driver=os.getpid(),
+                step=self._done,
+                steps=self._config.steps,
+                trainers=await trainers.statuses(),
+                services=services.status(),
+                ended=ended,
+                host="" if self._config.engine.hosts else this_host(),
+            )
+            self._directory.write_status(status)
+
+        with service_metrics(os.environ.get(PORT, ""), services.status):
             async with self.telemetry.collecting(services.asks(), say):
                 yield
         await say(ended=True)
@@ -225,20 +239,6 @@ class TrainingRun:
         )
         for group in batch.groups[: -(-self._config.telemetry.episodes // self._config.sampling.group)]:
             self._directory.append_group(group)
-
-    async def _say(self, services: RunServices, trainers: TrainerProcesses, ended: bool = False) -> None:
-        """Write what is known of the processes to the file that `holdfast top` reads."""
-        status = RunStatus(
-            time=time.time(),
-            driver=os.getpid(),
-            step=self._done,
-            steps=self._config.steps,
-            trainers=await trainers.statuses(),
-            services=services.status(),
-            ended=ended,
-            host="" if self._config.engine.hosts else this_host(),
-        )
-        self._directory.write_status(status)
 
     def _best_before(self, step: int) -> Evaluated | None:
         """The best evaluation of the drivers before, up to a step."""

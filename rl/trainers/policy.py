@@ -66,8 +66,7 @@ class PolicyLoss:
         inputs, objective = forward.inputs, self._objective
         if self._reference is not None:
             inputs = replace(inputs, reference=self._frozen(self._reference, forward, transformers_logits))
-        wanted = objective.entropy > 0
-        logprobs, entropies = predict(model, forward, self._temperature, entropies=wanted, logits_of=self._logits)
+        logprobs, entropies = self._predict(model, forward, self._logits, entropies=objective.entropy > 0)
         old = forward.old_logprobs
         if old is None:  # the first update of a batch: the old policy is the new one, or the generator is taken for it
             old = logprobs.detach() if objective.truncation else inputs.generated
@@ -80,30 +79,24 @@ class PolicyLoss:
 
     @torch.no_grad()
     def _frozen(self, model: torch.nn.Module, forward: TrainingTokens, logits: Logits) -> Tensor:
-        return predict(model, forward, self._temperature, entropies=False, logits_of=logits)[0]
+        return self._predict(model, forward, logits, entropies=False)[0]
 
+    def _predict(
+        self, model: torch.nn.Module, forward: TrainingTokens, logits: Logits, *, entropies: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """The log-probs (n, length - 1) of the tokens, in float32, and the entropies where each was drawn.
 
-def predict(
-    model: torch.nn.Module,
-    forward: TrainingTokens,
-    temperature: float,
-    *,
-    entropies: bool,
-    logits_of: Logits = transformers_logits,
-) -> tuple[Tensor, Tensor | None]:
-    """The log-probs (n, length - 1) of the tokens, in float32, and the entropies where each was drawn.
-
-    Both are 0 in the columns before the first token that counts in any row.
-    """
-    mask = forward.inputs.mask
-    counted = mask.any(0).nonzero()
-    before = int(counted[0]) if len(counted) else mask.shape[1] - 1
-    device = next(model.parameters()).device
-    tokens = forward.tokens.to(device)
-    logits = logits_of(model, tokens[:, :-1], mask.shape[1] - before)
-    chosen, entropy = token_logprobs(logits, tokens[:, before + 1 :], temperature, entropies=entropies)
-    padding = torch.zeros(len(mask), before, device=device)
-    return torch.cat([padding, chosen], 1), None if entropy is None else torch.cat([padding, entropy], 1)
+        Both are 0 in the columns before the first token that counts in any row.
+        """
+        mask = forward.inputs.mask
+        counted = mask.any(0).nonzero()
+        before = int(counted[0]) if len(counted) else mask.shape[1] - 1
+        device = next(model.parameters()).device
+        tokens = forward.tokens.to(device)
+        found = logits(model, tokens[:, :-1], mask.shape[1] - before)
+        chosen, entropy = token_logprobs(found, tokens[:, before + 1 :], self._temperature, entropies=entropies)
+        padding = torch.zeros(len(mask), before, device=device)
+        return torch.cat([padding, chosen], 1), None if entropy is None else torch.cat([padding, entropy], 1)
 
 
 PREFIX = "base_model.model."

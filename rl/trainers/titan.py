@@ -113,12 +113,8 @@ class TitanModel:
         )
         return model
 
-    def published(self, model: torch.nn.Module) -> dict[str, Any]:
-        """The state dict under transformers' names, each rank with its shards; collective for a Llama."""
-        return self.renamed(model.state_dict())
-
     def renamed(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Tensors with TorchTitan's names under those of transformers; collective for DTensors of a Llama."""
+        """Tensors with TorchTitan's names under those of transformers, each rank's shards; collective for a Llama's."""
         state = dict(tensors)
         placed = {
             name: each for name, each in state.items() if name.endswith(PERMUTED) and hasattr(each, "full_tensor")
@@ -294,7 +290,7 @@ class TitanLayout(ShardedLayout):
         )
 
     def state(self) -> dict[str, Any]:
-        return self._titan.published(self._things["model"])
+        return self._titan.renamed(self._things["model"].state_dict())
 
     def _model(self, mesh: DeviceMesh) -> torch.nn.Module:
         self._data = mesh if mesh["tp"].size() == 1 else mesh["dp_replicate", "fsdp"]._flatten("data")

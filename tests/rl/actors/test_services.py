@@ -41,7 +41,7 @@ from holdfast.rl.actors.service import (
     served,
 )
 from holdfast.rl.generators.errors import GenerationTimeout, VersionGone
-from holdfast.rl.run.services import ServiceMetrics
+from holdfast.rl.run.services import service_metrics
 from holdfast.store import StoreTimeout
 from support.samples.actors import Counter, Late, Stillborn
 from support.waiting import PATIENCE
@@ -397,12 +397,11 @@ def test_metrics_show_services_and_replicas() -> None:
     status = ServiceStatus(
         name="policy", version=4, replicas=(replica,), queued=5, calls=60, retried=7, overloaded=8, lost=2
     )
-    metrics = ServiceMetrics("0", lambda: (status,))
-    try:
-        with urllib.request.urlopen(metrics.url, timeout=30.0) as answer:
-            lines = answer.read().decode().splitlines()
-    finally:
-        metrics.close()
+    with (
+        service_metrics("0", lambda: (status,)) as url,
+        urllib.request.urlopen(url, timeout=30.0) as answer,
+    ):
+        lines = answer.read().decode().splitlines()
     assert {
         'holdfast_service_calls_total{service="policy"} 60.0',
         'holdfast_service_lost_total{service="policy"} 2.0',
