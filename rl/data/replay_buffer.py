@@ -33,22 +33,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from holdfast.rl.data.episode import Group
 from holdfast.rl.errors import BufferStalled, OutOfOrder, StaleGroup, StalenessUnreachable
 
-Item = TypeVar("Item")
-
-_permit_number = attrgetter("number")
-_ready_number = attrgetter("group.prompt.number")
 _ready_age = attrgetter("version", "group.prompt.number")
 
 
@@ -95,8 +90,8 @@ class BufferState(msgspec.Struct, frozen=True, kw_only=True):
 
     `served` is the version that all generators have reached, `batch` the next batch to train, `begun` the lowest prompt
     number that was never begun, `failed` the count of prompts without a usable group. `again` are prompts that a driver
-    before was generating, `in_flight` those being generated, `ready` the groups in the order of their prompts, and
-    `taken` the prompts of the batch that is being trained.
+    before was generating, `in_flight` those being generated with the versions of their permits, `ready` the groups by
+    the numbers of their prompts, and `taken` the prompts of the batch that is being trained.
     """
 
     rule: StalenessRule
@@ -105,8 +100,8 @@ class BufferState(msgspec.Struct, frozen=True, kw_only=True):
     begun: int = 0
     failed: int = 0
     again: tuple[int, ...] = ()
-    in_flight: tuple[Permit, ...] = ()
-    ready: tuple[ReadyGroup, ...] = ()
+    in_flight: Mapping[int, int] = msgspec.field(default_factory=dict)
+    ready: Mapping[int, ReadyGroup] = msgspec.field(default_factory=dict)
     taken: tuple[int, ...] = ()
 
     @property
@@ -125,28 +120,20 @@ class BufferState(msgspec.Struct, frozen=True, kw_only=True):
         if not self.admissible:
             return None
         number = self.again[0] if self.again else self.begun
-        permit = Permit(number, self.served)
-        return (
-            self._replace(
-                again=self.again[1:],
-                begun=max(self.begun, number + 1),
-                in_flight=_with(self.in_flight, permit, _permit_number),
-            ),
-            permit,
-        )
+        in_flight, begun = {**self.in_flight, number: self.served}, max(self.begun, number + 1)
+        return self._replace(again=self.again[1:], begun=begun, in_flight=in_flight), Permit(number, self.served)
 
     def finish(self, group: Group) -> BufferState:
         """Add the group of a prompt in flight. Raises `StaleGroup`: it is then still in flight."""
-        at, version = self._place(group.prompt.number), group.version
-        permit = self.in_flight[at]
-        if version < permit.version:
-            raise StaleGroup(permit.number, version, permit.version)
-        ready = _with(self.ready, ReadyGroup(group, version), _ready_number)
-        return self._replace(in_flight=self._without(at), ready=ready)
+        number, version = group.prompt.number, group.version
+        rest = self._without(number)
+        if version < (permitted := self.in_flight[number]):
+            raise StaleGroup(number, version, permitted)
+        return self._replace(in_flight=rest, ready={**self.ready, number: ReadyGroup(group, version)})
 
     def fail(self, number: int) -> BufferState:
         """A prompt in flight gives no group, now or later."""
-        return self._replace(in_flight=self._without(self._place(number)), failed=self.failed + 1)
+        return self._replace(in_flight=self._without(number), failed=self.failed + 1)
 
     def serve(self, version: int) -> BufferState:
         """All generators have reached the weights of `version`."""
@@ -163,7 +150,7 @@ class BufferState(msgspec.Struct, frozen=True, kw_only=True):
             raise OutOfOrder(f"batch {batch} is taken, and the next one is {self.batch}: commit each before the next")
         if self.taken:
             return self
-        oldest = sorted(self.ready, key=_ready_age)[: self.rule.groups]
+        oldest = sorted(self.ready.values(), key=_ready_age)[: self.rule.groups]
         chosen = {each.group.prompt.number for each in oldest}
         if len(chosen) < self.rule.groups or not self._feasible_without(chosen):
             return None
@@ -171,40 +158,33 @@ class BufferState(msgspec.Struct, frozen=True, kw_only=True):
 
     def batch_groups(self) -> tuple[Group, ...]:
         """The groups of the batch that was taken, in the order of their prompts."""
-        taken = set(self.taken)
-        return tuple(each.group for each in self.ready if each.group.prompt.number in taken)
+        return tuple(self.ready[number].group for number in self.taken)
 
     def commit(self) -> BufferState:
         """The batch that was taken is trained, by all of its updates."""
         if not self.taken:
             raise OutOfOrder(f"batch {self.batch} is committed, and was not taken")
         taken = set(self.taken)
-        rest = tuple(each for each in self.ready if each.group.prompt.number not in taken)
+        rest = {number: each for number, each in self.ready.items() if number not in taken}
         return self._replace(batch=self.batch + 1, ready=rest, taken=())
 
     def resumed(self) -> BufferState:
         """The state for a new process: what was in flight, or taken, begins anew."""
-        lost = (*self.again, *(each.number for each in self.in_flight))
-        return self._replace(again=tuple(sorted(lost)), in_flight=(), taken=())
+        return self._replace(again=tuple(sorted((*self.again, *self.in_flight))), in_flight={}, taken=())
 
     def _feasible_without(self, chosen: set[int]) -> bool:
         """Whether every other group can still be trained in time, after this batch: invariant (2)."""
-        versions = [each.version for each in self.ready if each.group.prompt.number not in chosen]
-        versions += [each.version for each in self.in_flight]
-        deadlines = sorted(self.rule.deadline(each) for each in versions)
+        versions = [each.version for number, each in self.ready.items() if number not in chosen]
+        deadlines = sorted(self.rule.deadline(each) for each in (*versions, *self.in_flight.values()))
         return all(
             count <= (deadline - self.batch) * self.rule.groups for count, deadline in enumerate(deadlines, start=1)
         )
 
-    def _place(self, number: int) -> int:
-        """The place of a prompt among those in flight."""
-        at = bisect_left(self.in_flight, number, key=_permit_number)
-        if at == len(self.in_flight) or self.in_flight[at].number != number:
+    def _without(self, number: int) -> dict[int, int]:
+        """What is in flight but a prompt."""
+        if number not in self.in_flight:
             raise OutOfOrder(f"prompt {number} is not in flight: it was not begun, or it is over already")
-        return at
-
-    def _without(self, at: int) -> tuple[Permit, ...]:
-        return self.in_flight[:at] + self.in_flight[at + 1 :]
+        return {each: version for each, version in self.in_flight.items() if each != number}
 
     def _replace(self, **fields: object) -> BufferState:
         return msgspec.structs.replace(self, **fields)
@@ -213,12 +193,6 @@ class BufferState(msgspec.Struct, frozen=True, kw_only=True):
 def even_edges(count: int, parts: int) -> list[tuple[int, int]]:
     """The edges of `parts` consecutive parts of `count` things, as even as possible."""
     return [(count * part // parts, count * (part + 1) // parts) for part in range(parts)]
-
-
-def _with(items: tuple[Item, ...], item: Item, number: Callable[[Any], int]) -> tuple[Item, ...]:
-    """`items`, which are in the order of their numbers, with one more in its place."""
-    at = bisect_left(items, number(item), key=number)
-    return (*items[:at], item, *items[at:])
 
 
 Result = TypeVar("Result")

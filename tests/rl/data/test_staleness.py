@@ -36,7 +36,7 @@ class Schedules(RuleBasedStateMachine):
         self.checkpoint = (self.state, list(self.trained), set(self.failed))
 
     def pick(self, data: st.DataObject) -> int:
-        return data.draw(st.sampled_from([each.number for each in self.state.in_flight]))
+        return data.draw(st.sampled_from(sorted(self.state.in_flight)))
 
     @precondition(lambda self: self.state.admissible)
     @rule()
@@ -58,7 +58,7 @@ class Schedules(RuleBasedStateMachine):
     def finish(self, data: st.DataObject) -> None:
         """With the permit's version or any later one that the generator may have received since."""
         number = self.pick(data)
-        least = next(each.version for each in self.state.in_flight if each.number == number)
+        least = self.state.in_flight[number]
         newest = max(least, self.state.batch * self.rule.updates)
         self.state = self.state.finish(group(number, data.draw(st.integers(least, newest))))
 
@@ -111,7 +111,7 @@ class Schedules(RuleBasedStateMachine):
             state = state.serve(max(state.served, state.batch * self.rule.updates))
             while (taken := state.take(state.batch)) is None:
                 if state.in_flight:
-                    state = state.finish(group(state.in_flight[-1].number, state.in_flight[-1].version))
+                    state = state.finish(group(*max(state.in_flight.items())))
                 else:
                     begun = state.begin()
                     assert begun is not None, f"the batch does not fill: {state}"
@@ -133,7 +133,7 @@ class Schedules(RuleBasedStateMachine):
     def every_prompt_is_in_one_place(self) -> None:
         state = self.state
         places = [*self.trained, *self.failed, *state.again]
-        places += [each.number for each in state.in_flight] + [each.group.number for each in state.ready]
+        places += [*state.in_flight, *state.ready]
         assert sorted(places) == list(range(state.begun))
         assert len(self.trained) == state.batch * self.rule.groups
         assert len(self.failed) == state.failed
