@@ -42,12 +42,11 @@ SWITCHES = 5
 
 
 Route = Callable[[SamplingRequest], Awaitable[Sequence[Completion]]]
-_Kind = tuple[object, ...]
-_kind_of: Callable[[SamplingRequest], _Kind] = attrgetter(
+_kind_of: Callable[[SamplingRequest], object] = attrgetter(
     *(each for each in SamplingRequest.__struct_fields__ if each not in ("prompts", "seeds"))
 )
 """What requests that are joined have in common."""
-_Asked = tuple[SamplingRequest, "asyncio.Future[Sequence[Completion]]"]
+_Joined = tuple[list[SamplingRequest], "asyncio.Task[Sequence[Completion]]"]
 
 
 class BatchedRequests:
@@ -61,58 +60,36 @@ class BatchedRequests:
         self, route: Route, size: int, alone: Callable[[SamplingRequest], bool] = lambda request: False
     ) -> None:
         self._route, self._size, self._alone = route, size, alone
-        self._open: dict[_Kind, list[_Asked]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._open: dict[object, _Joined] = {}
 
     async def __call__(self, request: SamplingRequest) -> Sequence[Completion]:
         """The completions of a request. Raises what `route` raises for the one that it is a part of."""
         if self._alone(request):
             return await self._route(request)
-        loop = asyncio.get_running_loop()
-        if not self._open:
-            loop.call_soon(self._send_all)
-        reply: asyncio.Future[Sequence[Completion]] = loop.create_future()
-        self._open.setdefault(_kind_of(request), []).append((request, reply))
-        return await reply
+        kind = _kind_of(request)
+        joined, answer = self._open.get(kind) or self._begin(kind)
+        if joined and sum(len(each.prompts) for each in joined) + len(request.prompts) > self._size:
+            joined, answer = self._begin(kind)
+        at = sum(len(each.seeds) for each in joined)
+        joined.append(request)
+        completions = await asyncio.shield(answer)  # if this request is given up, the others are not
+        return completions[at : at + len(request.seeds)]
 
-    def _send_all(self) -> None:
-        opened, self._open = self._open, {}
-        for asked in opened.values():
-            joined, prompts = list[_Asked](), 0
-            for each in asked:
-                prompts += len(each[0].prompts)
-                if joined and prompts > self._size:
-                    self._send(joined)
-                    joined, prompts = [], len(each[0].prompts)
-                joined.append(each)
-            self._send(joined)
+    def _begin(self, kind: object) -> _Joined:
+        joined = list[SamplingRequest]()
+        self._open[kind] = joined, asyncio.get_running_loop().create_task(self._send(kind, joined))
+        return self._open[kind]
 
-    def _send(self, joined: Sequence[_Asked]) -> None:
-        task = asyncio.get_running_loop().create_task(self._answer(joined))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _answer(self, joined: Sequence[_Asked]) -> None:
-        requests = [request for request, _ in joined]
+    async def _send(self, kind: object, joined: Sequence[SamplingRequest]) -> Sequence[Completion]:
+        """Route what was joined by the next turn of the event loop, in which this task begins."""
+        if self._open[kind][0] is joined:
+            del self._open[kind]
         whole = msgspec.structs.replace(
-            requests[0],
-            prompts=tuple(chain.from_iterable([each.prompts for each in requests])),
-            seeds=tuple(chain.from_iterable([each.seeds for each in requests])),
+            joined[0],
+            prompts=tuple(chain.from_iterable([each.prompts for each in joined])),
+            seeds=tuple(chain.from_iterable([each.seeds for each in joined])),
         )
-        try:
-            completions = await self._route(whole)
-        except BaseException as error:
-            for _, reply in joined:
-                if not reply.done():
-                    reply.set_exception(error) if isinstance(error, Exception) else reply.cancel()
-            if not isinstance(error, Exception):
-                raise
-            return
-        at = 0
-        for request, reply in joined:
-            if not reply.done():
-                reply.set_result(completions[at : at + len(request.seeds)])
-            at += len(request.seeds)
+        return await self._route(whole)
 
 
 class ServedGenerator(TransformersGenerator):
