@@ -81,11 +81,13 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         number = self.prompt.number
         _check_drawn("Episode", number, self.tokens, self.logprobs, self.versions)
-        _check_lengths("Episode", number, self.tokens, mask=self.mask)
-        _check_finite("Episode", number, "reward", (self.reward,))
+        if len(self.mask) != len(self.tokens):
+            _check_lengths("Episode", number, self.tokens, mask=self.mask)
         if not is_usable_reward(self.reward):
+            _check_finite("Episode", number, "reward", (self.reward,))
             raise InvalidEpisode("Episode", number, f"its reward {self.reward} is beyond {MOST_REWARD:g}")
-        _check_finite("Episode", number, "parts", self.parts.values())
+        if not math.isfinite(sum(self.parts.values())):
+            _check_finite("Episode", number, "parts", self.parts.values())
         if self.turns < 1:
             raise InvalidEpisode("Episode", number, f"turns={self.turns}, and the least is 1")
 
@@ -144,8 +146,9 @@ class SamplingRequest(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidEpisode("SamplingRequest", None, f"temperature={self.temperature} is not finite and >= 0")
         if not 0.0 < self.top_p <= 1.0:
             raise InvalidEpisode("SamplingRequest", None, f"top_p={self.top_p} is not in (0, 1]")
-        for tokens in (*self.prompts, self.stop):
-            _check_tokens("SamplingRequest", None, tokens)
+        if min(map(min, self.prompts)) < 0 or (self.stop and min(self.stop) < 0):
+            for tokens in (*self.prompts, self.stop):
+                _check_tokens("SamplingRequest", None, tokens)
 
 
 def _check_drawn(
@@ -155,9 +158,13 @@ def _check_drawn(
     logprobs: tuple[float, ...],
     versions: tuple[int, ...],
 ) -> None:
-    _check_lengths(kind, number, tokens, logprobs=logprobs, versions=versions)
-    _check_tokens(kind, number, tokens)
-    _check_finite(kind, number, "logprobs", logprobs)
+    """Check what was drawn. It is done for each episode at each hop, so first as a whole, then to name the fault."""
+    if not len(tokens) == len(logprobs) == len(versions):
+        _check_lengths(kind, number, tokens, logprobs=logprobs, versions=versions)
+    if tokens and min(tokens) < 0:
+        _check_tokens(kind, number, tokens)
+    if not math.isfinite(sum(logprobs)):
+        _check_finite(kind, number, "logprobs", logprobs)
 
 
 def _check_lengths(kind: str, number: int | None, tokens: Sized, **fields: Sized) -> None:
@@ -172,6 +179,5 @@ def _check_tokens(kind: str, number: int | None, tokens: Iterable[int]) -> None:
 
 
 def _check_finite(kind: str, number: int | None, name: str, values: Collection[float]) -> None:
-    """Check the sum, as it is done for each episode at each hop, and the values only where that is not finite."""
-    if not math.isfinite(sum(values)) and (wild := [each for each in values if not math.isfinite(each)]):
+    if wild := [each for each in values if not math.isfinite(each)]:
         raise InvalidEpisode(kind, number, f"{name} holds {wild[0]}, which is not finite")
