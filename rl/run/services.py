@@ -7,7 +7,6 @@ import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -175,10 +174,17 @@ def service_metrics(asked: str, look: Callable[[], Iterable[ServiceStatus]]) -> 
     except ImportError as error:
         raise HoldfastError("metrics need prometheus_client: pip install 'holdfast[metrics]'") from error
     registry: Any = prometheus.CollectorRegistry()
-    registry.register(SimpleNamespace(collect=lambda: _families(tuple(look()))))
+    registry.register(_ServiceCollector(look))
     page = partial(prometheus.generate_latest, registry)
     with contextlib.closing(serve_page(ports(asked), lambda: (prometheus.CONTENT_TYPE_LATEST, page()))) as server:
         yield f"http://127.0.0.1:{server.port}/metrics"
+
+
+class _ServiceCollector:
+    """What prometheus_client calls for each request."""
+
+    def __init__(self, look: Callable[[], Iterable[ServiceStatus]]) -> None:
+        self.collect = lambda: _families(tuple(look()))
 
 
 def _families(services: Sequence[ServiceStatus]) -> Iterator[Any]:
