@@ -66,6 +66,7 @@ class Hooks:
     def __init__(self, communicator: str, epoch: int, rank: int) -> None:
         self._identity = communicator, epoch, rank
         self._registry = registry()
+        self._plugins = self._registry.manager.hook
         self._before: tuple[OpHook, ...] = ()
         self._after: tuple[OpHook, ...] = ()
         self._abort: tuple[AbortHook, ...] = ()
@@ -140,7 +141,7 @@ class Hooks:
             async_op=async_op,
         )
         try:
-            self._registry.before_op(event)
+            self._plugins.before_op(event=event)
             for hook in self._before:
                 hook(event)
         except BaseException as error:
@@ -151,7 +152,7 @@ class Hooks:
     def end(self, event: OpEvent) -> None:
         """Run all hooks after an op, and raise the first error of one; a failed op keeps its own."""
         raised: list[BaseException] = []
-        for hook in (self._registry.after_op, *self._after):
+        for hook in (lambda event: self._plugins.after_op(event=event), *self._after):
             try:
                 hook(event)
             except BaseException as error:
@@ -168,7 +169,7 @@ class Hooks:
                 return
             self._ended = event = AbortEvent(*self._identity, error)
             hooks = self._abort
-        call_back([self._registry.on_abort, *hooks], event)
+        call_back([lambda event: self._plugins.on_abort(event=event), *hooks], event)
 
 
 if TYPE_CHECKING:

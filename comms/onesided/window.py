@@ -74,20 +74,12 @@ class WindowWork(Work, Generic[T]):
     """The handle of an asynchronous call of a window. An atomic has a result: the old value."""
 
     __slots__ = ("__weakref__", "_value")
+    _value: T
 
     def result(self, timeout: float | None = None) -> T:
         """As `wait`; returns what the call returns."""
         self.wait(timeout)
         return self._value
-
-    def run_call(self, calls: _native.ActiveCalls, call: Callable[[], T]) -> None:
-        """Run the call in this thread, as one of the window's, and complete with its outcome."""
-
-        def body() -> None:
-            with calls:
-                self._value = call()
-
-        self.run(body)
 
 
 Expose = Callable[[Tensor, float | None], tuple[WindowMemory, WindowInfo]]
@@ -356,9 +348,13 @@ class Window:
         inference = torch.is_inference_mode_enabled()
         calls, work = self._calls, WindowWork[T](name)
 
+        def body() -> None:
+            with calls:
+                work._value = call()
+
         def run() -> None:
             with torch.inference_mode(inference):  # as in the caller's thread
-                work.run_call(calls, call)
+                work.run(body)
 
         with self._issuing:
             if key not in self._lanes:

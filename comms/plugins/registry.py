@@ -21,13 +21,11 @@ from holdfast.comms.errors import BackendUnavailable
 from holdfast.comms.plugins.hints import malformed
 from holdfast.comms.plugins.spec import (
     API_VERSION,
-    AbortEvent,
     Available,
     BackendInfo,
     Capabilities,
     DetectorInfo,
     HoldfastSpec,
-    OpEvent,
     Unavailable,
 )
 from holdfast.comms.transport.base import Link
@@ -141,15 +139,6 @@ class Registry:
     def follow(self, observer: Hooks) -> None:
         """Call `observer.plugins_changed()` after each change of the plugins, while it lives."""
         self._observers.add(observer)
-
-    def before_op(self, event: OpEvent) -> None:
-        self.manager.hook.before_op(event=event)
-
-    def after_op(self, event: OpEvent) -> None:
-        self.manager.hook.after_op(event=event)
-
-    def on_abort(self, event: AbortEvent) -> None:
-        self.manager.hook.on_abort(event=event)
 
     def by_priority(self, purpose: str) -> list[str]:
         """The backends that "auto" may take for a device type, or for "memory": the highest priority first."""
