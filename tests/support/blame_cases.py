@@ -17,8 +17,8 @@ import random
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,14 +40,15 @@ if TYPE_CHECKING:
 NEVER = math.inf
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class ModelCall:
-    """One collective as a rank calls it."""
+    """One collective as a rank calls it, with a tensor of this shape if it has one."""
 
     op: str
-    tensor: torch.Tensor | None
+    shape: tuple[int, ...] | None = None
     detail: str = ""
     peer: int = -1
+    dtype: torch.dtype = torch.float32
 
 
 @dataclass(slots=True)
@@ -88,84 +89,39 @@ class ModelWorld:
 
     def run(self, calls: Sequence[ModelCall], step: int) -> bool:
         """Run one collective, as each rank calls it; False once a rank is blocked for ever."""
-        number = self.count
-        self.count += 1
-        op = calls[0].op
-        entered = list(self.times)
-        for rank, (when, rounds) in self.dead_after.items():
-            if (when, rounds) == (number, -1):
-                entered[rank] = NEVER
-        lives = [ModelOp(call, step, at) for call, at in zip(calls, entered, strict=True)]
-        if op in ("broadcast", "reduce"):
-            done = self._tree(lives, calls[0].peer, number, reverse=op == "reduce")
-        else:
-            done = self._rounds(lives, number)
-        for rank, life in enumerate(lives):
+        number, self.count = self.count, self.count + 1
+        at = [NEVER if self.dead_after.get(rank) == (number, -1) else now for rank, now in enumerate(self.times)]
+        lives = [ModelOp(call, step, entered) for call, entered in zip(calls, at, strict=True)]
+        for life, mine in zip(lives, self.lived, strict=True):
             if life.entered < NEVER:
-                life.left = done[rank]
-                self.lived[rank].append(life)
-        self.times = done
-        return all(at < NEVER for at in done)
-
-    def _message(self, source: int, target: int, sent: float) -> float:
-        """When a message arrives."""
-        if (source, target) == self.cut:
-            return NEVER
-        return sent + self.latency * self.rng.lognormvariate(0.0, 0.5)
-
-    def _stops(self, rank: int, number: int, rounds: int) -> bool:
-        return self.dead_after.get(rank) == (number, rounds)
-
-    def _rounds(self, lives: list[ModelOp], number: int) -> list[float]:
-        """Ring or dissemination: in each round every rank sends to one and takes from another."""
-        size = self.size
-        ring = self.rng.random() < 0.5
-        distances = [1] * (size - 1) if ring else [1 << k for k in range(max(1, (size - 1).bit_length()))]
-        at = [life.entered for life in lives]
-        for k, distance in enumerate(distances, 1):
-            sent = [NEVER if self._stops(rank, number, k - 1) else at[rank] for rank in range(size)]
-            for rank in range(size):
-                if at[rank] < NEVER and sent[rank] == NEVER:
+                mine.append(life)
+        for messages in self._rounds(calls[0]):
+            for rank in (rank for message in messages for rank in message):
+                if self.dead_after.get(rank) == (number, lives[rank].rounds):
                     at[rank] = NEVER
             before = list(at)
-            for rank in range(size):
-                source = (rank - distance) % size
-                arrives = self._message(source, rank, sent[source]) if sent[source] < NEVER else NEVER
-                if before[rank] < NEVER and arrives == NEVER:
-                    lives[rank].takes, lives[rank].rounds = (source,), k
-                    at[rank] = NEVER
-                elif before[rank] < NEVER:
-                    at[rank] = max(before[rank], arrives)
-        return at
+            for source, target in messages:
+                lost = (source, target) == self.cut
+                arrives = NEVER if lost else before[source] + self.latency * self.rng.lognormvariate(0.0, 0.5)
+                if before[target] < NEVER:
+                    at[target] = max(before[target], arrives)
+                    lives[target].rounds += 1
+                    lives[target].takes = (source,) if arrives == NEVER else ()
+        for life, left in zip(lives, at, strict=True):
+            life.left = left
+        self.times = at
+        return all(left < NEVER for left in at)
 
-    def _tree(self, lives: list[ModelOp], root: int, number: int, reverse: bool) -> list[float]:
-        """A binomial tree, from the root or to it."""
-        size = self.size
-        at = [life.entered for life in lives]
-        order = sorted(range(size), key=lambda rank: (rank - root) % size)
-        parents = {rank: order[_parent(place)] for place, rank in enumerate(order) if place}
-        if not reverse:
-            for rank in order[1:]:
-                self._take(lives, at, parents[rank], rank, number)
-            return at
-        for rank in reversed(order[1:]):
-            self._take(lives, at, rank, parents[rank], number)
-        return at
-
-    def _take(self, lives: list[ModelOp], at: list[float], source: int, target: int, number: int) -> None:
-        if self._stops(source, number, 0):
-            at[source] = NEVER
-        if self._stops(target, number, 0):
-            at[target] = NEVER
-        if at[target] == NEVER:
-            return
-        arrives = self._message(source, target, at[source]) if at[source] < NEVER else NEVER
-        lives[target].rounds += 1
-        if arrives == NEVER:
-            lives[target].takes = (source,)
-            at[target] = NEVER
-        else:
-            at[target] = max(at[target], arrives)
+    def _rounds(self, call: ModelCall) -> list[list[tuple[int, int]]]:
+        """The messages of each round, from rank to rank: of a binomial tree, a ring or a dissemination."""
+        if call.op in ("broadcast", "reduce"):
+            order = [(call.peer + place) % self.size for place in range(self.size)]
+            parents = [order[place - (1 << place.bit_length() - 1)] for place in range(1, self.size)]
+            down = list(zip(parents, order[1:], strict=True))
+            return [[edge] for edge in down] if call.op == "broadcast" else [[edge[::-1]] for edge in reversed(down)]
+        doubling = [1 << k for k in range((self.size - 1).bit_length())]
+        distances = [1] * (self.size - 1) if self.rng.random() < 0.5 else doubling
+        return [[((rank - by) % self.size, rank) for rank in range(self.size)] for by in distances]
 
     def write(
         self, folder: Path, hosts: Sequence[str], clocks: Sequence[float], *, waits: bool, capacity: int
@@ -182,9 +138,9 @@ class ModelWorld:
             for seq, life in enumerate(lives, 1):
                 clock.at = life.entered
                 recorder.at_step(StepBegun(step=life.step, epoch=1))
-                tensor = life.call.tensor
-                nbytes = 0 if tensor is None else tensor.nbytes
-                journal.enter(life.call.op, seq, nbytes, tensor, life.call.detail, life.call.peer)
+                call = life.call
+                tensor = None if call.shape is None else torch.empty(call.shape, dtype=call.dtype, device="meta")
+                journal.enter(call.op, seq, 0 if tensor is None else tensor.nbytes, tensor, call.detail, call.peer)
                 if waits and life.takes:
                     clock.at = life.entered + 2 * self.latency
                     journal.waits(life.takes, rounds=life.rounds)
@@ -193,11 +149,6 @@ class ModelWorld:
                     journal.leave(life.error)
             paths.append(path)
         return paths
-
-
-def _parent(place: int) -> int:
-    """The parent of a place in a binomial tree: without its highest bit."""
-    return place - (1 << (place.bit_length() - 1))
 
 
 class _HostClock:
@@ -245,238 +196,113 @@ class ScoredCase:
 def generated(kind: str, seed: int) -> ScoredCase:
     """Make a case, ask blame, and compare."""
     rng = random.Random(f"{kind}/{seed}")
+    while True:
+        job = _SampleJob(rng, kind)
+        job.run()
+        if kind == "slow" or set(job.blocked()) - {job.truth.rank}:
+            break
     with tempfile.TemporaryDirectory(prefix="holdfast-score-") as folder:
-        truth, evidence = _MAKE[kind](rng, Path(folder))
-        found = analyse(evidence)
-    return ScoredCase(f"{kind} {seed}", truth, found[0] if found else None)
+        found = analyse(_later(job, Path(folder)))
+    return ScoredCase(f"{kind} {seed}", job.truth, found[0] if found else None)
 
 
-# Jobs -----------------------------------------------------------------------------------------------------------------
-
-
-def _program(rng: random.Random, size: int) -> list[ModelCall]:
-    """The ops of a step."""
-    dtypes = [torch.float32, torch.bfloat16, torch.int64]
-
-    def call() -> ModelCall:
-        shape = [rng.choice([1, 2, 64, 1000]) for _ in range(rng.randint(1, 2))]
-        tensor = torch.empty(shape, dtype=rng.choice(dtypes), device="meta")
-        op = rng.choice(
-            ["all_reduce", "all_reduce", "all_gather_single", "reduce_scatter_single", "broadcast", "reduce"]
-        )
-        if op in ("broadcast", "reduce"):
-            return ModelCall(op, tensor, "sum" * (op == "reduce"), rng.randrange(size))
-        return ModelCall(op, tensor, "" if op == "all_gather_single" else "sum")
-
-    return [*(call() for _ in range(rng.randint(1, 5))), ModelCall("barrier", None)]
-
-
-@dataclass(slots=True)
 class _SampleJob:
-    rng: random.Random
-    world: ModelWorld
-    program: list[ModelCall]
-    steps: int
-    base: float
-    slow: dict[int, float]
+    """A job of any size, speed and program, with a fault of a kind."""
 
-    def run(self, change: Callable[[int, int, list[ModelCall]], list[ModelCall]] | None = None) -> None:
-        """Run all steps, or until a rank is blocked. `change(step, place, calls)` may change what ranks call."""
+    def __init__(self, rng: random.Random, kind: str) -> None:
+        self.rng = rng
+        size = rng.choice([2, 3, 4, 5, 8, 16])
+        self.base = rng.choice([2e-3, 20e-3, 200e-3])
+        self.world = ModelWorld(size, rng, latency=rng.choice([5e-6, 50e-6, 500e-6]))
+        self.program = [*(self._call() for _ in range(rng.randint(1, 5))), ModelCall("barrier")]
+        self.steps = rng.randint(4, 30)
+        length, (rank, other) = len(self.program), rng.sample(range(size), 2)
+        self.truth = Truth(kind, rank, other if kind == "cut" else None)
+        self._at = rng.randrange(length * (2 if kind == "mismatch" else 1), self.steps * length)
+        self._slow = 1.0
+        if kind in ("crash", "hang"):
+            self.world.dead_after[rank] = (self._at, rng.choice([-1, -1, 0, 0, 1]))
+        elif kind == "slow":
+            self.steps, self._slow = rng.randint(10, 40), rng.uniform(1.5, 4.0)
+
+    def _call(self) -> ModelCall:
+        rng = self.rng
+        shape = tuple(rng.choice([1, 2, 64, 1000]) for _ in range(rng.randint(1, 2)))
+        dtype = rng.choice([torch.float32, torch.bfloat16, torch.int64])
+        ops = ["all_reduce", "all_reduce", "all_gather_single", "reduce_scatter_single", "broadcast", "reduce"]
+        op = rng.choice(ops)
+        peer = rng.randrange(self.world.size) if op in ("broadcast", "reduce") else -1
+        return ModelCall(op, shape, "" if op in ("broadcast", "all_gather_single") else "sum", peer, dtype)
+
+    def run(self) -> None:
+        """Run all steps, or until a rank is blocked."""
+        size, rank = self.world.size, self.truth.rank
         for step in range(self.steps):
-            spread = [
-                self.base * self.rng.lognormvariate(0.0, 0.1) * self.slow.get(rank, 1.0)
-                for rank in range(self.world.size)
-            ]
-            self.world.compute(spread)
+            spent = [self.base * self.rng.lognormvariate(0.0, 0.1) for _ in range(size)]
+            spent[rank] *= self._slow
+            self.world.compute(spent)
             for place, call in enumerate(self.program):
-                calls = [call] * self.world.size
-                if change is not None:
-                    calls = change(step, place, calls)
+                calls = [call] * size
+                if self.world.count == self._at and self.truth.kind == "cut":
+                    self.world.cut = (rank, self.truth.to or 0)
+                elif self.world.count == self._at and self.truth.kind == "mismatch":
+                    self.world.dead_after.update(dict.fromkeys(range(size), (self._at, 0)))
+                    calls[rank] = self._another(call, self.program[(place + 1) % len(self.program)])
                 if not self.world.run(calls, step):
                     return
-                small = [self.base * 0.02 * self.rng.lognormvariate(0.0, 0.5) for _ in range(self.world.size)]
-                self.world.compute(small)
+                self.world.compute([self.base * 0.02 * self.rng.lognormvariate(0.0, 0.5) for _ in range(size)])
+
+    def _another(self, right: ModelCall, following: ModelCall) -> ModelCall:
+        """A wrong call: the next op (one was left out), or another op, shape or dtype."""
+        calls = [following, ModelCall("all_reduce", (3,), "sum")]
+        if right.shape is not None:
+            calls = [following, replace(right, shape=(7, *right.shape)), replace(right, dtype=torch.float64)]
+            calls.append(ModelCall("all_to_all_single", right.shape, "float32", dtype=right.dtype))
+        return self.rng.choice([call for call in calls if call != right])
+
+    def blocked(self) -> list[int]:
+        """The ranks that are inside of an op for ever."""
+        return [rank for rank, lives in enumerate(self.world.lived) if lives and lives[-1].left == NEVER]
 
 
-def _job(rng: random.Random, fewest: int = 2) -> _SampleJob:
-    size = rng.choice([n for n in (2, 3, 4, 5, 8, 16) if n >= fewest])
-    base = rng.choice([2e-3, 20e-3, 200e-3])
-    world = ModelWorld(size, rng, latency=rng.choice([5e-6, 50e-6, 500e-6]))
-    return _SampleJob(rng, world, _program(rng, size), rng.randint(4, 30), base, {})
+ENDS = {
+    "crash": ("found", "waiting", "late"),
+    "hang": ("waiting", "late"),
+    "slow": ("waiting",),
+    "cut": ("waiting", "late"),
+    "mismatch": ("waiting", "refused"),
+}
+"""How the blocked ranks come out of their op: by an error after a while, or not at all."""
 
 
-def _evidence(job: _SampleJob, folder: Path, lives: Sequence[ProcessState], now: float, waits: bool) -> JobEvidence:
-    """The recordings of the job, from one to three hosts with different clocks."""
-    rng, size = job.rng, job.world.size
+def _later(job: _SampleJob, folder: Path) -> JobEvidence:
+    """What blame finds a minute later: recordings from one to three hosts with different clocks, and processes."""
+    rng, size, truth, kind = job.rng, job.world.size, job.truth, job.truth.kind
+    how = rng.choice(ENDS[kind])
+    end = max(life.entered for lives in job.world.lived for life in lives)
+    for rank in [] if how == "waiting" else job.blocked():
+        if (kind, rank) in (("crash", truth.rank), ("hang", truth.rank)):
+            continue
+        last = job.world.lived[rank][-1]
+        gone = PeerFailed([truth.rank], "gone") if rng.random() < 0.5 else Revoked(1, "gone")
+        last.error = {"found": gone, "late": OpTimeout("op", 1, 1.0, last.takes), "refused": Mismatch("no")}[how]
+        last.left = end + {"found": 0.01, "late": 30.0, "refused": 1e-3}[how] * rng.uniform(1.0, 1.2)
+    ends = [life.left for lives in job.world.lived for life in lives if life.left < NEVER]
+    now = max(end, *ends) + (0.0 if kind == "slow" else 60.0)
+
     hosts = rng.choice([1, 1, 2, 3])
     names = [f"host{rank * hosts // size}" for rank in range(size)]
-    clocks = {name: 5000.0 + rng.uniform(-4000.0, 4000.0) * (name != "host0") for name in names}
-    capacity = rng.choice([64, 64, 256, 1024])
-    paths = job.world.write(folder, names, [clocks[name] for name in names], waits=waits, capacity=capacity)
-    recordings = [read(path) for path in paths]
-    return assemble(recordings, {r.identity: life for r, life in zip(recordings, lives, strict=True)}, [], now + 5000.0)
+    offsets = {name: 5000.0 + rng.uniform(-4000.0, 4000.0) * (name != "host0") for name in names}
+    clocks, capacity = [offsets[name] for name in names], rng.choice([64, 64, 256, 1024])
+    waits = (how in ("waiting", "late") and kind not in ("slow", "mismatch")) or rng.random() < 0.5
+    recordings = [read(path) for path in job.world.write(folder, names, clocks, waits=waits, capacity=capacity)]
 
-
-def _end_time(job: _SampleJob) -> float:
-    return max(life.entered for lives in job.world.lived for life in lives)
-
-
-def _lives(rng: random.Random, size: int, rank: int, as_seen: ProcessState) -> list[ProcessState]:
-    """The state of the processes when blame looks: as at the fault, all gone since, or unknown (elsewhere)."""
-    scene = rng.choice(["live", "all gone", "elsewhere"])
-    if scene == "all gone":
-        return [ProcessState.GONE] * size
-    if scene == "elsewhere":
-        return [ProcessState.UNKNOWN] * size
-    return [as_seen if each == rank else ProcessState.RUNNING for each in range(size)]
-
-
-def _fail(job: _SampleJob, error: Callable[[int, tuple[int, ...]], Exception | None], after: float) -> float:
-    """Let blocked ranks leave their op `after` seconds later, by `error(rank, waited for)`; when the last one does."""
-    end = 0.0
-    for rank, lives in enumerate(job.world.lived):
-        if lives and lives[-1].left == NEVER:
-            failure = error(rank, lives[-1].takes)
-            if failure is not None:
-                lives[-1].error = failure  # type: ignore[assignment]
-                lives[-1].left = _end_time(job) + after * job.rng.uniform(1.0, 1.2)
-                end = max(end, lives[-1].left)
-    return end
-
-
-# Faults ---------------------------------------------------------------------------------------------------------------
-
-
-def _stop(rng: random.Random, job: _SampleJob) -> int:
-    """Choose a rank and the place where it stops; the rank."""
-    rank = rng.randrange(job.world.size)
-    op = rng.randrange(len(job.program), job.steps * len(job.program))
-    job.world.dead_after[rank] = (op, rng.choice([-1, -1, 0, 0, 1]))
-    return rank
-
-
-def _stopped_job(rng: random.Random) -> tuple[_SampleJob, int]:
-    """A job that a rank stopped for sure.
-
-    A rank that stops in a round that its op does not have stops before the next op.
-    """
-    while True:
-        job = _job(rng)
-        rank = _stop(rng, job)
-        job.run()
-        if any(lives and lives[-1].left == NEVER for lives in job.world.lived):
-            others = [lives[-1].left == NEVER for r, lives in enumerate(job.world.lived) if r != rank]
-            if any(others):
-                return job, rank
-
-
-def _crash(rng: random.Random, folder: Path) -> tuple[Truth, JobEvidence]:
-    job, rank = _stopped_job(rng)
-    job.world.lived[rank][-1].takes = job.world.lived[rank][-1].takes if rng.random() < 0.5 else ()
-    told = rng.choice(["found", "left waiting", "timed out"])
-
-    def error(waiter: int, takes: tuple[int, ...]) -> Exception | None:
-        if waiter == rank or told == "left waiting":
-            return None
-        if told == "timed out":
-            return OpTimeout("op", 1, 1.0, takes)
-        return PeerFailed([rank], "gone") if rng.random() < 0.5 else Revoked(1, "gone")
-
-    now = max(_fail(job, error, 0.01 if told == "found" else 30.0), _end_time(job)) + 60.0
-    lives = _lives(rng, job.world.size, rank, ProcessState.GONE)
-    return Truth("crash", rank), _evidence(job, folder, lives, now, waits=told != "found" or rng.random() < 0.5)
-
-
-def _hang(rng: random.Random, folder: Path) -> tuple[Truth, JobEvidence]:
-    job, rank = _stopped_job(rng)
-    timed_out = rng.random() < 0.5
-
-    def error(waiter: int, takes: tuple[int, ...]) -> Exception | None:
-        return OpTimeout("op", 1, 1.0, takes) if timed_out and waiter != rank else None
-
-    now = max(_fail(job, error, 30.0), _end_time(job)) + 60.0
-    lives = _lives(rng, job.world.size, rank, rng.choice([ProcessState.STOPPED, ProcessState.RUNNING]))
-    return Truth("hang", rank), _evidence(job, folder, lives, now, waits=True)
-
-
-def _slow(rng: random.Random, folder: Path) -> tuple[Truth, JobEvidence]:
-    job = _job(rng)
-    rank = rng.randrange(job.world.size)
-    job.steps = rng.randint(10, 40)
-    job.slow[rank] = rng.uniform(1.5, 4.0)
-    job.run()
-    lives = [rng.choice([ProcessState.RUNNING, ProcessState.UNKNOWN])] * job.world.size
-    return Truth("slow", rank), _evidence(job, folder, lives, max(job.world.times), waits=rng.random() < 0.5)
-
-
-def _cut(rng: random.Random, folder: Path) -> tuple[Truth, JobEvidence]:
-    while True:
-        job = _job(rng)
-        sender, receiver = rng.sample(range(job.world.size), 2)
-        at = rng.randrange(len(job.program), job.steps * len(job.program))
-
-        def change(
-            step: int, place: int, calls: list[ModelCall], job: _SampleJob = job, at: int = at
-        ) -> list[ModelCall]:
-            if step * len(job.program) + place >= at:
-                job.world.cut = (sender, receiver)  # noqa: B023  (used in this turn alone)
-            return calls
-
-        job.run(change)
-        if any(lives[-1].left == NEVER for lives in job.world.lived):
-            break
-    timed_out = rng.random() < 0.5
-    now = max(_fail(job, lambda _, takes: OpTimeout("op", 1, 1.0, takes) if timed_out else None, 30.0), _end_time(job))
-    lives = _lives(rng, job.world.size, sender, ProcessState.RUNNING)
-    return Truth("cut", sender, receiver), _evidence(job, folder, lives, now + 60.0, waits=True)
-
-
-def _mismatch(rng: random.Random, folder: Path) -> tuple[Truth, JobEvidence]:
-    job = _job(rng)
-    rank = rng.randrange(job.world.size)
-    step_of, place_of = rng.randrange(2, job.steps), rng.randrange(len(job.program))
-    right = job.program[place_of]
-    wrong = right
-    while _same(wrong, right):
-        wrong = _other_call(rng, right, job.program[(place_of + 1) % len(job.program)])
-
-    def change(step: int, place: int, calls: list[ModelCall]) -> list[ModelCall]:
-        if (step, place) != (step_of, place_of):
-            return calls
-        job.world.dead_after.update(dict.fromkeys(range(job.world.size), (job.world.count, 0)))
-        return [wrong if each == rank else call for each, call in enumerate(calls)]
-
-    job.run(change)
-    checked = rng.random() < 0.5
-    now = max(_fail(job, lambda *_: Mismatch("no") if checked else None, 1e-3), _end_time(job)) + 60.0
-    lives = _lives(rng, job.world.size, rank, ProcessState.RUNNING)
-    return Truth("mismatch", rank), _evidence(job, folder, lives, now, waits=rng.random() < 0.5)
-
-
-def _same(a: ModelCall, b: ModelCall) -> bool:
-    alike = [None if c.tensor is None else (c.tensor.dtype, c.tensor.shape) for c in (a, b)]
-    return (a.op, a.detail, a.peer, alike[0]) == (b.op, b.detail, b.peer, alike[1])
-
-
-def _other_call(rng: random.Random, right: ModelCall, following: ModelCall) -> ModelCall:
-    """A wrong call: another shape, dtype, reduction, root or op, or the next op (one was left out)."""
-    if right.tensor is None or (rng.random() < 0.3 and following is not right):
-        return following if following is not right else ModelCall("all_reduce", torch.empty(3, device="meta"), "sum")
-    kind = rng.choice(["shape", "dtype", "op"])
-    if kind == "shape":
-        return ModelCall(right.op, torch.empty([7, *right.tensor.shape], device="meta"), right.detail, right.peer)
-    if kind == "dtype":
-        return ModelCall(right.op, right.tensor.to(torch.float64), right.detail, right.peer)
-    return ModelCall("all_to_all_single", right.tensor, "float32")
-
-
-_MAKE: dict[str, Callable[[random.Random, Path], tuple[Truth, JobEvidence]]] = {
-    "crash": _crash,
-    "hang": _hang,
-    "slow": _slow,
-    "cut": _cut,
-    "mismatch": _mismatch,
-}
+    seen = {"crash": [ProcessState.GONE], "hang": [ProcessState.STOPPED, ProcessState.RUNNING]}
+    everywhere = rng.choice([None, ProcessState.UNKNOWN, *([] if kind == "slow" else [ProcessState.GONE])])
+    lives = dict.fromkeys((each.identity for each in recordings), everywhere or ProcessState.RUNNING)
+    if everywhere is None:
+        lives[recordings[truth.rank].identity] = rng.choice(seen.get(kind, [ProcessState.RUNNING]))
+    return assemble(recordings, lives, [], now + 5000.0)
 
 
 _ENVIRON = {"HOLDFAST_CHECK": "0", "UCX_TLS": "tcp,self"}

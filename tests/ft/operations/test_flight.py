@@ -113,24 +113,21 @@ def test_the_file_is_the_owners_alone_and_never_written_over(tmp_path: Path) -> 
     assert (read(made.path).state, read(made.path).note) == (RecordingState.FAILED, "ValueError: no")
 
 
-def test_recording_is_off_without_a_folder_or_by_its_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recording_is_off_without_a_folder_to_write_to_or_by_its_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.delenv("HOLDFAST_LOG_DIR", raising=False)
     assert open_recorder("p1", "job") is None
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("HOLDFAST_LOG_DIR", str(tmp_path / "file"))
+    assert open_recorder("p1", "job") is None
+    assert "records no ops" in caplog.text
     monkeypatch.setenv("HOLDFAST_LOG_DIR", str(tmp_path / "logs"))
     monkeypatch.setenv("HOLDFAST_RECORD", "0")
     assert open_recorder("p1", "job") is None
     monkeypatch.delenv("HOLDFAST_RECORD")
     assert open_recorder("p1", "job") is not None
     assert find(tmp_path / "logs") == [tmp_path / "logs" / "p1.flight"]
-
-
-def test_an_unwritable_folder_disables_recording_and_not_the_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "logs").write_text("in the way")
-    monkeypatch.setenv("HOLDFAST_LOG_DIR", str(tmp_path / "logs"))
-    assert open_recorder("p1", "job") is None
-    assert "records no ops" in caplog.text
 
 
 def test_a_recording_can_be_read_while_it_is_written(tmp_path: Path) -> None:
@@ -177,11 +174,7 @@ def test_a_job_records_by_default_and_a_killed_ranks_recording_is_readable() -> 
         recordings = [read(path) for path in find(job.directory / "events")]
     assert len(recordings) == 3
     by_state = sorted(recordings, key=lambda recording: recording.state)
-    assert [recording.state for recording in by_state] == [
-        RecordingState.OPEN,
-        RecordingState.CLOSED,
-        RecordingState.CLOSED,
-    ]
+    assert [recording.state for recording in by_state] == [RecordingState.OPEN, *[RecordingState.CLOSED] * 2]
     killed = by_state[0]
     assert (killed.ops[-1].signature.op, killed.ops[-1].step, killed.step) == ("barrier", 0, 1)
     survivor = next(r for r in by_state[1:] if len({op.communicator.epoch for op in r.ops}) == 2)
@@ -205,15 +198,15 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return made.path.read_bytes()
 
 
-def test_a_recording_decodes(recorded: bytes) -> None:
-    assert len(decode(recorded, recorded, recorded).ops) == 4
-
-
-@given(st.data())
-def test_a_recording_that_was_cut_short_is_refused(recorded: bytes, data: st.DataObject) -> None:
+@given(st.data(), st.binary(max_size=300))
+def test_a_recording_that_was_cut_short_and_noise_are_refused(
+    recorded: bytes, data: st.DataObject, noise: bytes
+) -> None:
     cut = recorded[: data.draw(st.integers(0, len(recorded) - 1))]
-    with pytest.raises(BadRecording):
-        decode(cut, cut, cut)
+    as_long = (noise * (len(recorded) // len(noise) + 1))[: len(recorded)] if noise else noise
+    for wrong in (cut, as_long):
+        with pytest.raises(BadRecording):
+            decode(wrong, wrong, wrong)
 
 
 @given(st.data())
@@ -230,13 +223,6 @@ def test_a_damaged_recording_is_refused_or_reads_as_one(recorded: bytes, data: s
     assert len(recording.ops) + recording.torn <= recording.capacity
 
 
-@given(st.binary(max_size=300))
-def test_noise_is_refused(recorded: bytes, noise: bytes) -> None:
-    data = (noise * (len(recorded) // max(1, len(noise)) + 1))[: len(recorded)] if noise else noise
-    with pytest.raises(BadRecording):
-        decode(data, data, data)
-
-
 def _patched(recorded: bytes, at: int, value: bytes) -> bytes:
     return recorded[:at] + value + recorded[at + len(value) :]
 
@@ -248,22 +234,20 @@ def test_an_unknown_version_is_refused_by_its_number(recorded: bytes) -> None:
 
 
 def test_an_op_that_is_being_written_is_left_out_and_counted(recorded: bytes) -> None:
+    assert len(decode(recorded, recorded, recorded).ops) == 4
     torn = _patched(recorded, flight.ring_at(512), (9).to_bytes(8, "little"))
     recording = decode(torn, torn, torn)
     assert (len(recording.ops), recording.torn) == (3, 1)
 
 
 def test_files_that_cannot_be_recordings_are_refused_unread(tmp_path: Path, recorded: bytes) -> None:
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("empty", "huge"):
+        (tmp_path / name).touch()
+    os.truncate(tmp_path / "huge", 1 << 40)
     for name in ("missing", "folder", "pipe", "empty", "huge"):
         path = tmp_path / name
-        if name == "folder":
-            path.mkdir()
-        elif name == "pipe":
-            os.mkfifo(path)
-        elif name != "missing":
-            path.touch()
-        if name == "huge":
-            os.truncate(path, 1 << 40)
         began = time.monotonic()
         with pytest.raises(BadRecording) as refused:
             read(path)

@@ -71,22 +71,20 @@ def test_a_new_folder_leaves_folders_that_are_held(tmp_path: Path) -> None:
 
 
 def test_a_new_folder_removes_what_a_killed_owner_left_and_nothing_else(tmp_path: Path) -> None:
-    (tmp_path / "another's").mkdir()
+    """A folder of the user's own stays whatever its name, and a link is not followed."""
+    kept = {"another's", "job-mybackup", "job-file", "elsewhere", "job-link"}
+    for name in ("another's", "job-mybackup", "elsewhere"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "job-mybackup" / "precious").touch()
     (tmp_path / "job-file").touch()
-    with owner(tmp_path) as (process, left):
+    with owner(tmp_path) as (process, left), owner(tmp_path / "elsewhere") as (other, linked):
+        (tmp_path / "job-link").symlink_to(linked)
         process.kill()
+        other.kill()
         assert (left / "segment").exists()
         with HeldDirectory("job-", tmp_path) as ours:
-            assert {path.name for path in tmp_path.iterdir()} == {"another's", "job-file", ours.path.name}
-
-
-def test_a_folder_of_the_users_own_stays_whatever_its_name(tmp_path: Path) -> None:
-    mine = tmp_path / "job-mybackup"
-    mine.mkdir()
-    (mine / "precious").touch()
-    with HeldDirectory("job-", tmp_path):
-        pass
-    assert (mine / "precious").exists()
+            assert {path.name for path in tmp_path.iterdir()} == {*kept, ours.path.name}
+        assert (tmp_path / "job-mybackup" / "precious").exists() and (linked / "segment").exists()
 
 
 @pytest.mark.root
@@ -101,28 +99,11 @@ def test_root_leaves_folders_of_other_users(tmp_path: Path, of_another: str) -> 
         assert (left / "segment").exists()
 
 
-def test_a_link_to_a_folder_that_was_left_is_not_followed(tmp_path: Path) -> None:
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    with owner(elsewhere) as (process, left):
-        process.kill()
-        (tmp_path / "job-link").symlink_to(left)
-        with HeldDirectory("job-", tmp_path):
-            pass
-        assert (left / "segment").exists()
-
-
 @pytest.fixture
 def no_umask() -> Iterator[None]:
     before = os.umask(0)
     yield
     os.umask(before)
-
-
-def test_a_private_file_is_its_owners_alone_whatever_the_umask(tmp_path: Path, no_umask: None) -> None:
-    with held_directory.private_file(tmp_path / "log", "ab") as file:
-        file.write(b"secret")
-    assert stat.S_IMODE((tmp_path / "log").stat().st_mode) == 0o600
 
 
 def test_nothing_that_a_job_writes_is_for_others_whatever_the_umask(tmp_path: Path, no_umask: None) -> None:

@@ -394,9 +394,12 @@ def exchange(url: str) -> None:
 
 @pytest.mark.thorough
 @needs_ipv6
-def test_a_tcp_register_over_ipv6() -> None:
+def test_a_tcp_register_and_a_host_over_ipv6() -> None:
     with tcp.serving(LOOPBACK) as url:
         exchange(f"{url}/job")
+    named = pytest.raises(HostNameTaken, match=r"taken: the agent at \[::1\]:\d+ has it")
+    with closing(HostRegistry("memory://ipv6", "job", b"k" * 32, "a", LOOPBACK)), named:
+        HostRegistry("memory://ipv6", "job", b"k" * 32, "a", LOOPBACK)
 
 
 @pytest.mark.thorough
@@ -420,20 +423,7 @@ def test_an_etcd_register_and_a_job_of_a_host_over_ipv6(
     assert len(joined) == 2 and all(address.startswith(f"[{LOOPBACK}]:") for address in joined)
 
 
-@pytest.mark.thorough
-@needs_ipv6
-def test_the_address_of_an_agent_is_named_as_others_dial_it() -> None:
-    with (
-        closing(HostRegistry("memory://ipv6", "job", b"k" * 32, "a", LOOPBACK)),
-        pytest.raises(HostNameTaken, match=r"taken: the agent at \[::1\]:\d+ has it"),
-    ):
-        HostRegistry("memory://ipv6", "job", b"k" * 32, "a", LOOPBACK)
-
-
 # -- torch.distributed and torchrun on two hosts
-
-
-HERE = HostRanks(2, 4, 99)
 
 
 def etcd_on(network: Network, folder: Path) -> EtcdCluster:
@@ -441,7 +431,7 @@ def etcd_on(network: Network, folder: Path) -> EtcdCluster:
     return EtcdCluster(1, folder / "etcd", host=network.addresses[2], enter=network.entry(2))
 
 
-def torch_registry(node: str, ranks: HostRanks = HERE) -> HostRegistry:
+def torch_registry(node: str, ranks: HostRanks = HostRanks(2, 4, 99)) -> HostRegistry:  # noqa: B008  (frozen)
     return HostRegistry("memory://torch-ranks", "job", b"k" * 32, node, "127.0.0.1", ranks)
 
 
@@ -459,14 +449,8 @@ def test_each_host_has_ranks_of_its_own_and_gets_them_again() -> None:
                 assert spares.torch.of(0) == {}
         second.close()
         again = stack.enter_context(closing(torch_registry("e", HostRanks(1, 4, 97))))
-        assert again.torch.of(0) == {
-            "RANK": "2",
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": "4",
-            "LOCAL_WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "99",
-        }
+        ranks = {"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "1"}
+        assert again.torch.of(0) == ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "99"}
         assert again.torch.of(1) == {}, "a spare"
 
 
@@ -505,19 +489,11 @@ def test_a_program_of_torch_distributed_runs_on_two_hosts(tmp_path: Path, key: P
             ended = agent.wait(SECONDS)
             outputs.append(agent.output.read_text())
             assert ended.status == 0, outputs[-1]
-    found = [
-        [json.loads(line.split("found ")[1]) for line in text.splitlines() if "found " in line] for text in outputs
-    ]
-    first = next(host for host in range(2) if any(line[1] == "0" for line in found[host]))
-    master = network.addresses[first]
-    expected: list[list[list[Any]]] = [[], []]
-    rank = 0
-    for host in (first, 1 - first):
-        count = (2, 1)[host]
-        for local in range(count):
-            expected[host].append([111.0, str(rank), str(local), "3", str(count), master])
-            rank += 1
-    assert [sorted(lines) for lines in found] == expected
+    found = [json.loads(line.split("found ")[1]) for text in outputs for line in text.splitlines() if "found " in line]
+    first = 0 if any(line[1] == "0" for line in found[:2]) else 1
+    places = [[("0", "2"), ("1", "2"), ("0", "1")], [("0", "1"), ("0", "2"), ("1", "2")]][first]
+    expected = [[111.0, str(rank), local, "3", count] for rank, (local, count) in enumerate(places)]
+    assert sorted(found) == [[*line, network.addresses[first]] for line in expected]
 
 
 class TorchrunAgents:
@@ -549,10 +525,6 @@ class TorchrunAgents:
     def events(self, host: int, kind: str) -> list[dict[str, Any]]:
         return events(self._logs(host), kind)
 
-    def sizes(self, host: int) -> list[int]:
-        """The sizes of the epochs that the host's worker built."""
-        return [event["size"] for event in self.events(host, "rebuilt")]
-
     def until_size(self, host: int, size: int) -> None:
         """Wait until the worker of a host has committed steps in an epoch of this size."""
 
@@ -563,7 +535,7 @@ class TorchrunAgents:
             return sum(event["time"] > built[-1]["time"] for event in self.events(host, "committed")) > 2
 
         if not becomes_true(works, SECONDS, interval=0.05):
-            pytest.fail(f"host {host} built {self.sizes(host)}: {self.end()}")
+            pytest.fail(f"host {host} built {self.events(host, 'rebuilt')}: {self.end()}")
 
     def end(self) -> list[tuple[int, str]]:
         """End all that still runs; returns each agent's return code and output."""
@@ -608,5 +580,5 @@ def test_a_rank_under_torchrun_on_two_hosts_dies_and_the_other_goes_on(torchrun:
     assert becomes_true(lambda: not Path(f"/proc/{agent.pid}").exists(), SECONDS)
     (first, words), (second, _) = torchrun.end()
     assert (first, second) == (1, 0), words
-    assert torchrun.sizes(1) == [2, 1]
+    assert [event["size"] for event in torchrun.events(1, "rebuilt")] == [2, 1]
     assert "torchrun ends or restarts all workers" not in words, "there is nothing to warn of"

@@ -26,6 +26,7 @@ from holdfast.ft.event_lines import EventTail
 from holdfast.harness import LocalCluster
 from holdfast.harness.cli.app import app
 from holdfast.harness.cli.top_screen import render
+from support.waiting import becomes_true
 
 
 def look(directory: Path) -> dict[str, Any]:
@@ -38,11 +39,8 @@ def look(directory: Path) -> dict[str, Any]:
 
 def until(directory: Path, true: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
     """The first output for which a condition holds."""
-    deadline = time.monotonic() + 20
-    while not true(said := look(directory)):
-        assert time.monotonic() < deadline, said
-        time.sleep(0.05)
-    return said
+    assert becomes_true(lambda: true(look(directory)), interval=0.05), look(directory)
+    return look(directory)
 
 
 def _train(session: Any, gate: str) -> None:
@@ -167,12 +165,8 @@ def test_jobs_that_end_during_the_search_for_another_are_ignored(
     finally:
         over.set()
         other.join()
-
-
-def test_a_missing_job_is_an_error() -> None:
     done = CliRunner().invoke(app, ["top", "no-such-job"])
-    assert done.exit_code == 1
-    assert "no job of that name" in done.output
+    assert (done.exit_code, "no job of that name" in done.output) == (1, True)
 
 
 def test_the_screen_says_that_processes_wait_for_members() -> None:

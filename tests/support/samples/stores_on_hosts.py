@@ -131,23 +131,7 @@ def _publish(store: WeightStore, _: object, version: int, value: float, nbytes: 
     store.publish(version, weights(value, nbytes), **options)
 
 
-def _get(store: WeightStore, into: dict[str, torch.Tensor], version: int, _: int, **options: Any) -> int:
-    return store.get(version, into, **options)
-
-
-def _hosts(store: WeightStore, _: object, version: int) -> list[str]:
-    return [holder.peer.host.rpartition("/")[2] for holder in store.holders(version)]
-
-
-def _versions(store: WeightStore, _: object) -> list[int]:
-    return store.versions()
-
-
 _events: list[tuple[str, dict[str, object]]] = []
-
-
-def _told(store: WeightStore, _: object) -> list[tuple[str, dict[str, object]]]:
-    return list(_events)
 
 
 _model: dict[str, torch.Tensor] = {}
@@ -196,10 +180,10 @@ def _received(store: WeightStore, _: object) -> int:
 
 CALLS: dict[str, Callable[..., Any]] = {
     "publish": _publish,
-    "get": _get,
-    "hosts": _hosts,
-    "versions": _versions,
-    "events": _told,
+    "get": lambda store, into, version, _, **options: store.get(version, into, **options),
+    "hosts": lambda store, _, version: [each.peer.host.rpartition("/")[2] for each in store.holders(version)],
+    "versions": lambda store, _: store.versions(),
+    "events": lambda store, _: list(_events),
     "step": _step,
     "follow": _follow,
     "swap": _swap,
