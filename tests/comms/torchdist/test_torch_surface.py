@@ -250,6 +250,6 @@ def test_each_name_that_is_imported_from_torch_is_in_the_version(version: str) -
 
 
 def test_the_modules_of_the_installed_version_have_the_names_too() -> None:
-    """So the reader of wheels finds what an import finds."""
+    """As an import finds them, without the table."""
     for name, place in uses()["torch.distributed"].items():
         assert hasattr(dist, name) or name.startswith("ProcessGroup"), place

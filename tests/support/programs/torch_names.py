@@ -1,17 +1,17 @@
-"""Which names torch's modules have, by version, read from wheels without installing them.
+"""Which names torch's modules have, by version, as interpreters of environments with these versions say.
 
-`PYTHONPATH=tests python -m support.programs.torch_names WHEEL ...` writes `torch_names.toml` for the modules of torch
-that holdfast imports. A wheel may also be a folder of installed packages. Names are what a module's source binds at its
-top level; those of a compiled module are in its stubs.
+`PYTHONPATH=tests python -m support.programs.torch_names PYTHON ...` writes `torch_names.toml` for the modules of torch
+that holdfast imports; `make torch-env-2.15.0` makes such an environment. What the table has of a version stays: torch
+for CPUs has no ProcessGroupNCCL.
 """
 
 from __future__ import annotations
 
 import ast
+import json
+import subprocess
 import sys
 import tomllib
-import zipfile
-from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -21,8 +21,6 @@ TABLE = Path(__file__).with_name("torch_names.toml")
 OWN_NAMESPACES = ("torch.distributed", "torch.distributed.distributed_c10d", "torch._C._distributed_c10d")
 """The modules whose attributes are checked as well, where a module of ours has given them a name."""
 
-Read = Callable[[str], str | None]
-"""The text of a file in a wheel; None if there is none."""
 Uses = dict[str, dict[str, str]]
 """By module of torch, the names used of it, each with a place that uses it."""
 
@@ -63,80 +61,6 @@ def _is_torch(module: str) -> bool:
     return module == "torch" or module.startswith("torch.")
 
 
-# What a wheel has.
-
-
-def names_in(read: Read, modules: list[str]) -> dict[str, set[str]]:
-    """The names of those of `modules` that the wheel has."""
-    return {module: names for module in modules if (names := module_names(read, module)) is not None}
-
-
-def module_names(read: Read, module: str) -> set[str] | None:
-    @cache
-    def names(module: str) -> frozenset[str] | None:
-        place = module.replace(".", "/")
-        for path in (f"{place}/__init__.py", f"{place}.py", f"{place}/__init__.pyi", f"{place}.pyi"):
-            if (text := read(path)) is not None:
-                break
-        else:
-            return None
-        bound: set[str] = set()
-        package = module if "/__init__" in path else module.rpartition(".")[0]
-        for statement in _statements(ast.parse(text).body):
-            match statement:
-                case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.AsyncFunctionDef(name=name):
-                    bound.add(name)
-                case ast.Assign(targets=targets):
-                    bound.update(
-                        node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)
-                    )
-                case ast.AnnAssign(target=ast.Name(id=name)):
-                    bound.add(name)
-                case ast.Import(names=imported):
-                    bound.update(each.asname or each.name.partition(".")[0] for each in imported)
-                case ast.ImportFrom(names=imported):
-                    source = _absolute(statement, package)
-                    for each in imported:
-                        bound.update(exported(source) if each.name == "*" else [each.asname or each.name])
-        return frozenset(bound)
-
-    @cache
-    def exported(module: str) -> frozenset[str]:
-        """What `from module import *` binds."""
-        text = read(module.replace(".", "/") + ".py") or read(module.replace(".", "/") + "/__init__.py") or ""
-        listed: set[str] = set()
-        for statement in _statements(ast.parse(text).body):
-            if isinstance(statement, ast.Assign | ast.AugAssign):
-                target = statement.targets[0] if isinstance(statement, ast.Assign) else statement.target
-                if getattr(target, "id", "") == "__all__":
-                    listed.update(ast.literal_eval(statement.value))
-        return frozenset(listed or (name for name in names(module) or () if not name.startswith("_")))
-
-    found = names(module)
-    return None if found is None else set(found)
-
-
-def submodule(read: Read, module: str) -> bool:
-    """Whether the wheel has a module of that name."""
-    return module_names(read, module) is not None
-
-
-def _absolute(statement: ast.ImportFrom, package: str) -> str:
-    parents = package.split(".")[: len(package.split(".")) - (statement.level - 1)] if statement.level else []
-    return ".".join([*parents, *([statement.module] if statement.module else [])])
-
-
-def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements of a module, also those under conditions."""
-    for statement in body:
-        yield statement
-        if isinstance(statement, ast.If | ast.Try | ast.With):
-            for part in ("body", "orelse", "finalbody"):
-                yield from _statements(getattr(statement, part, []))
-            for handler in getattr(statement, "handlers", []):
-                yield from _statements(handler.body)
-
-
 # The table.
 
 
@@ -155,7 +79,7 @@ def table() -> dict[str, dict[str, set[str]]]:
 
 
 def _write(versions: dict[str, dict[str, set[str]]]) -> None:
-    lines = ["# Made from torch's wheels by torch_names.py beside it. A version without a line has no such module."]
+    lines = ["# Made by torch_names.py beside it. A version without a line has no such module."]
     for module in sorted({module for modules in versions.values() for module in modules}):
         having = {version: modules[module] for version, modules in versions.items() if module in modules}
         every = set.intersection(*having.values())
@@ -164,40 +88,30 @@ def _write(versions: dict[str, dict[str, set[str]]]) -> None:
     TABLE.write_text("\n".join(lines) + "\n")
 
 
-def _open(place: str) -> tuple[str, Read]:
-    """The version ("2.11") of a wheel or a folder of installed packages, and how to read its files."""
-    if Path(place).is_dir():
-        version = next(Path(place).glob("torch-*.dist-info")).name
-
-        def from_folder(path: str) -> str | None:
-            file = Path(place) / path
-            return file.read_text() if file.is_file() else None
-
-        return _minor(version), cache(from_folder)
-    archive = zipfile.ZipFile(place)
-    files = set(archive.namelist())
-
-    def from_wheel(path: str) -> str | None:
-        return archive.read(path).decode() if path in files else None
-
-    return _minor(Path(place).name), cache(from_wheel)
+PROGRAM = """
+import importlib, importlib.util, json, sys
+import torch
+found = {}
+for module, names in json.loads(sys.argv[1]).items():
+    try:
+        there = importlib.import_module(module)
+    except ImportError:
+        continue
+    inside = [name for name in names if hasattr(there, "__path__") and importlib.util.find_spec(f"{module}.{name}")]
+    found[module] = sorted({*inside, *dir(there)})
+print(json.dumps([torch.__version__, found]))
+"""
 
 
-def _minor(name: str) -> str:
-    """The "2.11" of "torch-2.11.0-cp311.whl"."""
-    return ".".join(name.split("-")[1].split(".")[:2])
-
-
-def main(places: list[str]) -> None:
-    used = uses()
-    modules = sorted(module for module in used if module != "torch")
-    versions: dict[str, dict[str, set[str]]] = {}
-    for place in places:
-        version, read = _open(place)
-        versions[version] = names_in(read, modules)
-        for module, names in versions[version].items():
-            names.update(name for name in used[module] if submodule(read, f"{module}.{name}"))
-        versions[version]["torch"] = {name for name in used["torch"] if submodule(read, f"torch.{name}")}
+def main(interpreters: list[str]) -> None:
+    used = json.dumps({module: sorted(names) for module, names in uses().items()})
+    versions = table()
+    for python in interpreters:
+        printed = subprocess.run([python, "-c", PROGRAM, used], capture_output=True, text=True, check=True, timeout=300)
+        version, found = json.loads(printed.stdout)
+        known = versions.setdefault(".".join(version.split(".")[:2]), {})
+        for module, names in found.items():
+            known[module] = {*names, *known.get(module, ())}
     _write(versions)
 
 
