@@ -15,7 +15,7 @@ from holdfast.harness.chaos.workload import Python
 _WHEN = ("step", "seconds", "random", "point", "in_step", "epoch")
 
 
-def run(
+def run(  # noqa: PLR0913  (public)
     fn: Callable[..., Any],
     *args: Any,
     ranks: int = 3,

@@ -42,7 +42,7 @@ class Job:
     `processes` are all started processes, spares included, in the order of their start; `directory` holds their files.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (public)
         self,
         settings: ClusterSettings,
         count: int,

@@ -56,7 +56,7 @@ class LocalCluster:
     thread.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (public)
         self,
         size: int,
         backend: str = "shm",

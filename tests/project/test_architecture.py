@@ -123,26 +123,6 @@ def test_no_text_decides() -> None:
     assert wrong.keys() == TEXTS_THAT_DECIDE.keys(), wrong
 
 
-MOST_PARAMETERS = 8
-MANY_PARAMETERS = {
-    "harness/chaos/api.py: run": "public",
-    "harness/cluster/job.py: __init__": "public",
-    "harness/cluster/local_cluster.py: __init__": "public",
-}
-"""Functions of the harness with more, and why."""
-
-
-def test_functions_of_the_harness_take_few_parameters() -> None:
-    """More of them are an object; the options of a command are one by `with_options`."""
-    many = set()
-    for path, node in nodes("harness"):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            names = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-            if len(names) - (names[:1] == ["self"]) > MOST_PARAMETERS:
-                many.add(f"{path}: {node.name}")
-    assert many == MANY_PARAMETERS.keys()
-
-
 def test_medians_come_from_statistics() -> None:
     """`values[len(values) // 2]` is no median of an even number of values: it is the higher of the middle pair."""
     wrong = [
@@ -223,31 +203,6 @@ def _mentions_zero(node: ast.expr) -> bool:
     return any(isinstance(each, ast.Constant) and each.value in ("0", "1") for each in ast.walk(node))
 
 
-BUILDS_NAMED_TYPES_ONLY = Path("store/interop/dcp.py")
-"""It unpickles the metadata of torch.distributed.checkpoint, and refuses every type but those in its list."""
-
-WRITES_ONLY = Path("ft/diagnosis/traces.py")
-"""torch's analyser of flight recordings reads pickles; holdfast writes them for it and reads none."""
-
-PICKLE_FILES = (BUILDS_NAMED_TYPES_ONLY, WRITES_ONLY)
-
-PROCESSES = Path("ft/processes")
-"""Its channels connect a process with children that it forked itself."""
-
-
-def test_pickle_stays_between_a_parent_and_its_children() -> None:
-    """Only the harness and `ft/processes` unpickle without restrictions, from sockets that they inherited or made."""
-    wrong = [
-        f"{path}:{line}: {name}"
-        for path in modules()
-        if path.parts[0] != "harness" and path.parent != PROCESSES and path not in PICKLE_FILES
-        for line, name in imports(path)
-        if name.partition(".")[0] in ("pickle", "cloudpickle", "dill", "marshal", "shelve")
-    ]
-    assert not wrong, "\n".join(wrong)
-    assert "pickle.load" not in (ROOT / WRITES_ONLY).read_text()
-
-
 def test_files_stay_small() -> None:
     lengths = {path: len((ROOT / path).read_text().splitlines()) for path in modules()}
     long = [f"{path}: {length} lines" for path, length in lengths.items() if length > LONGEST]
@@ -323,11 +278,6 @@ def _bound(tree: ast.Module) -> set[str]:
         elif isinstance(node, ast.Dict):
             names |= {key.value for key in node.keys if isinstance(key, ast.Constant) and isinstance(key.value, str)}
     return names
-
-
-def test_every_module_has_a_docstring() -> None:
-    silent = [str(path) for path in modules() if parsed(path).body and not ast.get_docstring(parsed(path))]
-    assert not silent, f"without a docstring: {', '.join(silent)}"
 
 
 def installed_path(path: Path) -> str:

@@ -71,9 +71,18 @@ def test_a_trainer_over_holdfast_is_equal_to_gloo_though_a_rank_is_killed(system
 
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("system", ["openenv", "ray", "torchft", "verl"])
-def test_the_example_of_a_system_finds_what_the_table_says(system: str) -> None:
-    run(system, STACK / system / "show.py")
+@pytest.mark.parametrize(
+    ("system", "command"),
+    [
+        *((system, "show.py") for system in ("openenv", "ray", "torchft", "verl")),
+        ("vllm", "in_one_process.py"),
+        ("vllm-0.33", "in_one_process.py"),
+        ("torchft", "own_tests.py process_group_test"),
+    ],
+)
+def test_the_example_of_a_system_finds_what_the_table_says(system: str, command: str) -> None:
+    program, *arguments = command.split()
+    run(system, STACK / system.partition("-")[0] / program, *arguments)
 
 
 @pytest.mark.thorough
@@ -85,21 +94,8 @@ def test_torchtitan_with_torchft_goes_on_when_a_group_is_killed_and_comes_back()
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("environment", ["vllm", "vllm-0.33"])
-def test_vllm_reads_versions_from_the_store_and_its_tokens_are_transformers(environment: str) -> None:
-    run(environment, STACK / "vllm" / "in_one_process.py")
-
-
-@pytest.mark.thorough
 @pytest.mark.skipif(find_spec("monarch") is None, reason="needs Monarch: pip install 'holdfast[rl]'")
 def test_memory_between_actors_of_monarch_is_faster_than_monarchs_over_tcp() -> None:
     program = [sys.executable, STACK / "monarch" / "rdma.py", "16", "3"]
     done = subprocess.run(program, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.thorough
-@pytest.mark.timeout(600)
-def test_torchfts_own_tests_of_process_groups_pass_over_ours() -> None:
-    run("torchft", STACK / "torchft" / "own_tests.py", "process_group_test")
