@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,23 +19,17 @@ T = TypeVar("T")
 
 def in_threads(size: int, body: Callable[[int], Any]) -> list[Any]:
     """Call `body(rank)` in a thread each; results or exceptions by rank."""
-    results: list[Any] = [None] * size
 
-    def run(rank: int) -> None:
+    def run(rank: int) -> Any:
         try:
-            results[rank] = body(rank)
+            return body(rank)
         except Exception as error:
-            results[rank] = error
+            return error
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+    return run_in_threads(size, run, None)
 
 
-def run_in_threads(size: int, body: Callable[[int], T], timeout: float) -> list[T]:
+def run_in_threads(size: int, body: Callable[[int], T], timeout: float | None) -> list[T]:
     """Call `body(rank)` in a thread for each rank; the results by rank. Raises the first error, or `TimeoutError`."""
     threads = ThreadPoolExecutor(size, "rank")
     try:

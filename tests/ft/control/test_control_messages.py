@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import msgspec
@@ -19,8 +17,6 @@ from holdfast.comms.errors import CorruptData, OpTimeout
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import this_process
-from holdfast.ft.detectors.detector import DetectorContext
-from holdfast.ft.detectors.process_watch import HeartbeatPageReader, HostProcesses
 from holdfast.ft.detectors.watch import Detectors
 from holdfast.ft.membership.events import (
     Cleared,
@@ -31,10 +27,11 @@ from holdfast.ft.membership.events import (
     ViewDeltaReceived,
     ViewRead,
 )
-from holdfast.ft.membership.view import Job, Member, Timeouts, View, ViewDelta
+from holdfast.ft.membership.view import Job, Member, View, ViewDelta
 from holdfast.ft.node import messages
 from holdfast.ft.ports import OpPosition
 from support.mutations import mutated
+from support.views import detector_context
 
 ME = Member("p0", "x:1", this_process())
 VIEW = View(3, "running", (ME,), Job("job", 1, 1, 1, ("gloo",), "gloo"), "test")
@@ -111,7 +108,6 @@ def test_any_bytes_are_a_notice_or_corrupt(name: str, body: bytes) -> None:
 # -- messages between detectors
 
 
-TIMES = Timeouts(heartbeat=0.1, suspect=0.5, operation=5.0, rebuild=5.0, join=5.0)
 THIS = this_process()
 GONE = 1 << 22
 """A process id that no process has."""
@@ -134,18 +130,8 @@ class DetectorSet:
         self.said: list[tuple[str | None, bytes]] = []
         self.told: list[Any] = []
         self._loop = asyncio.new_event_loop()
-        context = DetectorContext(
-            me=MEMBERS[rank],
-            timeouts=TIMES,
-            loop=self._loop,
-            tell=self.told.append,
-            stop=self.told.append,
-            resign=self.told.append,
-            note=self.told.append,
-            place=lambda: OpPosition(3, 7, True),
-            lost=lambda member: False,
-            processes=HostProcesses(),
-        )
+        told = dict.fromkeys(("tell", "stop", "resign", "note"), self.told.append)
+        context = detector_context(MEMBERS[rank], self._loop, place=lambda: OpPosition(3, 7, True), **told)
         infos = [info for name, info in registry().detectors.items() if name != "pidfd"]
         self.detectors = Detectors(context, infos, lambda whom, body: self.said.append((whom, body)))
         self.parts: dict[str, Any] = dict(self.detectors._detectors)
@@ -176,18 +162,9 @@ class DetectorSet:
         self._loop.close()
 
 
-@contextmanager
-def detector_set(rank: int = 0) -> Iterator[DetectorSet]:
-    found = DetectorSet(rank)
-    try:
-        yield found
-    finally:
-        found.close()
-
-
 def messages_of_detectors() -> list[bytes]:
     """One message of each kind that detectors send."""
-    with detector_set() as speaker:
+    with closing(DetectorSet(0)) as speaker:
         speaker.detectors.linked("p1")
         speaker.parts["progress"].context.send_all(speaker.parts["progress"]._say(OpPosition(3, 6, True), asking=True))
         speaker.parts["heartbeat"].context.send_all(msgspec.msgpack.encode(["p2", "p3"]))
@@ -214,7 +191,7 @@ any_body = st.one_of(
 
 def hears(peer: str, body: bytes) -> None:
     """The body is accepted or raises `CorruptData`, which changes nothing, and the detectors continue."""
-    with detector_set() as listener:
+    with closing(DetectorSet(0)) as listener:
         before = listener.state()
         if not listener.hear(peer, body):
             assert listener.state() == before
@@ -226,7 +203,7 @@ def hears(peer: str, body: bytes) -> None:
 def test_an_example_of_every_message_is_accepted() -> None:
     routes = [msgspec.msgpack.decode(body)[0] for body in SAYINGS]
     assert sorted(routes) == ["", "heartbeat", "heartbeat", "progress"]
-    with detector_set() as listener:
+    with closing(DetectorSet(0)) as listener:
         before = listener.state()
         assert all(listener.hear("p3", body) for body in SAYINGS)
         assert listener.state() != before
@@ -268,7 +245,7 @@ def test_any_change_of_a_message_is_accepted_or_refused(
     ],
 )
 def test_an_unknown_message_is_refused(route: str, said: Any) -> None:
-    with detector_set() as listener:
+    with closing(DetectorSet(0)) as listener:
         before = listener.state()
         assert not listener.hear("p1", msgspec.msgpack.encode((route, msgspec.msgpack.encode(said))))
         assert listener.state() == before
@@ -276,17 +253,6 @@ def test_an_unknown_message_is_refused(route: str, said: Any) -> None:
 
 def test_text_that_is_not_utf8_is_refused() -> None:
     (confirming,) = [body for body in SAYINGS if b"p2" in body and b"p3" in body]
-    with detector_set() as listener:
+    with closing(DetectorSet(0)) as listener:
         assert not listener.hear("p1", b"\x92\xa2\xff\xfe\xc4\x00")
         assert not listener.hear("p1", confirming.replace(b"p2", b"p\xff"))
-
-
-@pytest.mark.timeout(20)
-def test_opening_a_descriptor_of_an_unwritten_fifo_does_not_block(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "fifo")
-    reads = os.open(tmp_path / "fifo", os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        with pytest.raises(OSError):
-            HeartbeatPageReader(this_process(), reads)
-    finally:
-        os.close(reads)

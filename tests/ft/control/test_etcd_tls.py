@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -64,11 +65,7 @@ class Guarded:
         with requests.Session() as session:
             session.trust_env, session.verify = False, str(self.client.ca)
             session.cert = (str(self.client.cert), str(self.client.key))
-            answer = session.post(
-                f"https://{self.cluster.endpoints[0]}/v3/{what}",
-                json=said,
-                timeout=10,
-            )
+            answer = session.post(f"https://{self.cluster.endpoints[0]}/v3/{what}", json=said, timeout=10)
             answer.raise_for_status()
             return dict(answer.json())
 
@@ -93,37 +90,27 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
 
 
 def test_certificates_a_user_and_a_password_open_the_register(guarded: Guarded) -> None:
-    cell = open_cell(guarded.url(guarded.client, password=guarded.password), "view")
-    try:
+    """A token that has expired is replaced."""
+    with closing(open_cell(guarded.url(guarded.client, password=guarded.password), "view")) as cell:
         assert cell.compare_and_set(0, b"first")
         assert cell.read() == (1, b"first")
         assert cell.wait(1, 0.2) is None
-    finally:
-        cell.close()
-
-
-def test_a_token_that_has_expired_is_replaced(guarded: Guarded) -> None:
-    cell = open_cell(guarded.url(guarded.client, password=guarded.password), "token")
-    try:
         cell._session.headers["Authorization"] = "of.before"  # type: ignore[attr-defined]
-        assert cell.compare_and_set(0, b"first")
-    finally:
-        cell.close()
+        assert cell.compare_and_set(1, b"second")
 
 
-def test_a_wrong_password_is_reported(guarded: Guarded) -> None:
-    with pytest.raises(Unauthorised, match="authentication failed"):
-        open_cell(guarded.url(guarded.client, password=guarded.wrong), "view")
-
-
-def test_a_missing_user_is_reported(guarded: Guarded) -> None:
-    with pytest.raises(Unauthorised, match="user name is empty"):
-        open_cell(guarded.url(guarded.client), "view")
-
-
-def test_an_untrusted_server_certificate_is_reported(guarded: Guarded) -> None:
-    with pytest.raises(Unauthorised, match="its certificate is not trusted; check cacert"):
-        open_cell(guarded.url(guarded.client, ca=guarded.stranger.ca, password=guarded.password), "view")
+@pytest.mark.parametrize("wrong", ["password", "user", "authority"])
+def test_what_is_wrong_is_reported(guarded: Guarded, wrong: str) -> None:
+    url, words = {
+        "password": (guarded.url(guarded.client, password=guarded.wrong), "authentication failed"),
+        "user": (guarded.url(guarded.client), "user name is empty"),
+        "authority": (
+            guarded.url(guarded.client, ca=guarded.stranger.ca, password=guarded.password),
+            "its certificate is not trusted; check cacert",
+        ),
+    }[wrong]
+    with pytest.raises(Unauthorised, match=words):
+        open_cell(url, "view")
 
 
 def test_a_client_certificate_that_the_server_rejects_is_reported(guarded: Guarded) -> None:

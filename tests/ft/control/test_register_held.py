@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 
 from holdfast.comms.errors import Revoked
-from holdfast.comms.transport.base import Peer
-from holdfast.ft import Job, Member, Session, Timeouts, View, faultpoints
+from holdfast.ft import Session, Timeouts, View, faultpoints
 from holdfast.ft.event_lines import event_of
 from holdfast.ft.membership.events import CasFailed, CasWon, ViewRead
 from holdfast.ft.node.register import Register, RegisterClient, RegisterThreads
@@ -28,10 +27,12 @@ from holdfast.ft.registers import RegisterAway, RegisterBusy, open_cell, sqlite
 from holdfast.harness import LocalCluster
 from holdfast.harness.invariants import check
 from support.children import Child
+from support.meeting import in_threads
+from support.views import view_of
 from support.waiting import PATIENCE
 
 TIMES = Timeouts(heartbeat=0.1, suspect=1.0, operation=20.0, rebuild=10.0, join=15.0)
-VIEW = View(1, "forming", (Member("p1", "x:1", Peer("here", 1, 0)),), Job("j", 1, 1, 1, ("shm",)), "it begins")
+VIEW = view_of("h", 1, "forming")
 
 
 @contextmanager
@@ -51,8 +52,15 @@ def register(tmp_path: Path) -> Iterator[Register]:
         yield opened
 
 
-def test_a_caller_that_must_not_wait_gets_register_busy(register: Register, tmp_path: Path) -> None:
+def test_a_lock_that_is_held_delays_writers_for_a_limited_time_and_readers_not_at_all(
+    register: Register, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A caller that must not wait gets an error at once."""
+    monkeypatch.setattr(sqlite, "BUSY_SECONDS", 0.3)
     with held(tmp_path / "job.sqlite"):
+        assert register.read() is None
+        with pytest.raises(RegisterAway, match="lock"):
+            register.compare_and_set(0, VIEW)
         with pytest.raises(RegisterBusy, match="another process holds its lock"):
             register.compare_and_set(0, VIEW, at_once=True)
         assert register.read(at_once=True) is None, "readers never wait"
@@ -100,9 +108,9 @@ def test_a_request_to_a_busy_register_fails_in_time(register: Register, tmp_path
             client.propose(0, VIEW)
             while not answers:
                 await asyncio.sleep(0.01)
-            assert [type(answer) for answer in answers] == [CasFailed]
 
     asyncio.run(propose())
+    assert [type(answer) for answer in answers] == [CasFailed]
     assert "did not answer within 0.2 s" in answers[0].reason
 
 
@@ -207,11 +215,7 @@ def test_a_value_cached_with_a_view_is_the_same_in_all_threads() -> None:
     def ask(view: View, of: object) -> None:
         made.extend(view.remember("x", of, lambda: (of, view.epoch)) for _ in range(200))
 
-    threads = [threading.Thread(target=ask, args=(VIEW, n % 2)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(4, lambda number: ask(VIEW, number % 2))
     assert set(made) == {(0, 1), (1, 1)}
 
 

@@ -17,18 +17,20 @@ from typing import Any
 
 import etcd3gw
 import pytest
+from msgspec import structs
 
 from holdfast.comms.errors import CorruptData, UsedAfterFork
 from holdfast.comms.plugins.registry import register, unregister
 from holdfast.comms.plugins.spec import hookimpl
-from holdfast.comms.transport.base import Peer
-from holdfast.ft.membership.view import Job, Member, View
+from holdfast.ft.membership.view import View
 from holdfast.ft.node.register import Register
 from holdfast.ft.registers import Cell, RegisterAway, open_cell, schemes, sqlite, tcp
 from holdfast.ft.registers import etcd as etcd_register
 from holdfast.harness.testbed.etcd import EtcdCluster
 from support.children import children
 from support.linearizability import OperationRecorder, RegisterOperation, unexplained
+from support.meeting import in_threads
+from support.views import view_of
 from support.waiting import PATIENCE, eventually
 
 
@@ -74,44 +76,17 @@ def cells(url: str, *names: str) -> Iterator[list[Cell]]:
 # All registers.
 
 
-def test_a_cell_starts_empty_and_is_replaced_version_by_version(url: str) -> None:
-    with cells(url, "view") as [cell]:
-        assert cell.read() == (0, b"")
-        assert cell.compare_and_set(0, b"first")
-        assert cell.compare_and_set(1, b"second")
-        assert cell.read() == (2, b"second")
-
-
-def test_a_write_that_expects_another_version_changes_nothing(url: str) -> None:
-    with cells(url, "view") as [cell]:
-        assert not cell.compare_and_set(1, b"early")
-        assert cell.read() == (0, b"")
-        cell.compare_and_set(0, b"first")
-        cell.compare_and_set(1, b"second")
-        for expected in (0, 1, 3, 10**6):
-            assert not cell.compare_and_set(expected, b"late")
-            assert cell.read() == (2, b"second")
-
-
-def test_handles_of_one_cell_share_it_and_other_cells_are_separate(url: str) -> None:
+def test_a_cell_is_replaced_version_by_version_and_shared_by_its_handles(url: str) -> None:
     with cells(url, "view", "view", "store") as [mine, yours, other]:
-        mine.compare_and_set(0, b"hello")
-        assert yours.read() == (1, b"hello")
+        assert mine.read() == (0, b"")
+        for version, value in enumerate([b"first", b"", b"\0", bytes(range(256)), bytes(3 << 20)]):
+            for wrong in {0, 1, version - 1, version + 1, 10**6} - {version, -1}:
+                assert not yours.compare_and_set(wrong, b"early or late")
+            assert yours.read()[0] == version
+            with cells(url, "view") as [third]:
+                assert third.compare_and_set(version, value)
+            assert mine.read() == yours.read() == (version + 1, value), "it outlives the handle that wrote it"
         assert other.read() == (0, b"")
-
-
-def test_any_bytes_can_be_a_value(url: str) -> None:
-    with cells(url, "view", "view") as [mine, yours]:
-        for version, value in enumerate([b"", b"\0", bytes(range(256)), bytes(3 << 20)]):
-            assert mine.compare_and_set(version, value)
-            assert yours.read() == (version + 1, value)
-
-
-def test_a_value_outlives_the_handle_that_wrote_it(url: str) -> None:
-    with cells(url, "view") as [keeps_it_alive]:
-        with cells(url, "view") as [cell]:
-            cell.compare_and_set(0, b"kept")
-        assert keeps_it_alive.read() == (1, b"kept")
 
 
 def test_wait_returns_at_once_what_is_already_newer_and_gives_up_after_its_timeout(url: str) -> None:
@@ -134,16 +109,11 @@ def test_wait_is_woken_by_a_write_through_another_handle(url: str) -> None:
 
 
 def test_several_threads_may_wait_on_one_handle(url: str) -> None:
-    found: list[tuple[int, bytes] | None] = []
     with cells(url, "view", "view") as [mine, yours]:
-        waiters = [threading.Thread(target=lambda: found.append(yours.wait(0, 5.0))) for _ in range(4)]
-        for waiter in waiters:
-            waiter.start()
-        time.sleep(0.05)
-        mine.compare_and_set(0, b"all")
-        for waiter in waiters:
-            waiter.join()
-    assert found == [(1, b"all")] * 4
+        writer = threading.Timer(0.05, mine.compare_and_set, (0, b"all"))
+        writer.start()
+        assert in_threads(4, lambda _: yours.wait(0, 5.0)) == [(1, b"all")] * 4
+        writer.join()
 
 
 def test_a_closed_handle_is_away_and_its_waiters_wake(url: str) -> None:
@@ -188,13 +158,7 @@ def test_a_handle_is_refused_in_a_forked_child(url: str) -> None:
 def test_writers_in_threads_are_linearizable(url: str, own_handles: bool) -> None:
     with cells(url, *["view"] * 4) as handles:
         users = [OperationRecorder(handles[number if own_handles else 0]) for number in range(4)]
-        threads = [
-            threading.Thread(target=user.work, args=(f"thread{number}", 0.25)) for number, user in enumerate(users)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(4, lambda number: users[number].work(f"thread{number}", 0.25))
         users[0].read()
     assert all(user.history for user in users)
     assert unexplained([each for user in users for each in user.history]) is None
@@ -311,7 +275,9 @@ def test_a_cell_needs_a_name(url: str) -> None:
         open_cell(url, "")
 
 
-def test_a_path_may_have_any_characters(tmp_path: Path) -> None:
+def test_a_path_may_have_any_characters_and_a_folder_that_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RegisterAway, match="No such file"):
+        open_cell(f"sqlite://{tmp_path}/none/job.sqlite", "view")
     with cells(f"sqlite://{tmp_path}/a%20job%3f%23.sqlite", "view") as [cell]:
         assert cell.compare_and_set(0, b"x")
         assert (tmp_path / "a job?#.sqlite").exists()
@@ -349,6 +315,8 @@ def test_a_plugin_adds_a_scheme_and_a_broken_plugin_is_left_out() -> None:
 
 
 def test_the_file_is_the_owners_alone_and_nothing_else_stays(file: Path) -> None:
+    """Files of a killed creator are removed."""
+    file.with_name(f".{file.name}.12345.67.new").write_bytes(b"half a templ")
     with cells(f"sqlite://{file}", "view") as [cell]:
         cell.compare_and_set(0, b"x")
         assert {path.stat().st_mode & 0o777 for path in file.parent.iterdir()} == {0o600}
@@ -376,14 +344,6 @@ def test_many_processes_may_create_it_at_the_same_moment(file: Path) -> None:
                 opener.end()
             assert list(file.parent.iterdir()) == [file]
             file.unlink()
-
-
-def test_files_of_a_killed_creator_are_removed(file: Path) -> None:
-    draft = file.with_name(f".{file.name}.12345.67.new")
-    draft.write_bytes(b"half a templ")
-    with cells(f"sqlite://{file}", "view") as [cell]:
-        assert cell.read() == (0, b"")
-    assert list(file.parent.iterdir()) == [file]
 
 
 @pytest.mark.parametrize("reopen", [False, True], ids=["one handle", "a handle a write"])
@@ -536,18 +496,13 @@ def test_a_file_that_another_user_slips_in_while_it_is_opened_is_refused(
         open_cell(f"sqlite://{file}", "view")
 
 
-@pytest.mark.parametrize("mode", [0o1777, 0o777, 0o772])
-def test_a_folder_in_which_others_can_put_files_is_refused(file: Path, mode: int) -> None:
-    file.parent.chmod(mode)
-    with pytest.raises(RegisterAway, match=f"others can put files into its folder .*mode {mode:04o}.*of your own"):
+@pytest.mark.parametrize("mode", [0o1777, 0o777, 0o772, 0])
+def test_a_folder_in_which_others_can_put_files_or_of_another_user_is_refused(file: Path, mode: int) -> None:
+    words = f"others can put files into its folder .*mode {mode:04o}.*of your own" if mode else "owner 65534"
+    file.parent.chmod(mode) if mode else belongs_to_another_user(file.parent)
+    with pytest.raises(RegisterAway, match=words):
         open_cell(f"sqlite://{file}", "view")
     assert not list(file.parent.iterdir())
-
-
-def test_a_folder_of_another_user_is_refused(file: Path) -> None:
-    belongs_to_another_user(file.parent)
-    with pytest.raises(RegisterAway, match="owner 65534"):
-        open_cell(f"sqlite://{file}", "view")
 
 
 def test_a_folder_of_a_group_is_refused_unless_the_group_is_the_users_own(
@@ -560,11 +515,6 @@ def test_a_folder_of_a_group_is_refused_unless_the_group_is_the_users_own(
         monkeypatch.setattr(grp, "getgrgid", {file.parent.stat().st_gid: group}.__getitem__)
         with contextlib.nullcontext() if private else pytest.raises(RegisterAway, match="mode 0775"):
             open_cell(f"sqlite://{file}", "view").close()
-
-
-def test_a_folder_that_is_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RegisterAway, match="No such file"):
-        open_cell(f"sqlite://{tmp_path}/none/job.sqlite", "view")
 
 
 @pytest.mark.parametrize("replaced", [False, True], ids=["removed", "replaced"])
@@ -580,34 +530,11 @@ def test_a_file_removed_during_a_job_never_makes_two_registers(file: Path, repla
                 use()
 
 
-def test_a_writer_stopped_inside_its_write_delays_only_writes_and_for_a_limited_time(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def body(pipe: Connection) -> None:
-        database = sqlite3.connect(file, isolation_level=None)
-        database.execute("BEGIN IMMEDIATE")
-        pipe.send("holding the lock")
-        time.sleep(60)
-
-    monkeypatch.setattr(sqlite, "BUSY_SECONDS", 0.3)
-    with cells(f"sqlite://{file}", "view") as [cell], children() as start:
-        cell.compare_and_set(0, b"x")
-        child = start(body)
-        child.hear()
-        child.stop()
-        assert cell.read() == (1, b"x")
-        with pytest.raises(RegisterAway, match="lock"):
-            cell.compare_and_set(1, b"y")
-        child.kill()
-        assert cell.compare_and_set(1, b"y")
-
-
 # The register of views.
 
 
 def view(epoch: int, reason: str = "test") -> View:
-    member = Member("a", "127.0.0.1:4000", Peer("host", 1, 1))
-    return View(epoch, "running", (member,), Job("job", 1, 1, 1, ("shm",)), reason)
+    return structs.replace(view_of("h", epoch), reason=reason)
 
 
 def test_the_view_of_each_epoch_replaces_the_one_before(tmp_path: Path) -> None:
@@ -744,24 +671,29 @@ def test_calls_to_a_stopped_tcp_server_end_in_time(monkeypatch: pytest.MonkeyPat
         child.end()
 
 
+@pytest.fixture
+def client(etcd: EtcdCluster) -> Iterator[etcd3gw.Etcd3Client]:
+    host, port = etcd.endpoints[0].split(":")
+    opened = etcd3gw.Etcd3Client(host, int(port), api_path="/v3/")
+    yield opened
+    opened.session.close()
+
+
 @pytest.mark.parametrize(
     ("value", "words"), [(b"hello", "not a register's"), (b"HF?9" + bytes(20), "schema")], ids=["other", "newer"]
 )
-def test_a_key_with_foreign_content_is_refused_and_left_as_it_is(etcd: EtcdCluster, value: bytes, words: str) -> None:
-    host, port = etcd.endpoints[0].split(":")
-    client = etcd3gw.Etcd3Client(host, int(port), api_path="/v3/")
+def test_a_key_with_foreign_content_is_refused_and_left_as_it_is(
+    etcd: EtcdCluster, client: etcd3gw.Etcd3Client, value: bytes, words: str
+) -> None:
     name = f"other-{value.hex()}"
     value = value.replace(b"?", b"E")
     client.put(f"holdfast/{name}/view", value)
     with pytest.raises(CorruptData, match=words):
         open_cell(f"{etcd.url}/{name}", "view")
     assert client.get(f"holdfast/{name}/view") == [value]
-    client.session.close()
 
 
-def test_a_key_deleted_during_a_job_never_makes_two_registers(etcd: EtcdCluster) -> None:
-    host, port = etcd.endpoints[0].split(":")
-    client = etcd3gw.Etcd3Client(host, int(port), api_path="/v3/")
+def test_a_key_deleted_during_a_job_never_makes_two_registers(etcd: EtcdCluster, client: etcd3gw.Etcd3Client) -> None:
     with cells(f"{etcd.url}/deleted", "view") as [cell]:
         assert cell.compare_and_set(0, b"first")
         assert cell.read() == (1, b"first")
@@ -773,7 +705,6 @@ def test_a_key_deleted_during_a_job_never_makes_two_registers(etcd: EtcdCluster)
             assert not cell.compare_and_set(1, b"second")
             with pytest.raises(RegisterAway, match="made anew"):
                 cell.read()
-    client.session.close()
 
 
 def test_endpoints_of_two_clusters_are_refused(etcd: EtcdCluster, tmp_path: Path) -> None:

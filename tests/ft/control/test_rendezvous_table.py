@@ -20,8 +20,9 @@ from holdfast.comms.errors import OpTimeout, Revoked, Unsupported
 from holdfast.comms.system.keys import KeyRefused, create_key, load_key
 from holdfast.ft.control.errors import KeyTimeout, RemoteError
 from holdfast.ft.node.rendezvous import Ask, RendezvousStore, RendezvousTable, ask_here, ask_remotely, handlers
+from support.meeting import in_threads
 from support.rpc_servers import RpcThread, rpc_server_thread
-from support.waiting import PATIENCE
+from support.waiting import PATIENCE, eventually
 
 KEY = bytes(range(32))
 EPOCH = 7
@@ -120,24 +121,19 @@ def test_deletions_and_counts_of_keys_are_refused_by_name(store: RendezvousStore
     assert one.get("a") == b"1"
 
 
-def test_get_waits_until_the_key_is_set(store: RendezvousStore, table: RendezvousTable) -> None:
-    later = threading.Timer(0.1, table.put, (EPOCH, {"late": b"here"}))
-    later.start()
-    assert store.get("late") == b"here"
-    later.join()
-
-
-@pytest.mark.parametrize("how", ["add", "append", "compare_set", "multi_set"])
+@pytest.mark.parametrize("how", ["add", "append", "compare_set", "set", "multi_set"])
 def test_every_way_to_set_wakes_waiting_threads(store: RendezvousStore, table: RendezvousTable, how: str) -> None:
     ways: dict[str, Callable[[], object]] = {
         "add": lambda: table.add(EPOCH, "b", 1),
         "append": lambda: table.append(EPOCH, "b", b"1"),
         "compare_set": lambda: table.compare_set(EPOCH, "b", b"", b"1"),
+        "set": lambda: table.put(EPOCH, {"b": b"1"}),
         "multi_set": lambda: table.put(EPOCH, {"b": b"1", "c": b"2"}),
     }
     store.set("a", "0")
     later = threading.Timer(0.05, ways[how])
     later.start()
+    assert store.get("b") == b"1"
     assert store.multi_get(["a", "b"]) == [b"0", b"1"]
     later.join()
 
@@ -187,11 +183,7 @@ def test_epochs_have_separate_keys_and_a_dropped_one_raises_revoked(
 
 
 def test_all_threads_share_one_table(store: RendezvousStore) -> None:
-    threads = [threading.Thread(target=lambda: [store.add("n", 1) for _ in range(50)]) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(4, lambda _: [store.add("n", 1) for _ in range(50)])
     assert store.get("n") == b"200"
 
 
@@ -232,22 +224,12 @@ def test_building_a_group_fails_at_once_when_its_epoch_is_over(copies: Copies) -
     with served(copies.first) as client, ThreadPoolExecutor(1) as pool:
         other = RendezvousStore(copies.second, EPOCH, ask=ask_remotely(client.call, 5.0))
         builder = pool.submit(all_reduce, other, 1)
-        assert copies.first.fetch(EPOCH, [key_of_rank_1(copies.first)], 5.0), "it waits for rank 0 now"
+        eventually(lambda: bool(copies.first.items(EPOCH)))  # rank 1 has set its key, and waits for rank 0 now
         over = time.monotonic()
         copies.second.drop_before(EPOCH + 1)
         with pytest.raises(Revoked):
             builder.result(2 * PATIENCE)
         assert time.monotonic() - over < PATIENCE
-
-
-def key_of_rank_1(table: RendezvousTable) -> str:
-    """The key that rank 1 has set, once it has."""
-    deadline = time.monotonic() + 10.0
-    while time.monotonic() < deadline:
-        if keys := list(table.items(EPOCH)):
-            return keys[0]
-        time.sleep(0.01)
-    raise AssertionError("rank 1 sets no key")
 
 
 # The key file.
@@ -274,33 +256,41 @@ def test_the_mode_does_not_depend_on_the_umask(tmp_path: Path) -> None:
     assert (tmp_path / "job.key").stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o666])
-def test_a_key_file_that_others_can_access_is_refused(tmp_path: Path, mode: int) -> None:
+def of_another_user(path: Path) -> None:
+    if os.geteuid():
+        pytest.skip("needs root to give a file away")
+    os.chown(path, 12345, -1)
+
+
+def fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path, 0o600)
+
+
+def folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+MODES = (0o640, 0o604, 0o620, 0o666)
+TEXTS = ("", "ab" * 31, "ab" * 33, "ab" * 32 + "\n\n", "xy" * 32, "AB" * 32)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        *((lambda path, mode=mode: path.chmod(mode), f"{mode:04o}") for mode in MODES),
+        *((lambda path, text=text: path.write_text(text), "64 hexadecimal") for text in TEXTS),
+        (of_another_user, "12345"),
+        (Path.unlink, "key file"),
+        (fifo, "key file"),
+        (folder, "key file"),
+    ],
+)
+def test_a_key_file_that_is_none_or_not_its_owners_alone_is_refused_without_waiting(
+    tmp_path: Path, spoil: Callable[[Path], object], words: str
+) -> None:
     create_key(tmp_path / "job.key")
-    (tmp_path / "job.key").chmod(mode)
-    with pytest.raises(KeyRefused, match=f"{mode:04o}"):
+    spoil(tmp_path / "job.key")
+    with pytest.raises(KeyRefused, match=words):
         load_key(tmp_path / "job.key")
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give a file away")
-def test_a_key_file_of_another_user_is_refused(tmp_path: Path) -> None:
-    create_key(tmp_path / "job.key")
-    os.chown(tmp_path / "job.key", 12345, -1)
-    with pytest.raises(KeyRefused, match="12345"):
-        load_key(tmp_path / "job.key")
-
-
-@pytest.mark.parametrize("text", ["", "ab" * 31, "ab" * 33, "ab" * 32 + "\n\n", "xy" * 32, "AB" * 32])
-def test_a_file_that_holds_no_key_is_refused(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "job.key"
-    path.write_text(text)
-    path.chmod(0o600)
-    with pytest.raises(KeyRefused, match="64 hexadecimal"):
-        load_key(path)
-
-
-def test_a_path_that_is_no_file_is_refused_without_waiting(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe", 0o600)
-    for name in ("none", "pipe", "."):
-        with pytest.raises(KeyRefused):
-            load_key(tmp_path / name)

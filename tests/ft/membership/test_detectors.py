@@ -12,8 +12,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.comms import OpTimeout
+from holdfast.comms import OpTimeout, ReduceOp
 from holdfast.comms.plugins.registry import InvalidPlugin, Registry
 from holdfast.comms.plugins.spec import API_VERSION, Available, DetectorInfo, hookimpl
 from holdfast.comms.transport.base import Peer
@@ -48,28 +49,20 @@ from holdfast.ft.ports import OpPosition
 from holdfast.harness import LocalCluster
 from support.children import children
 from support.hosts import be_alone_on_host
+from support.views import TIMES, detector_context, view_of
 from support.waiting import PATIENCE
-
-TIMES = Timeouts(heartbeat=0.1, suspect=0.5, operation=5.0, rebuild=5.0, join=5.0)
-
-
-def view_of(hosts: Sequence[str], phase: Phase = "running") -> View:
-    """A view with a member p0, p1, ... on each of these hosts."""
-    members = tuple(Member(f"p{rank}", "x:1", Peer(host, 100 + rank, 0)) for rank, host in enumerate(hosts))
-    return View(3, phase, members, Job("job", len(hosts), 1, 1, ("gloo",), "gloo"), "test")
-
 
 # -- observers: three hosts of two ranks, seen by one process
 
 
 def observers(rank: int, hosts: str = "AABBCC", phase: Phase = "running") -> SuspicionGraph:
-    view = view_of(hosts, phase)
+    view = view_of(hosts, phase=phase)
     mine = SuspicionGraph(view.members[rank], TIMES)
     mine.follow(view, [m for m in view.members if m is not view.members[rank]])
     return mine
 
 
-def from_to(observers_: SuspicionGraph, pairs: Sequence[tuple[int, int]], now: float) -> None:
+def from_to(observers_: SuspicionGraph, pairs: Sequence[tuple[int, int]], now: float = 0.0) -> None:
     for observer, member in pairs:
         observers_.suspect(f"p{observer}", f"p{member}", "silent", now)
 
@@ -80,53 +73,44 @@ def judged(observers_: SuspicionGraph, until: float, since: float = 0.0) -> list
     return [(now, finding) for now in times for finding in observers_.look(now)]
 
 
-def test_the_smaller_side_of_a_partition_stops_at_once_and_the_larger_does_not() -> None:
-    small, large = observers(4), observers(0)
-    from_to(small, [(4, 0), (4, 1), (4, 2), (4, 3)], 0.0)
-    from_to(large, [(0, 4), (0, 5)], 0.0)
-    assert [type(finding) for _, finding in judged(small, 0.5)] == [LostMajority]
+def unreachable(found: Sequence[tuple[float, Conclusion]]) -> list[tuple[float, str]]:
+    return [(when, finding.member) for when, finding in found if isinstance(finding, Unreachable)]
+
+
+CUT_OFF = [(4, rank) for rank in range(4)]
+
+
+@pytest.mark.parametrize("phase", ["running", "forming"])
+def test_the_smaller_side_of_a_partition_stops_at_once_and_resigns_when_it_hears_the_others(phase: Phase) -> None:
+    """While the job is forming it stays instead, and may be cut off again. The larger side goes on."""
+    small, large = observers(4, phase=phase), observers(0)
+    from_to(large, [(0, 4), (0, 5)])
     assert judged(large, 0.5) == []
-
-
-def test_a_member_that_was_cut_off_resigns_when_it_hears_the_others_again() -> None:
-    small = observers(4)
-    from_to(small, [(4, 0), (4, 1), (4, 2), (4, 3)], 0.0)
-    judged(small, 0.3)
-    for member in range(4):
-        small.clear("p4", f"p{member}")
-    assert [type(finding) for _, finding in judged(small, 2.0, 0.3)] == [ResignedItself]
-
-
-def test_while_the_job_is_forming_a_member_that_hears_the_others_again_stays() -> None:
-    small = observers(4, phase="forming")
-    for began in (0.0, 1.0):
-        from_to(small, [(4, 0), (4, 1), (4, 2), (4, 3)], began)
+    for began in (0.0, 1.0) if phase == "forming" else (0.0,):
+        from_to(small, CUT_OFF, began)
         assert [type(finding) for _, finding in judged(small, began + 0.3, began)] == [LostMajority]
-        for member in range(4):
+        for _, member in CUT_OFF:
             small.clear("p4", f"p{member}")
-        assert judged(small, began + 0.9, began + 0.3) == []
+        after = [type(finding) for _, finding in judged(small, began + 0.9, began + 0.3)]
+        assert after == ([] if phase == "forming" else [ResignedItself])
 
 
 def test_the_small_side_proposes_when_the_large_side_does_not() -> None:
     small = observers(4)
-    from_to(small, [(4, 0), (4, 1), (4, 2), (4, 3)], 0.0)
-    found = judged(small, 2.0)
-    assert [(when, finding.member) for when, finding in found if isinstance(finding, Unreachable)] == [
-        (1.0, f"p{rank}") for rank in range(4)
-    ]
+    from_to(small, CUT_OFF)
+    assert unreachable(judged(small, 2.0)) == [(1.0, f"p{rank}") for rank in range(4)]
 
 
 def test_a_member_that_reports_a_lost_majority_is_evicted_before_it_proposes() -> None:
     mine = observers(0, "AAAB")
-    from_to(mine, [(3, 0), (3, 1), (3, 2)], 0.0)
-    found = judged(mine, 0.95)
-    assert [(when, finding.member) for when, finding in found if isinstance(finding, Unreachable)] == [(0.5, "p3")]
+    from_to(mine, [(3, 0), (3, 1), (3, 2)])
+    assert unreachable(judged(mine, 0.95)) == [(0.5, "p3")]
 
 
 def test_of_two_equal_sides_the_one_with_the_first_rank_continues() -> None:
     for rank, cut_off in ((0, False), (2, True)):
         side = observers(rank, "AABB")
-        from_to(side, [(rank, other) for other in range(4) if other // 2 != rank // 2], 0.0)
+        from_to(side, [(rank, other) for other in range(4) if other // 2 != rank // 2])
         assert any(isinstance(finding, LostMajority) for _, finding in judged(side, 0.3)) == cut_off
 
 
@@ -135,10 +119,9 @@ def test_one_cut_link_costs_the_fewest_members_after_a_while() -> None:
     pairs = [(0, 4), (0, 5), (1, 4), (1, 5), (4, 0), (4, 1), (5, 0), (5, 1)]
     for rank in (0, 2, 4):
         mine = observers(rank)
-        from_to(mine, pairs, 0.0)
+        from_to(mine, pairs)
         found = judged(mine, 2.0)
-        failed = {finding.member for _, finding in found if isinstance(finding, Unreachable)}
-        assert failed == {"p4", "p5"} - {f"p{rank}"}
+        assert {member for _, member in unreachable(found)} == {"p4", "p5"} - {f"p{rank}"}
         assert min(when for when, _ in found) >= 1.5
 
 
@@ -156,14 +139,14 @@ def test_a_failure_that_a_transport_reports_does_not_heal_and_acts_sooner() -> N
     mine.report("p2", "p3", "connection reset", 0.0)
     mine.clear("p2", "p3")
     found = judged(mine, 2.0)
-    assert [(when, finding.member) for when, finding in found if isinstance(finding, Unreachable)] == [(0.5, "p3")]
+    assert unreachable(found) == [(0.5, "p3")]
     assert "connection reset" in found[0][1].evidence
 
 
 def test_a_new_epoch_forgets_reports_of_the_old_one() -> None:
     mine = observers(0)
     mine.report("p2", "p3", "connection reset", 0.0)
-    later = View(4, "running", view_of("AABBCC").members, view_of("A").job, "test")
+    later = view_of("AABBCC", epoch=4)
     mine.follow(later, later.members[1:])
     assert judged(mine, 5.0) == []
 
@@ -175,7 +158,7 @@ def test_a_local_straggler_is_ended_unless_it_has_left(evidence: str, listens: b
     view = view_of("AABBCC")
     told: list[Event] = []
     loop = asyncio.new_event_loop()
-    detector = ObserversDetector(detector_context(view, loop, told.append))
+    detector = ObserversDetector(detector_context(view.members[0], loop, tell=told.append))
     detector.follow(view, view.members[1:])
     if not listens:
         detector.refused("p1", 0.0)
@@ -188,27 +171,6 @@ def test_a_local_straggler_is_ended_unless_it_has_left(evidence: str, listens: b
     assert [type(each) for each in about_p1] == [word]
 
 
-def _ignore(*words: object, **fields: object) -> None: ...
-
-
-def detector_context(
-    view: View, loop: asyncio.AbstractEventLoop, tell: Callable[[Event], None] = _ignore
-) -> DetectorContext:
-    """The context of the first member."""
-    return DetectorContext(
-        view.members[0],
-        TIMES,
-        loop,
-        tell,
-        _ignore,
-        _ignore,
-        _ignore,
-        lambda: OpPosition(3, 0, False),
-        lambda who: False,
-        HostProcesses(),
-    )
-
-
 pairs_of = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=12)
 
 
@@ -217,7 +179,7 @@ def test_the_members_that_remain_can_all_reach_each_other(pairs: list[tuple[int,
     mine = observers(rank, "ABCDEF")
     for observer, member in pairs:
         mine.report(f"p{observer}", f"p{member}", "gone", 0.0)
-    failed = {finding.member for _, finding in judged(mine, 1.0) if isinstance(finding, Unreachable)}
+    failed = {member for _, member in unreachable(judged(mine, 1.0))}
     left = [(a, b) for a, b in pairs if a != b and not {f"p{a}", f"p{b}"} & failed]
     assert all(rank in pair for pair in left), "only this process itself may be left, for the others to judge"
     assert len(failed) <= len({b for _, b in pairs} | {a for a, _ in pairs})
@@ -272,9 +234,8 @@ def after_a_late_barrier(*came: int, joint: int = 5001) -> list[Event]:
     By their last known positions none has entered the barrier; meanwhile `came` did, and their next heartbeats say so.
     """
     view, told = view_of("AAAA"), list[Event]()
-    around = detector_context(view, asyncio.new_event_loop(), told.append)
-    around.loop.close()
-    detector = ProgressDetector(dataclasses.replace(around, place=lambda: OpPosition(3, 5001, False)))
+    here = OpPosition(3, 5001, False)
+    detector = ProgressDetector(detector_context(view.members[0], None, tell=told.append, place=lambda: here))
     detector.follow(view, view.members[1:])
     for rank in (1, 2, 3):
         detector.placed(f"p{rank}", OpPosition(3, 4000, False))
@@ -326,11 +287,15 @@ def test_a_heartbeat_page_is_readable_while_its_process_is_stopped_and_ends_with
             HeartbeatPageReader(peer, fd)
 
 
-def test_a_descriptor_that_is_no_heartbeat_page_is_refused() -> None:
-    with pytest.raises(OSError):
-        HeartbeatPageReader(this_process(), 0)
-    with pytest.raises(OSError):
-        HeartbeatPageReader(this_process(), 10**6)
+@pytest.mark.timeout(20)
+def test_a_descriptor_that_is_no_heartbeat_page_is_refused_at_once(tmp_path: Path) -> None:
+    """One of a FIFO that nobody writes to would wait."""
+    os.mkfifo(tmp_path / "fifo")
+    reads = os.open(tmp_path / "fifo", os.O_RDONLY | os.O_NONBLOCK)
+    with contextlib.closing(os.fdopen(reads)):
+        for number in (0, 10**6, reads):
+            with pytest.raises(OSError):
+                HeartbeatPageReader(this_process(), number)
 
 
 def test_processor_time_moves_while_a_process_computes() -> None:
@@ -484,12 +449,11 @@ def test_a_detector_that_raises_is_removed_and_the_others_continue(caplog: pytes
         info(name="failing", make=make(Failing)),
         info(name="counting", make=make(Counting)),
     ]
-    loop = asyncio.new_event_loop()
-    context = dataclasses.replace(detector_context(view_of("AB"), loop), note=noted.append)
-    detectors = Detectors(context, offered, _ignore)
-    for _ in range(4):
-        detectors.beat()
-    loop.close()
+    with contextlib.closing(asyncio.new_event_loop()) as loop:
+        context = detector_context(view_of("AB").members[0], loop, note=noted.append)
+        detectors = Detectors(context, offered, lambda whom, body: None)
+        for _ in range(4):
+            detectors.beat()
     failing, counting = made
     assert (failing.beats, failing.closed) == (2, True)
     assert (counting.beats, counting.closed) == (4, False)
@@ -543,11 +507,7 @@ def test_a_detector_that_is_lost_is_reported_and_other_evidence_takes_its_place(
         away = Member("away", "b:1", Peer("another host", 1, 1))
         members = (Member("me", "a:1", this_process()), Member("child", "a:2", child.hear()), away)
         view = View(3, "running", members, Job("job", 3, 3, 3, ("gloo",), "gloo"), "test")
-        context = dataclasses.replace(
-            detector_context(view, loop, told.append),
-            me=members[0],
-            note=noted.append,
-        )
+        context = detector_context(members[0], loop, tell=told.append, note=noted.append)
 
         async def until(kind: type[Event], member: str) -> None:
             async with asyncio.timeout(20):
@@ -558,7 +518,7 @@ def test_a_detector_that_is_lost_is_reported_and_other_evidence_takes_its_place(
 
         async def live() -> None:
             nonlocal detectors
-            detectors = Detectors(context, list(map(spoiled, own_infos())), _ignore)
+            detectors = Detectors(context, list(map(spoiled, own_infos())), lambda whom, body: None)
             detectors.follow(view, members[1:])
             child.stop()
             await until(Stalled, "child")
@@ -583,46 +543,37 @@ def test_the_built_in_detectors_are_plugins_and_available_here() -> None:
 # -- heartbeats as messages
 
 
-BEAT = 0.05
-FAST = Timeouts(heartbeat=BEAT)
 COUNTED = 8 * CALM_BEATS_A_MESSAGE
-"""The number of heartbeats in which messages are counted, once the view is calm."""
 
 
-def count_messages(session: Session) -> tuple[int, int]:
-    """The messages to the other rank in the first heartbeats of a view, and in as many later ones."""
-    sent: list[float] = []
-    notify = MemberConnections.notify
+def mates_left_out(session: Session) -> list[bool]:
+    """Whether each heartbeat was sent without a message to the other rank, from the first one on."""
+    left_out: list[bool] = []
+    notify_all = MemberConnections.notify_all
 
-    def noted(self: MemberConnections, member_id: str, method: str, body: bytes) -> None:
+    def noted(self: MemberConnections, method: str, body: bytes, but: Collection[str] = ()) -> None:
         if method == "beat":
-            sent.append(time.monotonic())
-        notify(self, member_id, method, body)
+            left_out.append(bool(but))
+        notify_all(self, method, body, but)
 
-    MemberConnections.notify = noted  # type: ignore[method-assign]
-    begun, ends = 0.0, [False]
+    MemberConnections.notify_all = noted  # type: ignore[method-assign]
+    before = 0
     for attempt in session.steps(10_000):
+        before = before or len(left_out)
         with attempt:
-            begun = begun or time.monotonic()
-            late = time.monotonic() - begun > (2 * CALM_BEATS + COUNTED) * BEAT
-            flag = torch.tensor([float(late)])
-            attempt.comm.all_reduce(flag)
-            ends[0] = bool(flag)
+            enough = torch.tensor([float(len(left_out) - before > 2 * CALM_BEATS + COUNTED)])
+            attempt.comm.all_reduce(enough, ReduceOp.MIN)
         time.sleep(0.01)
-        if ends[0]:
+        if enough:
             break
-    calm = begun + 2 * CALM_BEATS * BEAT
-    early = sum(begun < each < begun + CALM_BEATS / 2 * BEAT for each in sent)
-    return early, sum(calm < each < calm + COUNTED * BEAT for each in sent)
+    return list(left_out)
 
 
 def test_in_a_calm_epoch_a_mate_gets_one_message_in_five_heartbeats() -> None:
-    with LocalCluster(2, "shm", session={"timeouts": FAST}) as cluster:
-        found = cluster.start(count_messages).results()
-    print(f"\nmessages early and late: {found}")
-    for early, late in found:
-        assert early >= CALM_BEATS / 4, "after a change of the view a message goes with each heartbeat"
-        assert 2 <= late < COUNTED / 2
+    with LocalCluster(2, "shm", session={"timeouts": Timeouts(heartbeat=0.05)}) as cluster:
+        for left_out in cluster.start(mates_left_out).results():
+            assert not any(left_out[:CALM_BEATS]), "after a change of the view a message goes with each heartbeat"
+            assert 8 <= left_out[-COUNTED:].count(False) < COUNTED, "more only while a heartbeat is late"
 
 
 @pytest.mark.parametrize("forbidden", ["", "os.pidfd_open", "signal.pidfd_send_signal"])

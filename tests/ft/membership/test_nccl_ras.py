@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import logging
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -19,11 +18,10 @@ from hypothesis import strategies as st
 from holdfast.comms import CorruptData, OpTimeout, PeerFailed, Unsupported
 from holdfast.comms.transport.base import Peer
 from holdfast.ft.detectors import nccl_ras
-from holdfast.ft.detectors.detector import DetectorContext
 from holdfast.ft.detectors.nccl_ras import NcclRasDetector, RasStatus, decode, lost_members, query
-from holdfast.ft.detectors.process_watch import HostProcesses
 from holdfast.ft.membership.view import Job, Member, Timeouts, View
-from holdfast.ft.ports import OpPosition
+from support.rpc_servers import in_a_loop
+from support.views import detector_context
 
 
 def member(number: int, pid: int, host: str) -> Member:
@@ -94,14 +92,11 @@ async def service(
 HELLO = {"CLIENT": b"SERVER PROTOCOL 2\n"}
 
 
-def test_a_query_speaks_the_protocol_of_ncclras() -> None:
+@in_a_loop
+async def test_a_query_speaks_the_protocol_of_ncclras() -> None:
     asked: list[str] = []
-
-    async def body() -> RasStatus:
-        async with service({**HELLO, "STATUS": status_of([rank(3, 103, "10.0.0.2", **DEAD)])}, asked) as address:
-            return await query(address)
-
-    status = asyncio.run(body())
+    async with service({**HELLO, "STATUS": status_of([rank(3, 103, "10.0.0.2", **DEAD)])}, asked) as address:
+        status = await query(address)
     assert asked == ["CLIENT PROTOCOL 2", "TIMEOUT 2", "SET FORMAT json", "STATUS"]
     assert status.communicators[0].missing_ranks[0].status.considered_dead
 
@@ -118,26 +113,21 @@ def test_a_query_speaks_the_protocol_of_ncclras() -> None:
         ({**HELLO, "STATUS": b"x" * 70_000}, CorruptData, "more than 65536 bytes"),
     ],
 )
-def test_an_answer_that_is_none_is_a_typed_error(
+@in_a_loop
+async def test_an_answer_that_is_none_is_a_typed_error(
     answers: dict[str, bytes], error: type[Exception], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nccl_ras, "MOST_BYTES", 1 << 16)
-
-    async def body() -> None:
-        async with service(answers) as address:
-            with pytest.raises(error, match=words):
-                await query(address)
-
-    asyncio.run(body())
+    async with service(answers) as address:
+        with pytest.raises(error, match=words):
+            await query(address)
 
 
-def test_a_service_that_never_ends_its_answer_is_left() -> None:
-    async def body() -> None:
-        async with service({**HELLO, "STATUS": b"{"}, keep_open=True) as address:
-            with pytest.raises(TimeoutError):
-                await query(address, seconds=0.2)
-
-    asyncio.run(body())
+@in_a_loop
+async def test_a_service_that_never_ends_its_answer_is_left() -> None:
+    async with service({**HELLO, "STATUS": b"{"}, keep_open=True) as address:
+        with pytest.raises(TimeoutError):
+            await query(address, seconds=0.2)
 
 
 @given(st.binary(max_size=400) | st.integers(0, 700).map(lambda end: status_of([rank(1, 101, "h", **DEAD)])[:end]))
@@ -185,20 +175,8 @@ def test_the_service_of_another_job_of_the_host_says_nothing_here() -> None:
 def detector(
     address: str, suspected: list[tuple[str, str]], loop: asyncio.AbstractEventLoop, me: int = 0
 ) -> NcclRasDetector:
-    ignore: Callable[..., None] = lambda *_, **__: None  # noqa: E731
-    context = DetectorContext(
-        MEMBERS[me],
-        Timeouts(),
-        loop,
-        ignore,
-        ignore,
-        ignore,
-        ignore,
-        lambda: OpPosition(3, 0, False),
-        lambda who: False,
-        HostProcesses(),
-    )
-    found = NcclRasDetector(dataclasses.replace(context, suspect=lambda who, why: suspected.append((who, why))))
+    suspect = {"suspect": lambda who, why: suspected.append((who, why))}
+    found = NcclRasDetector(detector_context(MEMBERS[me], loop, timeouts=Timeouts(), **suspect))
     found.address = address
     return found
 
@@ -209,53 +187,47 @@ async def settled(found: NcclRasDetector) -> None:
 
 
 @pytest.mark.parametrize("failure", [None, OpTimeout("all_reduce", 3, 1.0), PeerFailed((), "NCCL reports comm error")])
-def test_what_nccl_considers_dead_is_reported_to_all(failure: Any) -> None:
+@in_a_loop
+async def test_what_nccl_considers_dead_is_reported_to_all(failure: Any) -> None:
     """The first member asks now and then; each one does as soon as an op has failed without a culprit."""
-
-    async def body() -> list[tuple[str, str]]:
-        suspected: list[tuple[str, str]] = []
-        answer = status_of([rank(3, 103, "10.0.0.2", **DEAD)], present=MEMBERS[0 if failure is None else 1].peer.pid)
-        async with service({**HELLO, "STATUS": answer}) as address:
-            found = detector(address, suspected, asyncio.get_running_loop(), me=0 if failure is None else 1)
-            found.follow(view_of(), MEMBERS)
-            found.look(1.0)
-            if failure is not None:
-                assert found._query is None, "the first member asks"
-                found.failed(view_of(), failure, 1.0)
-            await settled(found)
-            found.close()
-        return suspected
-
-    ((who, why),) = asyncio.run(body())
+    suspected: list[tuple[str, str]] = []
+    me = 0 if failure is None else 1
+    answer = status_of([rank(3, 103, "10.0.0.2", **DEAD)], present=MEMBERS[me].peer.pid)
+    async with service({**HELLO, "STATUS": answer}) as address:
+        found = detector(address, suspected, asyncio.get_running_loop(), me)
+        found.follow(view_of(), MEMBERS)
+        found.look(1.0)
+        if failure is not None:
+            assert found._query is None, "the first member asks"
+            found.failed(view_of(), failure, 1.0)
+        await settled(found)
+        found.close()
+    ((who, why),) = suspected
     assert who == "m3" and "considers rank 3" in why and "process 103 of 10.0.0.2, dead" in why
 
 
-def test_a_job_over_another_backend_or_with_a_culprit_asks_nothing() -> None:
-    async def body() -> None:
-        asked: list[str] = []
-        async with service(HELLO, asked) as address:
-            found = detector(address, [], asyncio.get_running_loop())
-            found.follow(view_of("gloo"), MEMBERS)
-            found.look(1.0)
-            found.failed(view_of("gloo"), OpTimeout("all_reduce", 3, 1.0), 1.0)
-            found = detector(address, [], asyncio.get_running_loop(), me=1)
-            found.follow(view_of(), MEMBERS)
-            found.failed(view_of(), PeerFailed((2,), "the kernel says"), 1.0)
-            assert found._query is None and not asked
-
-    asyncio.run(body())
-
-
-def test_a_service_that_is_off_is_said_once_and_breaks_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    async def body() -> None:
-        async with service(HELLO) as address:
-            pass  # from here on nothing listens there
+@in_a_loop
+async def test_a_job_over_another_backend_or_with_a_culprit_asks_nothing() -> None:
+    asked: list[str] = []
+    async with service(HELLO, asked) as address:
         found = detector(address, [], asyncio.get_running_loop())
+        found.follow(view_of("gloo"), MEMBERS)
+        found.look(1.0)
+        found.failed(view_of("gloo"), OpTimeout("all_reduce", 3, 1.0), 1.0)
+        found = detector(address, [], asyncio.get_running_loop(), me=1)
         found.follow(view_of(), MEMBERS)
+        found.failed(view_of(), PeerFailed((2,), "the kernel says"), 1.0)
+        assert found._query is None and not asked
+
+
+@in_a_loop
+async def test_a_service_that_is_off_is_said_once_and_breaks_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    async with service(HELLO) as address:
+        pass  # from here on nothing listens there
+    found = detector(address, [], asyncio.get_running_loop())
+    found.follow(view_of(), MEMBERS)
+    with caplog.at_level(logging.WARNING):
         for now in (1.0, 100.0):
             found.look(now)
             await settled(found)
-
-    with caplog.at_level(logging.WARNING):
-        asyncio.run(body())
     assert caplog.text.count("NCCL's RAS at 127.0.0.1") == 1

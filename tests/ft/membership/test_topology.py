@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
+from collections.abc import Callable, Iterable
 
 import msgspec
 import pytest
@@ -19,7 +20,7 @@ from holdfast.ft.membership.events import Cleared, Death, Event, ProvenDeaths, S
 from holdfast.ft.membership.evidence import Evidence
 from holdfast.ft.membership.state_machine import next_size, successors
 from holdfast.ft.membership.topology import Shape, heads, host_mates, observers
-from holdfast.ft.membership.view import Job, Member, StepError, View, ViewDelta, apply_delta, delta_between
+from holdfast.ft.membership.view import Member, StepError, View, ViewDelta, apply_delta, delta_between
 from holdfast.ft.node import messages
 from holdfast.ft.node.rendezvous import encode
 from holdfast.ft.node.table_sharing import (
@@ -32,24 +33,35 @@ from holdfast.ft.node.table_sharing import (
     neighbour_ranks,
 )
 from holdfast.ft.ports import MemberLinks
+from support.views import view_of
 
 SPARSE = Shape(mesh=1)
 
 
-def view_of(hosts: list[int], epoch: int = 1, size: int | None = None) -> View:
+def view_on(hosts: list[int], size: int | None = None) -> View:
     """A view with `hosts[i]` members on host i."""
-    members = []
-    for host, count in enumerate(hosts):
-        for _ in range(count):
-            number = len(members)
-            members.append(Member(f"p{number}", f"h{host}:{number}", Peer(f"h{host}", number, 1)))
-    job = Job("job", size or len(members), 1, len(members), ("gloo",), "gloo")
-    return View(epoch, "running", tuple(members), job, "test")
+    return view_of([f"h{host}" for host, count in enumerate(hosts) for _ in range(count)], 1, size=size)
+
+
+def distances(view: View, neighbours: Callable[[Member], Iterable[Member]]) -> dict[str, int]:
+    """The members that the first one reaches by way of neighbours, each with the number of steps to it."""
+    found, todo = {"p0": 0}, deque([view.members[0]])
+    while todo:
+        here = todo.popleft()
+        for other in neighbours(here):
+            if other.id not in found:
+                found[other.id] = found[here.id] + 1
+                todo.append(other)
+    return found
+
+
+def announced_to(view: View) -> Callable[[Member], tuple[Member, ...]]:
+    return lambda member: (*observers(view, member, SPARSE), *host_mates(view, member))
 
 
 @given(st.lists(st.integers(1, 6), min_size=2, max_size=40))
 def test_neighbours_are_on_other_hosts_and_know_each_other(hosts: list[int]) -> None:
-    view = view_of(hosts)
+    view = view_on(hosts)
     for member in view.members:
         around = observers(view, member, SPARSE)
         assert around
@@ -59,44 +71,30 @@ def test_neighbours_are_on_other_hosts_and_know_each_other(hosts: list[int]) -> 
 
 @given(st.lists(st.integers(1, 6), min_size=2, max_size=60))
 def test_a_view_announced_by_any_member_reaches_all_members(hosts: list[int]) -> None:
-    view = view_of(hosts)
-    seen, todo = {"p0"}, deque([view.members[0]])
-    while todo:
-        member = todo.popleft()
-        for other in (*observers(view, member, SPARSE), *host_mates(view, member)):
-            if other.id not in seen:
-                seen.add(other.id)
-                todo.append(other)
-    assert len(seen) == len(view.members)
+    view = view_on(hosts)
+    assert len(distances(view, announced_to(view))) == len(view.members)
 
 
 def test_the_number_of_neighbours_is_constant_and_paths_grow_slowly() -> None:
     steps = {}
     for hosts in (50, 800):
-        view = view_of([8] * hosts)
+        view = view_on([8] * hosts)
         assert max(len(observers(view, m, Shape())) for m in view.members) <= 8
-        distance = {"p0": 0}
-        todo = deque([view.members[0]])
-        while todo:
-            member = todo.popleft()
-            for other in observers(view, member, Shape()):
-                if other.id not in distance:
-                    distance[other.id] = distance[member.id] + 1
-                    todo.append(other)
+        distance = distances(view, lambda member, view=view: observers(view, member, Shape()))
         assert len(distance) == len(view.members)
         steps[hosts] = max(distance.values())
     assert steps[800] <= steps[50] + 5
 
 
 def test_in_a_small_job_members_watch_all_members_on_other_hosts() -> None:
-    view = view_of([2, 2, 1])
+    view = view_on([2, 2, 1])
     assert [m.id for m in observers(view, view.members[0], Shape())] == ["p2", "p3", "p4"]
     assert [m.id for m in host_mates(view, view.members[0])] == ["p1"]
 
 
 @given(members=st.integers(1, 12), lost=st.sets(st.integers(0, 11)), turn=st.integers(0, 9))
 def test_turns_cycle_through_all_living_members(members: int, lost: set[int], turn: int) -> None:
-    view = view_of([1] * members)
+    view = view_on([1] * members)
     alive = [f"p{number}" for number in range(members) if number not in lost]
     first = turn * SPARSE.heads % max(1, len(alive))
     told = [m.id for m in heads(view, {f"p{number}" for number in lost}, SPARSE, turn)]
@@ -110,7 +108,7 @@ def test_turns_cycle_through_all_living_members(members: int, lost: set[int], tu
     more=st.integers(0, 3),
 )
 def test_a_view_can_be_sent_as_a_delta(hosts: list[int], dead: set[int], spares: int, more: int) -> None:
-    old = view_of(hosts, size=sum(hosts) + more)
+    old = view_on(hosts, size=sum(hosts) + more)
     gone = {f"p{n}": "gone" for n in dead if n < len(old.members)}
     waiting = [Member(f"s{n}", f"h0:{900 + n}", Peer("h0", 900 + n, 1)) for n in range(spares)]
     next_up = successors(old, gone, waiting)
@@ -125,7 +123,7 @@ def test_a_view_can_be_sent_as_a_delta(hosts: list[int], dead: set[int], spares:
 
 
 def test_a_delta_of_another_view_is_refused() -> None:
-    old = view_of([2, 2])
+    old = view_on([2, 2])
     with pytest.raises(CorruptData, match="does not follow"):
         apply_delta(old, ViewDelta(4, "running", (0,), (), (), "why"))
     for rank in (-1, 4):
@@ -135,32 +133,35 @@ def test_a_delta_of_another_view_is_refused() -> None:
     assert delta_between(old, swapped) is None
 
 
+def after(events: Iterable[Event], evidence: Evidence, shape: Shape, view: View) -> Evidence:
+    """Apply events as the membership state machine does."""
+    for event in events:
+        match event:
+            case Suspicion():
+                evidence = evidence.with_suspicion(event, view, shape)
+            case Cleared():
+                evidence = evidence.with_clearance(event, view, shape)
+            case ProvenDeaths(deaths):
+                evidence = evidence.with_deaths(deaths, view, shape)
+    return evidence
+
+
 @given(st.data())
 def test_evidence_gives_the_same_losses_in_any_order(data: st.DataObject) -> None:
-    view = view_of([2, 2, 2, 1])
+    view = view_on([2, 2, 2, 1])
     ids = [m.id for m in view.members]
     pairs = data.draw(st.lists(st.tuples(st.sampled_from(ids), st.sampled_from(ids)), max_size=20, unique=True))
     dead = data.draw(st.lists(st.sampled_from(ids), max_size=2, unique=True))
-    words: list[Suspicion | Death] = [Suspicion(m, o, "silent", 1) for m, o in pairs if m != o]
-    words += [Death(who, "ended") for who in dead]
+    words: list[Event] = [Suspicion(m, o, "silent", 1) for m, o in pairs if m != o]
+    words += [ProvenDeaths((Death(who, "ended"),)) for who in dead]
 
-    def heard(order: list[Suspicion | Death]) -> Evidence:
-        evidence = Evidence()
-        for word in order:
-            if isinstance(word, Death):
-                evidence = evidence.with_deaths([word], view, Shape())
-            else:
-                evidence = evidence.with_suspicion(word, view, Shape())
-        return evidence
-
-    lost = heard(words).lost.keys()
-    assert heard(data.draw(st.permutations(words))).lost.keys() == lost
+    lost = after(words, Evidence(), Shape(), view).lost.keys()
+    assert after(data.draw(st.permutations(words)), Evidence(), Shape(), view).lost.keys() == lost
 
 
 def test_a_late_report_does_not_count() -> None:
-    view = view_of([1, 1, 1, 1])
-    evidence = Evidence().with_suspicion(Suspicion("p0", "p1", "silent", 1), view, Shape())
-    evidence = evidence.with_suspicion(Suspicion("p0", "p2", "silent", 1), view, Shape())
+    view = view_on([1, 1, 1, 1])
+    evidence = after([Suspicion("p0", each, "silent", 1) for each in ("p1", "p2")], Evidence(), Shape(), view)
     assert evidence.lost.keys() == {"p0"}
     evidence = evidence.with_clearance(Cleared("p0", "p2", 2), view, Shape())
     assert not evidence.lost
@@ -169,13 +170,12 @@ def test_a_late_report_does_not_count() -> None:
 
 def test_one_suspicion_is_enough_against_a_spare() -> None:
     said = Suspicion("spare", "p1", "silent", 1)
-    assert Evidence().with_suspicion(said, view_of([1, 1, 1]), Shape()).lost == {"spare": "silent"}
+    assert Evidence().with_suspicion(said, view_on([1, 1, 1]), Shape()).lost == {"spare": "silent"}
 
 
 def test_a_suspicion_outlives_the_view_if_its_observer_stays() -> None:
-    view, evidence = view_of([1, 1, 1, 1]), Evidence()
-    for suspect, observer in (("p0", "p1"), ("p0", "p3"), ("p1", "p3")):
-        evidence = evidence.with_suspicion(Suspicion(suspect, observer, "silent", 1), view, Shape())
+    view, pairs = view_on([1, 1, 1, 1]), (("p0", "p1"), ("p0", "p3"), ("p1", "p3"))
+    evidence = after([Suspicion(*pair, "silent", 1) for pair in pairs], Evidence(), Shape(), view)
     later = structs.replace(view, epoch=2, members=view.members[:3])
     assert evidence.for_view(later, view.members[3:], Shape()).suspected == {"p0": {"p1": "silent"}}
 
@@ -188,8 +188,8 @@ def test_an_impossible_topology_is_refused() -> None:
 # -- what a member reports
 
 
-MEMBERS = tuple(Member(f"p{n}", f"h{n // 2}:{7000 + n}", Peer(f"h{n // 2}", n + 1, 1)) for n in range(6))
-HOSTS_OF_TWO = View(1, "running", MEMBERS, Job("job", 6, 1, 6, ("gloo",), "gloo"), "all are here")
+HOSTS_OF_TWO = view_on([2, 2, 2])
+MEMBERS = HOSTS_OF_TWO.members
 ME = MEMBERS[1]
 MESH, SPARSE = Shape(), Shape(mesh=1, rings=1)
 
@@ -203,23 +203,11 @@ reported = st.one_of(
 )
 
 
-def after(event: Event, evidence: Evidence, shape: Shape) -> Evidence:
-    """Apply an event as the membership state machine does."""
-    match event:
-        case Suspicion():
-            return evidence.with_suspicion(event, HOSTS_OF_TWO, shape)
-        case Cleared():
-            return evidence.with_clearance(event, HOSTS_OF_TWO, shape)
-        case ProvenDeaths(deaths):
-            return evidence.with_deaths(deaths, HOSTS_OF_TWO, shape)
-    raise AssertionError(event)
-
-
 @given(st.lists(reported, max_size=12), st.sampled_from([MESH, SPARSE]))
 def test_a_member_reports_its_own_evidence_and_nothing_else(happened: list[Event], shape: Shape) -> None:
     evidence = Evidence()
     for event in happened:
-        before, evidence = evidence, after(event, evidence, shape)
+        before, evidence = evidence, after([event], evidence, shape, HOSTS_OF_TWO)
         words = new_findings(event, ME, HOSTS_OF_TWO, evidence, before)
 
         here = {m.id for m in MEMBERS if m.peer.host == ME.peer.host}
@@ -237,44 +225,31 @@ def test_a_member_reports_its_own_evidence_and_nothing_else(happened: list[Event
 SIZES = st.lists(st.integers(1, 20), min_size=1, max_size=30)
 
 
-def depths(view: View) -> dict[int, int]:
-    """The ranks that rank 0 reaches along the tree, with their distances."""
-    found, todo = {0: 0}, deque([0])
-    while todo:
-        rank = todo.popleft()
-        for other in neighbour_ranks(view, rank):
-            if other not in found:
-                found[other] = found[rank] + 1
-                todo.append(other)
-    return found
+def depths(view: View) -> list[int]:
+    """The distance of each rank from rank 0 along the tree."""
+    found = distances(view, lambda member: [view.members[n] for n in neighbour_ranks(view, view.ranks[member.id])])
+    return [found[member.id] for member in view.members]
 
 
 @given(SIZES)
-def test_all_members_are_in_one_tree(hosts: list[int]) -> None:
-    view = view_of(hosts)
-    size = len(view.members)
+def test_all_members_are_in_one_tree_and_the_first_neighbour_leads_to_rank_0(hosts: list[int]) -> None:
+    view = view_on(hosts)
+    size, depth = len(view.members), depths(view)
     edges = [(rank, other) for rank in range(size) for other in neighbour_ranks(view, rank)]
     assert set(edges) == {(other, rank) for rank, other in edges}, "neighbours know each other"
     assert len(edges) == 2 * (size - 1)
-    assert depths(view).keys() == set(range(size))
-
-
-@given(SIZES)
-def test_the_first_neighbour_leads_to_rank_0(hosts: list[int]) -> None:
-    view = view_of(hosts)
-    depth = depths(view)
-    for rank in range(1, len(view.members)):
+    for rank in range(1, size):
         assert depth[neighbour_ranks(view, rank)[0]] == depth[rank] - 1
 
 
 def test_no_member_has_many_neighbours_and_none_is_far() -> None:
-    view = view_of([8] * 1000)
+    view = view_on([8] * 1000)
     assert max(len(neighbour_ranks(view, rank)) for rank in range(8000)) <= 2 * ARITY + 1
-    assert max(depths(view).values()) <= 5
+    assert max(depths(view)) <= 5
 
 
 def test_a_small_job_on_one_host_meets_at_its_first_member() -> None:
-    view = view_of([9])
+    view = view_on([9])
     assert neighbour_ranks(view, 0) == tuple(range(1, 9))
     assert all(neighbour_ranks(view, rank) == (0,) for rank in range(1, 9))
 
@@ -350,7 +325,7 @@ def members_of(view: View) -> dict[str, FakeLinks]:
 def test_every_copy_gets_every_key_also_over_connections_that_break(hosts: list[int], seed: int) -> None:
     """Members install the view at different times; a connection that comes back brings what was lost."""
     dice = random.Random(seed)
-    view = view_of(hosts)
+    view = view_on(hosts)
 
     async def whole() -> None:
         loop = asyncio.get_running_loop()
@@ -390,7 +365,7 @@ def test_every_copy_gets_every_key_also_over_connections_that_break(hosts: list[
 
 @given(hosts=st.lists(st.integers(1, 12), min_size=1, max_size=6))
 def test_what_several_members_change_goes_up_to_the_first_copy_and_down_to_all(hosts: list[int]) -> None:
-    view = view_of(hosts)
+    view = view_on(hosts)
 
     async def whole() -> None:
         members = members_of(view)

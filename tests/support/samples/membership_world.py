@@ -6,11 +6,10 @@ happen, checking every invariant on the way; an explorer tries all orders, a fuz
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from holdfast.comms.transport.base import Peer
 from holdfast.ft.membership.events import (
     Announce,
     AnnounceSelf,
@@ -38,8 +37,13 @@ from holdfast.ft.membership.events import (
 from holdfast.ft.membership.state_machine import Membership
 from holdfast.ft.membership.topology import Shape
 from holdfast.ft.membership.view import Job, Member, OnDeath, Timeouts, View
+from support.views import member
 
 Kind = Literal["start", "cas", "away", "deliver", "proof", "kill", "tick", "poll", "finish", "break"]
+
+
+BUDGET = ("kills", "ticks", "outages", "finishing", "breaks")
+"""What may still happen in a world, so many times; `finishing`: whether members may finish."""
 
 
 class InvariantBroken(AssertionError):
@@ -81,7 +85,7 @@ class World:
     kills: int = 0
     ticks: int = 0
     outages: int = 0
-    finishing: bool = False
+    finishing: int = 0
     breaks: int = 0
 
     @property
@@ -92,37 +96,22 @@ class World:
         return [i for i, process in enumerate(self.processes) if process.alive and not process.evicted]
 
 
-def member(index: int, host: str = "h") -> Member:
-    return Member(f"p{index}", f"{host}:{1000 + index}", Peer(host, 100 + index, index))
-
-
 def new_world(
-    count: int,
-    *,
-    size: int,
-    min_size: int = 1,
-    kills: int = 0,
-    ticks: int = 0,
-    outages: int = 0,
-    finishing: bool = False,
-    breaks: int = 0,
-    mesh: int = 64,
-    on_death: OnDeath = "rebuild",
+    count: int, *, size: int, min_size: int = 1, mesh: int = 64, on_death: OnDeath = "rebuild", **budget: int
 ) -> World:
-    """`count` processes that have not started, of a job of `size` members.
+    """`count` processes that have not started, of a job of `size` members, with a `budget` of faults.
 
     In a job of more than `mesh` they report changes to neighbours only.
     """
     job = Job("job", size, min_size, size, ("shm", "gloo"), on_death=on_death)
-    shape = Shape(mesh=mesh)
-    cores = tuple(Process(Membership(member(i), job, Timeouts(), frozenset({"shm"}), shape)) for i in range(count))
-    return World(cores, kills=kills, ticks=ticks, outages=outages, finishing=finishing, breaks=breaks)
+    cores = (Membership(member(i), job, Timeouts(), frozenset({"shm"}), Shape(mesh=mesh)) for i in range(count))
+    return World(tuple(map(Process, cores)), **budget)
 
 
 def started(world: World) -> World:
     """The world after everything has happened, in one order, that needs neither a fault nor a tick."""
-    budget = {what: getattr(world, what) for what in ("kills", "ticks", "outages", "finishing", "breaks")}
-    world = replace(world, kills=0, ticks=0, outages=0, finishing=False, breaks=0)
+    budget = {what: getattr(world, what) for what in BUDGET}
+    world = replace(world, **dict.fromkeys(BUDGET, 0))
     while True:
         action = next(actions(world), None)
         if action is None:
@@ -195,10 +184,7 @@ def apply(world: World, action: Action) -> World:
             assert process.core.wake_at is not None
             world = replace(world, now=max(world.now, process.core.wake_at), ticks=world.ticks - 1)
             return _feed(world, i, Tick())
-        case "proof":
-            assert action.what is not None
-            return _feed(world, i, action.what)
-        case "deliver":
+        case "proof" | "deliver":
             assert action.what is not None
             return _feed(replace(world, mail=world.mail - {(i, action.what)}), i, action.what)
         case "away":
@@ -222,6 +208,10 @@ def _mail(world: World, i: int, event: Event) -> World:
     return replace(world, mail=world.mail | {(i, event)})
 
 
+def _send(world: World, to: Iterable[Member], event: Event) -> World:
+    return replace(world, mail=world.mail | {(int(other.id[1:]), event) for other in to})
+
+
 def _feed(world: World, i: int, event: Event) -> World:
     process = world.processes[i]
     core, effects = process.core.on(event, world.now)
@@ -240,20 +230,13 @@ def _perform(world: World, i: int, effect: Effect) -> World:
             check(bool(effect.view.reason), "a decision without a reason")
             return _with(world, i, replace(process, proposal=effect))
         case Announce(view, to, change):
-            new_findings = ViewRead(view, me.id) if change is None else ViewDeltaReceived(change, me.id)
-            for other in to:
-                world = _mail(world, int(other.id[1:]), new_findings)
-            return world
+            return _send(world, to, ViewRead(view, me.id) if change is None else ViewDeltaReceived(change, me.id))
         case ReadRegister():
             return _mail(world, i, ViewRead(world.register))
-        case AnnounceSelf(view, to):
-            for other in to:
-                world = _mail(world, int(other.id[1:]), SpareAnnounced(me))
-            return world
+        case AnnounceSelf(_, to):
+            return _send(world, to, SpareAnnounced(me))
         case Report(ProvenDeaths() as deaths, to):
-            for other in to:
-                world = _mail(world, int(other.id[1:]), deaths)
-            return world
+            return _send(world, to, deaths)
         case Install(view):
             _check_install(world, i, view)
             return _with(world, i, replace(process, installed=(*process.installed, view.epoch)))
