@@ -17,7 +17,6 @@ import torch
 
 from holdfast import ft
 from holdfast.comms import StaleEpoch
-from holdfast.comms.system.keys import create_key
 from holdfast.ft import Session, settings
 from holdfast.ft.communicators import CommunicatorManager, DefaultGroup
 from holdfast.ft.departure import TERMINATED, Terminated, TerminationRequest
@@ -29,14 +28,13 @@ from holdfast.ft.telemetry.event_log import EventLog
 from holdfast.ft.telemetry.flight.recorder import FlightRecorder
 from holdfast.ft.telemetry.metrics import Metrics
 from holdfast.harness import LocalCluster
+from support.samples.tally import Tally, contract_in
 from support.waiting import becomes_true
 
 
 @pytest.fixture
 def arguments(tmp_path: Path) -> dict[str, Any]:
-    key = tmp_path / "job.key"
-    create_key(key)
-    return {"size": 1, "job": "closing", "register": f"sqlite://{tmp_path}/job.sqlite", "key_file": key}
+    return contract_in(tmp_path, size=1)
 
 
 CLOSES = [
@@ -111,14 +109,6 @@ def test_a_session_that_cannot_begin_leaves_nothing_open(
 CODE = str(Path(ft.__file__).parent.parent), threading.__file__, sys.modules["contextlib"].__file__ or ""
 
 
-class State:
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return {"weights": torch.zeros(3)}
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        pass
-
-
 def call_at_line(number: int, handler: Callable[[], None], body: Callable[[], None]) -> int:
     """Run `body()`, and `handler()` at the start of its `number`th line, as that of a signal; the number of lines."""
     lines = 0
@@ -140,12 +130,10 @@ def call_at_line(number: int, handler: Callable[[], None], body: Callable[[], No
 
 def run(folder: Path, number: int) -> int:
     """A whole job of one member, whose session is ended at a line; the number of lines of its code."""
-    session = ft.Session(
-        "shm", size=1, job="job", register=f"sqlite://{folder}/{number}.sqlite", key_file=folder / "job.key"
-    )
+    session = ft.Session(**contract_in(folder, size=1, register=f"sqlite://{folder}/{number}.sqlite"))
 
     def job() -> None:
-        session.attach("state", State())
+        session.attach("state", Tally())
         with session:
             for attempt in session.steps(2):
                 with attempt:
@@ -162,7 +150,6 @@ def run(folder: Path, number: int) -> int:
 @pytest.mark.timeout(600)
 def test_a_handler_ends_a_session_at_any_line_of_its_code(points: int, tmp_path: Path) -> None:
     """The rest of the job runs to its end or is told that the session was closed, and nothing is left behind."""
-    create_key(tmp_path / "job.key")
     before = set(threading.enumerate())
     total = run(tmp_path, 0)
     assert total > 1000
@@ -215,27 +202,24 @@ def test_inside_a_step_it_leaves_after_it(request_: TerminationRequest) -> None:
         request_.obey()
 
 
-def test_a_forked_child_is_ended_as_ever(request_: TerminationRequest) -> None:
+@pytest.mark.parametrize("own", [False, True])
+def test_a_forked_child_is_ended_as_ever_and_a_session_that_ends_delivers_the_signal_late(
+    request_: TerminationRequest, own: bool
+) -> None:
     request_.in_steps = True
     child = os.fork()
     if child == 0:
+        request = TerminationRequest()
+        if own:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            request.begin()
+            request.in_steps = True
         os.kill(os.getpid(), signal.SIGTERM)
+        if own:
+            request.end()
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
     request_.obey()
-
-
-def test_a_session_that_ends_by_itself_delivers_the_signal_late() -> None:
-    child = os.fork()
-    if child == 0:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        request = TerminationRequest()
-        request.begin()
-        request.in_steps = True
-        os.kill(os.getpid(), signal.SIGTERM)
-        request.end()
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
 
 
 def test_a_handler_of_the_program_stays(request_: TerminationRequest) -> None:

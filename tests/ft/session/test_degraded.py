@@ -9,31 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from msgspec.structs import replace
 
 from holdfast import ft
 from holdfast.comms.errors import Revoked
 from holdfast.comms.experts import Switch
-from holdfast.comms.system.keys import create_key
 from holdfast.ft import Session
-from holdfast.ft.membership.view import Job
 from holdfast.harness import LocalCluster
+from support.samples.tally import Tally, contract_in, start_with_spares
 from support.waiting import PATIENCE, eventually
 
 STEPS, KILL_STEP, REBUILD_STEP, VICTIM = 8, 2, 5, 1
-
-
-class Counter:
-    """State that all ranks have: the numbers of the steps that were committed."""
-
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-
-    def state_dict(self) -> dict[str, object]:
-        return {"steps": list(self.steps)}
-
-    def load_state_dict(self, state: dict[str, object]) -> None:
-        self.steps = list(state["steps"])  # type: ignore[call-overload]
 
 
 @dataclass(frozen=True)
@@ -58,17 +43,17 @@ def exchange(switch: Switch, dies: bool = False) -> None:
     assert torch.equal(combined, torch.ones(6, 4) * living[:, None])
 
 
-def train(session: Session, gate: Path | None = None) -> tuple[list[Seen], list[int]]:
+def train(session: Session, gate: str = "") -> tuple[list[Seen], list[int]]:
     """Run the steps, in which a rank dies; not before `gate` is there."""
-    counter, seen = Counter(), []
+    counter, seen = Tally(), []
     session.attach("counter", counter)
     switch: Switch | None = None
     for attempt in session.steps(STEPS):
         with attempt:
             if switch is None or switch.epoch != attempt.epoch:
                 switch = Switch(attempt.lasting, 6, top_k=1, hidden=4, max_tokens=6)
-            if gate is not None and attempt.step == KILL_STEP:
-                eventually(gate.exists)
+            if gate and attempt.step == KILL_STEP:
+                eventually(Path(gate).exists)
             exchange(switch, dies=(attempt.step, attempt.rank) == (KILL_STEP, VICTIM))
         assert switch is not None
         if attempt.committed:
@@ -97,12 +82,7 @@ def test_the_living_commit_in_the_same_epoch_go_on_and_rebuild_when_asked() -> N
 
 def test_the_step_is_finished_and_then_a_spare_takes_the_place() -> None:
     with LocalCluster(3, "shm", spares=1, session={"on_death": "finish_step"}) as cluster:
-        gate = cluster.logs / "gate"
-        job = cluster.start(train, gate)
-        job.wait_for_spares()
-        gate.touch()
-        outcomes = job.results(timeout=PATIENCE)
-    assert len(outcomes) == 3
+        outcomes = start_with_spares(cluster, train).results(timeout=PATIENCE)
     assert [steps for _, steps in outcomes] == [list(range(STEPS))] * 3, "the spare has the state of all steps"
     for seen, _ in outcomes:
         assert all(each.committed and each.before == ALL for each in seen)
@@ -132,12 +112,6 @@ def test_an_op_that_needs_the_dead_ends_the_degraded_epoch_and_harms_nobody() ->
             assert seen == [(0, True, 3), (1, True, 3), (2, False, 3), (2, True, 2), (3, True, 2)]
 
 
-def test_all_members_have_the_same_answer_to_a_death() -> None:
-    job = Job("job", 3, 1, 3, ("shm",), "shm", on_death="go_on")
-    conflict = replace(job, on_death="rebuild").conflict(job)
-    assert conflict is not None and "on_death=go_on, not rebuild" in conflict
-
-
 def test_a_degraded_epoch_ends_where_a_checkpoint_is_due(tmp_path: Path) -> None:
     """The rank dies in step 2; the checkpoints after 4 steps and after the last one are written by all that live."""
 
@@ -154,23 +128,8 @@ def test_a_degraded_epoch_ends_where_a_checkpoint_is_due(tmp_path: Path) -> None
     assert sorted(each.name for each in tmp_path.iterdir()) == ["step-000000004", f"step-{STEPS:09d}"]
 
 
-def test_a_spare_that_comes_in_a_degraded_epoch_waits_for_the_rebuild() -> None:
-    with LocalCluster(3, "shm", spares=1, session={"on_death": "go_on"}) as cluster:
-        gate = cluster.logs / "gate"
-        job = cluster.start(train, gate)
-        job.wait_for_spares()
-        gate.touch()
-        outcomes = job.results(timeout=PATIENCE)
-    assert [steps for _, steps in outcomes] == [list(range(STEPS))] * 3
-    newcomers = [seen for seen, _ in outcomes if seen[0].step > 0]
-    assert [[each.step for each in seen] for seen in newcomers] == [list(range(REBUILD_STEP + 1, STEPS))]
-    assert all(each.before == each.after == ALL for each in newcomers[0])
-
-
 def test_what_a_degraded_epoch_cannot_keep_is_refused_before_anything_begins(tmp_path: Path) -> None:
-    create_key(tmp_path / "key")
-    register, key = "memory://refusals", tmp_path / "key"
-    session = ft.Session("shm", size=1, job="refusals", register=register, key_file=key, on_death="finish_step")
+    session = ft.Session(**contract_in(tmp_path, size=1, on_death="finish_step"))
     with pytest.raises(ValueError, match=r"on_death='finish_step' with attach_sharded\(\).* use on_death=\"rebuild\""):
         session.attach_sharded(lambda mesh: {})
     with pytest.raises(ValueError, match="'mourn' is none of 'rebuild', 'finish_step', 'go_on'"):

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from holdfast import ft
 from holdfast.comms.errors import Mismatch
-from holdfast.comms.system.keys import create_key
 from holdfast.comms.transport.base import Peer
 from holdfast.ft import settings
 from holdfast.ft.listen_address import (
@@ -31,6 +30,7 @@ from holdfast.ft.membership.state_machine import refusal_reason
 from holdfast.ft.membership.view import Job, Member, View
 from holdfast.ft.registers import RegisterAway, sqlite
 from holdfast.ft.schedulers import Placement, placement
+from support.samples.tally import contract_in
 from support.source_tree import ROOT
 
 # -- schedulers
@@ -105,9 +105,7 @@ def test_whatever_the_variables_hold_there_is_a_placement_or_a_value_error(envir
 
 
 def settle(tmp_path: Path, **given: Any) -> settings.Settings:
-    key = tmp_path / "key"
-    if not key.exists():
-        create_key(key)
+    key = contract_in(tmp_path)["key_file"]
     arguments: dict[str, Any] = dict.fromkeys(("backend", "size", "min_size", "shards", "device", "job"))
     return settings.settle(
         **{**arguments, "register": "memory://x", "key_file": key, "timeouts": ft.Timeouts(), **given}
@@ -246,10 +244,5 @@ def test_sqlite_on_a_network_file_system_is_refused(tmp_path: Path, monkeypatch:
     kind = sqlite._type_of(tmp_path)
     monkeypatch.setitem(sqlite.NETWORK_FILE_SYSTEMS, kind, "NFS")
     with pytest.raises(RegisterAway, match=r"is on NFS, where sqlite is not safe: .* use etcd://"):
-        ft.Session(job="job", size=1, register=f"sqlite://{tmp_path}/job.sqlite", key_file=_key(tmp_path))
+        ft.Session(**contract_in(tmp_path, size=1))
     assert not (tmp_path / "job.sqlite").exists()
-
-
-def _key(folder: Path) -> Path:
-    create_key(folder / "a.key")
-    return folder / "a.key"

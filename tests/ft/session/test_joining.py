@@ -21,26 +21,15 @@ from holdfast.ft.node.register import Register
 from holdfast.ft.registers import RegisterAway
 from holdfast.ft.state.fetching import BLOCK
 from support.children import Child, children
+from support.samples.tally import contract_in
 from support.waiting import PATIENCE, eventually
 
 QUICK = Timeouts(heartbeat=0.1, suspect=0.5, operation=10.0, rebuild=5.0, join=2.0)
 
 
-def arguments(folder: Path) -> dict[str, Any]:
-    """The arguments that a session needs to join a job."""
-    create_key(folder / "key")
-    return {
-        "job": "job",
-        "register": f"sqlite://{folder}/job.sqlite",
-        "key_file": folder / "key",
-        "backend": "shm",
-        "timeouts": QUICK,
-    }
-
-
 @pytest.fixture
 def contract(tmp_path: Path) -> dict[str, Any]:
-    return arguments(tmp_path)
+    return contract_in(tmp_path, timeouts=QUICK)
 
 
 def one_step(session: Session) -> int:
@@ -95,7 +84,7 @@ def test_a_variable_that_makes_no_sense_is_refused(
 @pytest.fixture(scope="module")
 def founded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The arguments of a session whose register is in use, with size 1 and 4 shards."""
-    used = arguments(tmp_path_factory.mktemp("founded"))
+    used = contract_in(tmp_path_factory.mktemp("founded"), timeouts=QUICK)
     create_key(used["key_file"].with_name("other"))
     with Session(**used, size=1, shards=4) as founder:
         one_step(founder)
@@ -201,16 +190,10 @@ def test_a_founder_raises_register_away_when_the_register_is_removed(contract: d
             one_step(session)
 
 
-def test_a_job_begins_with_min_size_members(contract: dict[str, Any]) -> None:
+def test_a_job_begins_with_min_size_members_and_a_late_process_finds_nothing_to_do(contract: dict[str, Any]) -> None:
     with Session(**contract, size=2) as session:
-        assert one_step(session) == 1
-        assert session.size == 1
-
-
-def test_a_late_process_finds_nothing_to_do_in_a_finished_job(contract: dict[str, Any]) -> None:
-    with Session(**contract, size=1) as session:
-        one_step(session)
-    with Session(**contract, size=1) as late:
+        assert (one_step(session), session.size) == (1, 1)
+    with Session(**contract, size=2) as late:
         assert list(late.steps(1)) == []
 
 
@@ -218,8 +201,16 @@ def test_a_spare_whose_job_died_raises_register_away_when_the_register_is_remove
     contract: dict[str, Any], tmp_path: Path
 ) -> None:
     contract["timeouts"] = Timeouts(heartbeat=0.1, suspect=0.2, operation=10.0, rebuild=0.5, join=0.5)
+
+    def linger(pipe: Any) -> None:
+        with Session(**contract, size=1) as session:
+            for attempt in session.steps(10**6):
+                with attempt:
+                    pipe.send("in a step")
+                    time.sleep(0.05)
+
     with children() as start:
-        member = start(work, contract, 2, str(tmp_path / "gate"), {"size": 1})
+        member = start(linger)
         member.hear()
         with Session(**contract, size=1) as spare:
             (tmp_path / "job.sqlite").unlink()
@@ -229,31 +220,6 @@ def test_a_spare_whose_job_died_raises_register_away_when_the_register_is_remove
 
 
 # -- late joiners
-
-
-def work(pipe: Any, contract: dict[str, Any], steps: int, gate: str, options: dict[str, Any]) -> None:
-    """Do `steps` steps, the later half only once the file `gate` exists.
-
-    Reports the sizes seen and the model.
-    """
-    model = torch.nn.Linear(2, 2, bias=False)
-    torch.nn.init.constant_(model.weight, float(os.getpid()))
-    with Session(**contract, **options) as session:
-        session.attach("model", model)
-        sizes = []
-        for attempt in session.steps(steps):
-            with attempt:
-                while attempt.step == steps // 2 and attempt.comm.size < 3 and not Path(gate).exists():
-                    attempt.comm.barrier()
-                    time.sleep(0.002)
-                grown = torch.ones(2, 2)
-                attempt.comm.all_reduce(grown)
-            if attempt.committed:
-                sizes.append(attempt.comm.size)
-                with torch.no_grad():
-                    model.weight += grown / attempt.comm.size
-                pipe.send(("step", attempt.step, attempt.comm.size))
-        pipe.send(("end", session.rank, sizes, model.weight.tolist()))
 
 
 def hear_until(child: Child, wanted: Callable[[Any], bool]) -> Any:
@@ -295,41 +261,6 @@ def test_members_do_not_wait_for_a_joiner_that_still_prepares_its_steps(
             child.end()
 
 
-def test_a_member_that_waits_below_min_size_continues_with_a_joiner(contract: dict[str, Any], tmp_path: Path) -> None:
-    gate = str(tmp_path / "gate")
-    contract["timeouts"] = Timeouts(heartbeat=0.1, suspect=0.5, operation=10.0, rebuild=5.0, join=10.0)
-    options = {"size": 2, "min_size": 2}
-    with children() as start:
-        first = [start(work, contract, 10, gate, options) for _ in range(2)]
-        hear_until(first[0], lambda m: m[0] == "step" and m[1] == 4)
-        first[1].kill()
-        time.sleep(0.3)
-        Path(gate).touch()
-        joiner = start(work, contract, 10, gate, options)
-        ends = [hear_until(child, lambda m: m[0] == "end") for child in (first[0], joiner)]
-        first[0].end()
-        joiner.end()
-    assert sorted(end[1] for end in ends) == [0, 1]
-    assert ends[0][2] == [2] * 10 and ends[1][2] == [2] * 5
-    assert ends[0][3] == ends[1][3]
-
-
-def test_a_candidate_that_dies_before_the_job_has_formed_is_forgotten(contract: dict[str, Any], tmp_path: Path) -> None:
-    gate = tmp_path / "gate"
-    gate.touch()
-    contract["timeouts"] = Timeouts(heartbeat=0.1, suspect=0.5, operation=10.0, rebuild=5.0, join=10.0)
-    with children() as start, Register.open(contract["register"]) as register:
-        early = start(work, contract, 4, str(gate), {"size": 2, "min_size": 2})
-        view = register.watch(0, 10.0)
-        assert view is not None and view.phase == "forming"
-        early.kill()
-        later = [start(work, contract, 4, str(gate), {"size": 2, "min_size": 2}) for _ in range(2)]
-        ends = [hear_until(child, lambda m: m[0] == "end") for child in later]
-        for child in later:
-            child.end()
-    assert sorted(end[1] for end in ends) == [0, 1]
-
-
 # -- the transfer of the state to a joiner
 
 BLOCKS = 12
@@ -340,8 +271,8 @@ LATE_STEPS = 160
 def carry(pipe: Any, contract: dict[str, Any], gate: str, victim: int = 0) -> None:
     """Do short steps over a large state.
 
-    In step 150 wait for the fourth member, if it has not come, or for `gate`. A joiner kills the process `victim` when
-    it is about to read its third block.
+    In step 150 wait for the fourth member, or for `gate`. A joiner kills `victim` when it is about to read its third
+    block.
     """
     weights = torch.arange(BLOCKS * BLOCK // 8, dtype=torch.float64)
     model = torch.nn.ParameterDict({"w": torch.nn.Parameter(weights, requires_grad=False)})
@@ -357,7 +288,7 @@ def carry(pipe: Any, contract: dict[str, Any], gate: str, victim: int = 0) -> No
     with Session(**contract, size=4, min_size=2) as session:
         faultpoints.arm(kill_victim)
         session.attach("model", model)
-        session.subscribe(lambda event: pipe.send(event) if event["kind"] in ("gap", "synced") else None)
+        session.subscribe(lambda event: pipe.send(event) if event["kind"] == "synced" else None)
         for attempt in session.steps(LATE_STEPS):
             with attempt:
                 pipe.send({"kind": "step", "step": attempt.step})
@@ -372,8 +303,10 @@ def carry(pipe: Any, contract: dict[str, Any], gate: str, victim: int = 0) -> No
         pipe.send({"kind": "end", "sum": model["w"].sum().item(), "read": read})
 
 
-def join_late(contract: dict[str, Any], tmp_path: Path, deadly: bool) -> tuple[list[Any], list[Any]]:
-    """Let a fourth process join three; the reports of each member that stays, and those of the joiner."""
+def test_a_source_that_dies_during_the_transfer_is_replaced_without_a_restart(
+    contract: dict[str, Any], tmp_path: Path
+) -> None:
+    """A fourth process joins three, of which it kills the first when it has two of its blocks."""
     gate = tmp_path / "gate"
 
     def heard(child: Child) -> list[Any]:
@@ -388,39 +321,17 @@ def join_late(contract: dict[str, Any], tmp_path: Path, deadly: bool) -> tuple[l
         with Register.open(contract["register"]) as register:
             view = register.read()
         assert view is not None
-        source = next(child for child in first if deadly and child.pid == view.members[0].peer.pid) if deadly else None
-        joiner = start(carry, contract, str(gate), source.pid if source else 0)
-        if source:
-            os.waitpid(source.pid, 0)
-            gate.touch()  # no process replaces it
-            first.remove(source)
-            source._gone = True
-        said, new = [heard(child) for child in first], heard(joiner)
+        source = next(child for child in first if child.pid == view.members[0].peer.pid)
+        joiner = start(carry, contract, str(gate), source.pid)
+        os.waitpid(source.pid, 0)
+        gate.touch()  # no process replaces it
+        first.remove(source)
+        source._gone = True
+        ends, new = [heard(child)[-1] for child in first], heard(joiner)
         for child in (*first, joiner):
             child.end()
     whole = torch.arange(BLOCKS * BLOCK // 8).double().sum().item() + sum(range(LATE_STEPS))
-    assert {messages[-1]["sum"] for messages in (*said, new)} == {whole}
-    return said, new
-
-
-def test_a_joiner_reads_from_all_ranks_while_their_wait_is_measured(contract: dict[str, Any], tmp_path: Path) -> None:
-    said, new = join_late(contract, tmp_path, deadly=False)
-    (synced,) = [message for message in new if message["kind"] == "synced"]
-    assert synced["via"] == "shm" and synced["bytes"] == BLOCKS * BLOCK
-    assert set(synced["sources"]) == {"0", "1", "2"}
-    gaps = [message for messages in said for message in messages if message["kind"] == "gap" and message["joined"]]
-    assert len(gaps) == 3 and all(gap["left"] == 0 for gap in gaps)
-    longest, usual = max(gap["seconds"] for gap in gaps), max(gap["usual"] for gap in gaps)
-    print(
-        f"\n{synced['bytes'] >> 20} MiB to a joiner in {synced['seconds'] * 1e3:.0f} ms; the others' longest gap "
-        f"between steps: {longest * 1e3:.0f} ms (usual step: {usual * 1e3:.0f} ms)"
-    )
-
-
-def test_a_source_that_dies_during_the_transfer_is_replaced_without_a_restart(
-    contract: dict[str, Any], tmp_path: Path
-) -> None:
-    _, new = join_late(contract, tmp_path, deadly=True)
+    assert {end["sum"] for end in (*ends, new[-1])} == {whole}
     synced = [message for message in new if message["kind"] == "synced"]
     assert sum(event["bytes"] + event["kept"] for event in synced) == len(synced) * BLOCKS * BLOCK
     assert new[-1]["read"] <= BLOCKS + 4, "no block but those under way was read twice"

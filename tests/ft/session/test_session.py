@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import itertools
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ import torch
 
 from holdfast.backends.gloo.connecting import shut_down
 from holdfast.comms import HoldfastError
-from holdfast.comms.system.keys import create_key
 from holdfast.ft import Session, Timeouts
 from holdfast.ft.event_lines import event_of
 from holdfast.ft.faultpoints import POINTS
@@ -36,7 +34,8 @@ from holdfast.harness.cluster.job import Job
 from holdfast.harness.invariants import check
 from holdfast.harness.testbed.etcd import EtcdCluster
 from support.hosts import be_alone_on_host
-from support.samples.tally import QUICK, SHARDS, STEPS, Tally, assert_exact, cluster, expected, tally_up
+from support.samples import tally
+from support.samples.tally import QUICK, SHARDS, STEPS, Tally, assert_exact, cluster, contract_in, expected, tally_up
 from support.waiting import PATIENCE, eventually
 
 BACKENDS = ["ucx", "gloo", "mpi"]
@@ -78,21 +77,14 @@ def test_an_attempt_has_the_number_of_all_shards_of_the_job_in_every_epoch() -> 
         assert ranks.start(look).results() == [({1}, {1})], "without `shards`: the size of the job"
 
 
-def test_a_finished_job_lets_its_spares_go() -> None:
-    with cluster(2, spares=1) as ranks:
-        job = start_with_spares(ranks, 5)
-        assert_exact(job, job.results(), 2, 5)
-        assert [e["step"] for e in job.events() if e["kind"] == "finished"].count(-1) == 1, "the spare did no step"
-
-
 def test_all_ranks_start_from_the_state_of_the_first() -> None:
     def start(session: Session) -> list[float]:
-        tally = Tally(total=torch.full((5,), float(os.getpid()), dtype=torch.float64))
-        session.attach("tally", tally)
+        mine = Tally(total=torch.full((5,), float(os.getpid()), dtype=torch.float64))
+        session.attach("tally", mine)
         for attempt in session.steps(1):
             with attempt:
                 pass
-        return tally.total.tolist()
+        return mine.total.tolist()
 
     with cluster(3) as ranks:
         job = ranks.start(start)
@@ -167,8 +159,7 @@ def test_a_stopped_rank_is_fenced_and_replaced() -> None:
     paused: list[tuple[int, float]] = []
     with cluster(3, spares=1, timeouts=timeouts) as ranks:
         job = start_with_spares(ranks, strike=lambda job: paused.append((job.pause(1), time.monotonic())))
-        fenced = job.wait_for("fenced")
-        results = job.results()
+        fenced, results = job.wait_for("fenced"), job.results()
         assert_exact(job, results, 3)
     ((pid, began),) = paused
     assert 0.3 < fenced["time"] - began < PATIENCE, "not when an op times out"
@@ -217,10 +208,8 @@ def test_a_rebuild_waits_for_a_survivor_that_is_computing() -> None:
         return session.step
 
     timeouts = Timeouts(heartbeat=0.1, suspect=0.4, operation=20.0, rebuild=0.8, join=1.0)
-    with cluster(3, spares=0, timeouts=timeouts) as ranks:
-        job = ranks.start(busy)
-        ended = job.results()
-    assert ended == [8], "rank 1 dies in every epoch, until only rank 0 is left"
+    with cluster(3, timeouts=timeouts) as ranks:
+        assert ranks.start(busy).results() == [8], "rank 1 dies in every epoch, until only rank 0 is left"
 
 
 def test_a_rank_that_holds_its_interpreter_for_long_is_not_dead() -> None:
@@ -245,7 +234,8 @@ def test_a_rank_that_holds_its_interpreter_for_long_is_not_dead() -> None:
 
 # -- kills at every point of the commit protocol, the rebuild and the transfer
 
-COMMIT = [point for point in POINTS if point.startswith(("step.", "commit."))]
+FIRST = "commit.before_prepare:7:2:3"
+"""Rank 2 dies in step 7; rank 0, which then proposes the next epoch or the one after it, during the rebuild."""
 REBUILD = [
     "rebuild.before_propose:7:0:3",
     "rebuild.after_propose:7:0:3",
@@ -254,24 +244,33 @@ REBUILD = [
     "rebuild.after_votes:7:0:4",
     "rebuild.before_connect:-1:1:4",
 ]
+KILLS = [
+    *([(f"{point}:7:0:3", 0, 2), (f"{point}:7:2:3", 1, 3)] for point in POINTS if point[:4] in ("step", "comm")),
+    *([(f"{FIRST};{second}", 0, 1), (f"{FIRST};{second}", 2, 3)] for second in REBUILD),
+    *([(f"{FIRST};sync.before_{second}:4", 2, 3)] for second in ("chunk:7:0", "chunk:-1:2", "load:-1:2")),
+    [("sync.before_chunk:0:0:3", 0, 2)],
+]
+"""For each point, ways to kill there: the fault, the number of spares, and that of the ranks in the end."""
 
 
-def each_way(points: list[str], ways: list[tuple[Any, ...]]) -> list[Any]:
-    """Each point in each way over shm, and once over a backend that builds connections in another way.
+def each_way() -> Iterator[Any]:
+    """Each way over shm, and once over a backend that builds connections in another way.
 
     The first tier has each point once, and each way in turn.
     """
-    rest = [(point, *way, "shm") for point in points for way in ways]
-    first = [(point, *way, "shm") for point, way in zip(points, itertools.cycle(ways), strict=False)]
-    rest += [(point, *ways[-1], other) for point, other in zip(points, itertools.cycle(BACKENDS), strict=False)]
-    return [*first, *(pytest.param(*each, marks=pytest.mark.thorough) for each in rest if each not in first)]
+    for number, ways in enumerate(KILLS):
+        first = (*ways[number % len(ways)], "shm")
+        yield first
+        for way in (*((*way, "shm") for way in ways), (*ways[-1], BACKENDS[number % len(BACKENDS)])):
+            if way != first:
+                yield pytest.param(*way, marks=pytest.mark.thorough)
 
 
-@pytest.mark.parametrize(("point", "rank", "spares", "backend"), each_way(COMMIT, [(0, 0), (2, 1)]))
-def test_the_job_survives_a_kill_at_each_point_of_the_commit(point: str, rank: int, spares: int, backend: str) -> None:
-    with cluster(3, backend, spares, f"{point}:7:{rank}:3") as ranks:
+@pytest.mark.parametrize(("fault", "spares", "left", "backend"), [*each_way()])
+def test_the_job_survives_a_kill_at_each_point(fault: str, spares: int, left: int, backend: str) -> None:
+    with cluster(3, backend, spares, fault) as ranks:
         job = start_with_spares(ranks, 15, 0.002)
-        assert_exact(job, job.results(), 2 + spares, 15)
+        assert_exact(job, job.results(), left, 15)
 
 
 @pytest.mark.parametrize("point", ["commit.before_barrier", "commit.after_barrier"])
@@ -333,18 +332,18 @@ class SlowTally(Tally):
 
 def tally_up_and_save(session: Session, gate: str) -> tuple[int | None, int, list[int]]:
     """Rank 0 is busy for a while after the last step."""
-    tally = SlowTally()
-    session.attach("tally", tally)
+    saved = SlowTally()
+    session.attach("tally", saved)
     for attempt in session.steps(15):
         with attempt:
             while attempt.step == 3 and not Path(gate).exists():
                 time.sleep(0.005)
             attempt.comm.barrier()
         if attempt.committed:
-            tally.steps.append(attempt.step)
+            saved.steps.append(attempt.step)
             if attempt.step == 14 and attempt.rank == 0:
                 time.sleep(1.0)
-    return session.rank, session.step, tally.steps
+    return session.rank, session.step, saved.steps
 
 
 @pytest.mark.parametrize(("backend", "prepare"), [("shm", None), ("gloo", be_alone_on_host)])
@@ -354,10 +353,7 @@ def test_a_spare_that_is_promoted_after_the_last_step_gets_the_state_before_the_
     fault = {"HOLDFAST_FAULT": "commit.after_barrier:14:1:3"}
     options: dict[str, Any] = {"timeouts": QUICK, "shards": SHARDS}
     with LocalCluster(3, backend, spares=1, environ=fault, session=options, prepare=prepare) as ranks:
-        gate = ranks.logs / "gate"
-        job = ranks.start(tally_up_and_save, str(gate))
-        job.wait_for_spares()
-        gate.touch()
+        job = tally.start_with_spares(ranks, tally_up_and_save)
         assert job.results() == [(rank, 15, list(range(15))) for rank in range(3)]
 
 
@@ -365,40 +361,8 @@ def test_the_job_survives_a_kill_of_the_rank_that_declares_it_finished() -> None
     with cluster(3, fault="finish.before_propose:15:0:3") as ranks:
         job = ranks.start(tally_up, 15, 0.002)
         results = job.results()
-        assert [result["steps"] for result in results] == [list(range(15))] * 2
-        assert [result["total"] for result in results] == [expected(15)] * 2
+        assert [(each["steps"], each["total"]) for each in results] == [(list(range(15)), expected(15))] * 2
         assert check([event_of(event) for event in job.events()]) == []
-
-
-@pytest.mark.parametrize(("second", "spares", "backend"), each_way(REBUILD, [(0,), (2,)]))
-def test_the_job_survives_another_kill_at_each_point_of_the_rebuild(second: str, spares: int, backend: str) -> None:
-    """Rank 2 dies in step 7, and rank 0 during the rebuild.
-
-    Rank 0 proposes the next epoch, or the one after it.
-    """
-    with cluster(3, backend, spares, f"commit.before_prepare:7:2:3;{second}") as ranks:
-        job = start_with_spares(ranks, 15, 0.002)
-        assert_exact(job, job.results(), 3 if spares else 1, 15)
-
-
-@pytest.mark.parametrize(
-    "second",
-    [
-        "sync.before_chunk:7:0:4",
-        "sync.before_chunk:-1:2:4",
-        "sync.before_load:-1:2:4",
-    ],
-)
-def test_the_job_survives_a_kill_of_the_sender_or_receiver_of_the_state(second: str) -> None:
-    with cluster(3, spares=2, fault=f"commit.before_prepare:7:2:3;{second}") as ranks:
-        job = start_with_spares(ranks, 15, 0.002)
-        assert_exact(job, job.results(), 3, 15)
-
-
-def test_the_job_survives_a_kill_of_the_first_rank_before_the_first_step() -> None:
-    with cluster(3, fault="sync.before_chunk:0:0:3") as ranks:
-        job = ranks.start(tally_up, 10, 0.002)
-        assert_exact(job, job.results(), 2, 10)
 
 
 def test_a_connection_that_is_reset_in_a_rebuild_costs_no_member() -> None:
@@ -491,28 +455,6 @@ def test_a_rank_that_holds_up_an_op_past_its_timeout_is_ended_and_the_others_con
     assert fenced.startswith("it held up barrier until its time was up")
 
 
-def test_only_the_late_rank_is_ended_when_all_last_reported_an_older_step() -> None:
-    """All ranks do ops quickly, so that their last reports are old; then one keeps the others waiting."""
-
-    def rush(session: Session) -> str:
-        for attempt in session.steps(2):
-            late = attempt.step == 1 and attempt.comm.size == 4
-            with attempt:
-                for _ in range(5_000 if late else 0):
-                    attempt.comm.all_reduce(torch.ones(1))
-                if late and attempt.rank == 3:
-                    time.sleep(5.0)
-                attempt.comm.barrier(timeout=0.05 if late else None)
-        return "finished"
-
-    with cluster(4) as ranks:
-        job = ranks.start(rush)
-        last = job.pid(3)
-        assert job.results() == ["finished"] * 3
-        (fenced,) = {event["member"] for event in job.events() if event["kind"] == "fenced"}
-    assert fenced.startswith(f"p{last}-")
-
-
 # -- the register is away for a while
 
 
@@ -582,17 +524,14 @@ def test_a_job_over_tcp_survives_a_death_and_ends_well(tmp_path: Path) -> None:
 
 def test_etcd_loses_its_leader_twice_while_a_job_runs(tmp_path: Path) -> None:
     """Three etcd nodes. The epoch survives a dead or stopped leader, and the others handle a death."""
-    with (
-        EtcdCluster(3, tmp_path / "etcd") as etcd,
-        cluster(3, register=f"{etcd.url}/job", timeouts=TIMES) as ranks,
-    ):
+    with EtcdCluster(3, tmp_path / "etcd") as etcd, cluster(3, register=f"{etcd.url}/job", timeouts=TIMES) as ranks:
         hurry = tmp_path / "hurry"
         job = ranks.start(tally_up, 250, 0.1, hurry=str(hurry))
         job.wait_for("committed", step=5)
         first = etcd.leader()
         etcd.kill(first)
         goes_on(job)
-        epoch = job_epoch(job)
+        epoch = max(event["epoch"] for event in job.events() if event["kind"] == "rebuilt")
         job.kill(2)
         job.wait_for("rebuilt", epoch=epoch + 1)
         etcd.start(first)
@@ -606,19 +545,11 @@ def test_etcd_loses_its_leader_twice_while_a_job_runs(tmp_path: Path) -> None:
         assert_exact(job, job.results(), 1, 250)
 
 
-def job_epoch(job: Job) -> int:
-    """The newest epoch that any rank has built."""
-    return max(event["epoch"] for event in job.events() if event["kind"] == "rebuilt")
-
-
 def test_a_memory_or_tcp_register_lives_from_the_making_of_a_session_on(tmp_path: Path, port: int) -> None:
-    create_key(tmp_path / "key")
-    url = f"tcp://127.0.0.1:{port}/job"
-    options = {"backend": "gloo", "job": "j", "key_file": tmp_path / "key", "register": url, "shards": SHARDS}
-    session = Session(size=1, **options)  # type: ignore[arg-type]
-    with session, pytest.raises(HoldfastError, match="size=1, not 2"):
+    options = contract_in(tmp_path, register=f"tcp://127.0.0.1:{port}/job", shards=SHARDS)
+    with Session(size=1, **options) as session, pytest.raises(HoldfastError, match="size=1, not 2"):
         for _ in session.steps(1):
-            Session(size=2, **options)  # type: ignore[arg-type]
+            Session(size=2, **options)
 
 
 # -- large jobs

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from hypothesis.extra import numpy as arrays
 
 from holdfast.comms import Communicator, CorruptData, Mismatch
 from holdfast.comms.memory_plane import MemoryPlane
-from holdfast.ft import Session, StateNotGiven, Timeouts
+from holdfast.ft import Session, StateNotGiven
 from holdfast.ft.state import transfer
 from holdfast.ft.state.codec import decode_state, encode_state
 from holdfast.ft.state.fetching import Block, Fetched, Fetcher
@@ -29,8 +27,7 @@ from holdfast.ft.state.transfer import StateTransfer
 from holdfast.ft.step_protocol import Decision
 from holdfast.harness import LocalCluster
 from support.children import errors_of
-
-QUICK = Timeouts(heartbeat=0.1, suspect=1.0, operation=20.0, rebuild=10.0, join=15.0)
+from support.samples.tally import QUICK
 
 
 class Attachable:
@@ -44,16 +41,6 @@ class Attachable:
 
     def load_state_dict(self, state: Any) -> None:
         self.state = state
-
-
-class Generator:
-    """torch's random state, beside a small tensor in the same chunk."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"small": torch.ones(3), "state": torch.get_rng_state()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        torch.set_rng_state(state["state"])
 
 
 def journey(state: Any) -> Any:
@@ -83,9 +70,9 @@ def test_each_received_tensor_has_aligned_memory_of_its_own(kinds: list[tuple[st
 
 def test_a_generators_state_can_be_set_from_what_a_newcomer_received() -> None:
     torch.manual_seed(5)
-    received = journey(Generator().state_dict())
+    received = journey({"small": torch.ones(3), "state": torch.get_rng_state()})  # in one chunk
     wanted = torch.rand(3)
-    Generator().load_state_dict(received)
+    torch.set_rng_state(received["state"])
     assert torch.equal(torch.rand(3), wanted)
 
 
@@ -146,7 +133,9 @@ def test_arrays_and_numbers_of_numpy_arrive_bit_by_bit_with_their_types(array: A
 
 def test_the_state_of_an_optimizer_and_of_a_scheduler_made_with_numpy_arrives_unchanged() -> None:
     model = torch.nn.Linear(2, 1)
-    optimizer, scheduler = scheduled(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    schedule = lambda step: 0.5 * (1 + np.cos(step / 50 * np.pi))  # noqa: E731
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     scheduler.step()
@@ -156,12 +145,6 @@ def test_the_state_of_an_optimizer_and_of_a_scheduler_made_with_numpy_arrives_un
     assert received["state"].keys() == state["state"].keys()
     assert all(torch.equal(received["state"][0][name], value) for name, value in state["state"][0].items())
     assert journey(scheduler.state_dict())["_last_lr"] == scheduler.state_dict()["_last_lr"]
-
-
-def scheduled(model: torch.nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 * (1 + np.cos(step / 50 * np.pi)))
-    return optimizer, schedule
 
 
 class Colour(StrEnum):
@@ -302,60 +285,7 @@ def test_ranks_that_attach_different_things_are_told() -> None:
         transfer_of(tape, Attachable({}), (0,)).pull(Fetcher(), no_fetch)
 
 
-# -- with a real kill
-
-
-def train(session: Session, steps: int, gate: str) -> dict[str, Any]:
-    """Steps with numpy's numbers and torch's random numbers in the state; from step 3 on only once `gate` exists."""
-    torch.manual_seed(11)
-    model = torch.nn.Linear(4, 1)
-    optimizer, scheduler = scheduled(model)
-    for name, thing in (("model", model), ("optimizer", optimizer), ("scheduler", scheduler), ("rng", Generator())):
-        session.attach(name, thing)
-    for attempt in session.steps(steps):
-        with attempt:
-            while attempt.step == 3 and not Path(gate).exists():
-                time.sleep(0.005)
-            time.sleep(0.005)
-            attempt.comm.barrier()
-        if attempt.committed:
-            optimizer.zero_grad()
-            model(torch.rand(8, 4)).sum().backward()
-            optimizer.step()
-            scheduler.step()
-    return {"weights": [p.tolist() for p in model.parameters()], "lr": float(scheduler.get_last_lr()[0])}
-
-
-def alone(steps: int) -> dict[str, Any]:
-    """The result of `train`."""
-    torch.manual_seed(11)
-    model = torch.nn.Linear(4, 1)
-    optimizer, scheduler = scheduled(model)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.rand(8, 4)).sum().backward()
-        optimizer.step()
-        scheduler.step()
-    return {"weights": [p.tolist() for p in model.parameters()], "lr": 0.05 * (1 + math.cos(steps / 50 * math.pi))}
-
-
-@pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=pytest.mark.thorough)])
-def test_a_spare_takes_over_schedulers_and_random_numbers(backend: str) -> None:
-    options = {"timeouts": QUICK}
-    wanted = alone(12)
-    with LocalCluster(2, backend, spares=1, session=options) as ranks:
-        gate = ranks.logs / "gate"
-        job = ranks.start(train, 12, str(gate))
-        job.wait_for_spares()
-        job.wait_for("committed", step=2)
-        job.kill(1)
-        gate.touch()
-        results = job.results()
-        assert [event for event in job.events() if event["kind"] == "synced" and event["step"] == 2]
-    assert len(results) == 2
-    for result in results:
-        assert result["weights"] == wanted["weights"]
-        assert result["lr"] == pytest.approx(wanted["lr"])
+# -- state that cannot be sent
 
 
 def state_becomes_unsendable(session: Session, steps: int, gate: str, at: int) -> list[int]:
@@ -374,46 +304,25 @@ def state_becomes_unsendable(session: Session, steps: int, gate: str, at: int) -
     return done
 
 
-def start_with_unsendable_state(
-    ranks: LocalCluster, disturb: Callable[[Any], object]
-) -> tuple[list[Any], list[dict[str, Any]], str]:
-    """Results, events and the newcomer's output of a job that is disturbed after step 2."""
-    gate = ranks.logs / "gate"
-    job = ranks.start(state_becomes_unsendable, 8, str(gate), 1)
-    if ranks.spares:
-        job.wait_for_spares()
-    job.wait_for("committed", step=2)
-    disturb(job)
-    if not ranks.spares:
-        job.wait_for("installed", rank=2)
-    gate.touch()
-    newcomer = job.process_of(job.wait_for("spare")["pid"])
-    results = job.results()
-    with pytest.raises(StateNotGiven) as refused:
-        (error,) = errors_of(job, [newcomer], 20.0)
-        assert error is not None
-        raise error
-    return results, job.events(), str(refused.value)
-
-
 @pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=pytest.mark.thorough)])
 def test_survivors_that_cannot_send_their_state_continue_without_the_newcomer(backend: str) -> None:
     with LocalCluster(3, backend, spares=1, session={"timeouts": QUICK}) as ranks:
-        results, events, words = start_with_unsendable_state(ranks, lambda job: job.kill(2))
-    assert results == [list(range(8)), list(range(8))]
-    assert "cannot give its state to newcomers: TypeError: state['thing']['value'] is a type" in words
+        gate = ranks.logs / "gate"
+        job = ranks.start(state_becomes_unsendable, 8, str(gate), 1)
+        job.wait_for_spares()
+        job.wait_for("committed", step=2)
+        job.kill(2)
+        gate.touch()
+        newcomer = job.process_of(job.wait_for("spare")["pid"])
+        assert job.results() == [list(range(8)), list(range(8))]
+        (refused,) = errors_of(job, [newcomer], 20.0)
+        events = job.events()
+    assert isinstance(refused, StateNotGiven)
+    assert "cannot give its state to newcomers: TypeError: state['thing']['value'] is a type" in str(refused)
     assert {event["reason"] for event in events if event["kind"] == "state_refused"}
     unfit = [event for event in events if event["kind"] == "state_unfit"]
     assert {event["name"] for event in unfit} == {"thing"}
     assert min(event["step"] for event in unfit) == 1, "found when it changed, not when somebody died"
-
-
-def test_a_late_joiner_that_cannot_get_the_state_is_refused_and_the_job_continues() -> None:
-    soon = replace(QUICK, join=1.5)
-    with LocalCluster(2, session={"timeouts": soon, "size": 3, "min_size": 2}) as ranks:
-        results, _, words = start_with_unsendable_state(ranks, lambda job: job.add())
-    assert results == [list(range(8)), list(range(8))]
-    assert "state['thing']['value']" in words
 
 
 def test_a_founder_whose_state_cannot_be_sent_ends_the_job_with_the_reason() -> None:

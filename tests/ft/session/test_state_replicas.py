@@ -36,6 +36,7 @@ from holdfast.ft.state.leaves import Leaf, PartLayout, RankMesh, _cuts, _placeme
 from holdfast.ft.state.restoring import PartStore, assemble, choose, complete_size, needed, shifts
 from holdfast.harness import LocalCluster
 from holdfast.harness.invariants import check
+from support.samples.tally import Tally, start_with_spares
 from support.torch_groups import sharded_model
 from support.waiting import eventually
 
@@ -162,14 +163,6 @@ def test_parts_of_tensors_match_the_placements_of_torch(placements: list[Any], c
         assert (shape_of(box), tuple(low for low, _ in box)) == (there, first)
 
 
-def test_parts_of_uneven_tensors_match_the_chunks_of_torch() -> None:
-    for length, size in [(7, 3), (2, 4), (0, 2), (9, 3)]:
-        boxes = [box_of((length, 2), ((0, "ranks"),), all_ranks(size), part) for part in range(size)]
-        chunks = list(torch.arange(length).chunk(size)) if length else []
-        chunks += [torch.arange(0)] * (size - len(chunks))
-        assert [shape_of(box)[0] for box in boxes] == [len(chunk) for chunk in chunks]
-
-
 def test_a_state_is_whole_if_some_rank_has_each_part() -> None:
     assert complete_size([[(3, 0, 3), (3, 2, 3)], [], [(3, 1, 3)]], 2) == 3
     assert complete_size([[(3, 0, 3)], [(3, 1, 3)]], 3) is None
@@ -187,6 +180,10 @@ def plane() -> Iterator[MemoryPlane]:
         yield opened
 
 
+def some_bytes(count: int) -> torch.Tensor:
+    return torch.randint(0, 255, (count,), dtype=torch.uint8)
+
+
 def wanted(content: torch.Tensor, planes: list[Any]) -> tuple[list[Block], torch.Tensor]:
     into = torch.zeros_like(content)
     pairs = zip(blocks_of(content), blocks_of(into), strict=True)
@@ -198,7 +195,7 @@ def wanted(content: torch.Tensor, planes: list[Any]) -> tuple[list[Block], torch
 
 
 def test_blocks_come_from_all_ranks_that_have_them(plane: MemoryPlane) -> None:
-    content = torch.randint(0, 255, (5 * BLOCK + 17,), dtype=torch.uint8)
+    content = some_bytes(5 * BLOCK + 17)
     regions = [plane.expose(content.clone()) for _ in range(3)]
     blocks, into = wanted(content, regions)
     done = Fetcher().fetch(plane, blocks, timeout=10.0)
@@ -207,7 +204,7 @@ def test_blocks_come_from_all_ranks_that_have_them(plane: MemoryPlane) -> None:
 
 
 def test_a_source_that_is_lost_or_damaged_is_replaced_by_another(plane: MemoryPlane) -> None:
-    content = torch.randint(0, 255, (4 * BLOCK,), dtype=torch.uint8)
+    content = some_bytes(4 * BLOCK)
     gone, damaged, right = (plane.expose(content.clone()) for _ in range(3))
     blocks, into = wanted(content, [gone, plane.expose(content ^ 1), right])
     gone.close()
@@ -220,7 +217,7 @@ def test_a_source_that_is_lost_or_damaged_is_replaced_by_another(plane: MemoryPl
 
 def test_blocks_that_have_arrived_are_not_moved_again(plane: MemoryPlane) -> None:
     """The epoch ends after three of six blocks; the next epoch moves the other three."""
-    content = torch.randint(0, 255, (6 * BLOCK,), dtype=torch.uint8)
+    content = some_bytes(6 * BLOCK)
     region, fetcher, asked = plane.expose(content.clone()), Fetcher(), [0]
 
     def over() -> HoldfastError | None:
@@ -336,10 +333,7 @@ def run(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Start the job, and let it continue past step 1 once all spares are there; its results and its events."""
     with cluster(size, spares, fault) as ranks:
-        gate = ranks.logs / "gate"
-        job = ranks.start(train, **{"gate": str(gate), **train_args})
-        job.wait_for_spares()
-        gate.touch()
+        job = start_with_spares(ranks, train, **train_args)
         results, events = job.results(), job.events()
     assert_invariants(events)
     return results, events
@@ -368,27 +362,35 @@ def assert_invariants(events: list[dict[str, Any]]) -> None:
     assert check([event_of(event) for event in events]) == []
 
 
-def sources(events: list[dict[str, Any]], epoch: int = 4) -> list[str]:
-    return sorted(event["source"] for event in events if event["kind"] == "restored" and event["epoch"] == epoch)
+def sources(events: list[dict[str, Any]]) -> list[str]:
+    """Where the ranks of the last epoch in which parts were restored have theirs from."""
+    restored = [event for event in events if event["kind"] == "restored"]
+    last = max(event["epoch"] for event in restored)
+    return sorted(event["source"] for event in restored if event["epoch"] == last)
 
 
-def last_sources(events: list[dict[str, Any]]) -> list[str]:
-    return sources(events, max(event["epoch"] for event in events if event["kind"] == "restored"))
-
-
-def test_a_spare_gets_the_part_of_a_killed_rank_from_its_neighbour(undisturbed: dict[str, Any]) -> None:
-    results, events = run(3, 1, kills={4: (1,)})
-    assert len(results) == 3
-    assert_same([results[0], results[2], results[1]], undisturbed)
-    assert sources(events) == ["neighbour", "own", "own"]
-    assert [e["sources"].keys() for e in events if e["kind"] == "restored" and e["sources"]] == [{"2"}]
-
-
-def test_survivors_divide_the_state_of_a_killed_rank_among_them(undisturbed: dict[str, Any]) -> None:
-    results, events = run(3, kills={4: (0,)})
-    assert len(results) == 2
-    assert_same(results, undisturbed)
-    assert sources(events) == ["neighbour", "neighbour"]
+@pytest.mark.parametrize(
+    ("size", "spares", "how", "left", "expected"),
+    [
+        (3, 1, {"kills": {4: (1,)}}, 3, ["neighbour", "own", "own"]),
+        (3, 0, {"kills": {4: (0,)}}, 2, ["neighbour"] * 2),
+        (4, 0, {"kind": "replicate", "copies": 0, "kills": {3: (3,)}}, 3, ["neighbour", "neighbour", "own"]),
+        (4, 1, {"kind": "replicate", "kills": {3: (0,)}}, 4, None),
+        (4, 0, {"kind": "replicate", "kills": {3: (1, 3)}}, 2, None),
+        (4, 0, {"kind": "replicate", "copies": 0, "kills": {3: (1, 2, 3)}, "saved": "saved"}, 1, ["checkpoint"]),
+    ],
+)
+def test_parts_of_killed_ranks_are_restored_and_the_weights_are_the_same(
+    size: int, spares: int, how: Any, left: int, expected: Any, undisturbed: Any, tmp_path: Path
+) -> None:
+    """From a copy on a neighbour, from a replica of HSDP, or from the checkpoint if all of these are lost."""
+    results, events = run(size, spares, **{**how, **({"saved": str(tmp_path / "saved")} if "saved" in how else {})})
+    assert [result["weights"] for result in results] == [undisturbed["weights"]] * left, "bit by bit"
+    assert sources(events) == expected if expected else "checkpoint" not in sources(events)
+    if "kind" not in how:
+        assert_same(sorted(results, key=lambda result: -len(result["losses"])), undisturbed)
+    if expected == ["neighbour", "own", "own"]:
+        assert [e["sources"].keys() for e in events if e["kind"] == "restored" and e["sources"]] == [{"2"}]
 
 
 def test_the_checkpoint_replaces_a_part_that_is_lost_with_its_copies(
@@ -396,8 +398,7 @@ def test_the_checkpoint_replaces_a_part_that_is_lost_with_its_copies(
 ) -> None:
     """Ranks 1 and 2 die at once, and with them part 1 and its only copy. The last checkpoint is after 4 steps."""
     results, events = run(3, kills={5: (1, 2)}, saved=str(tmp_path / "saved"))
-    assert len(results) == 1
-    assert results[0]["weights"] == undisturbed["weights"]
+    assert [result["weights"] for result in results] == [undisturbed["weights"]]
     assert [e["step"] for e in events if e["kind"] == "restored" and e["source"] == "checkpoint"] == [3]
     committed = [e["step"] for e in events if e["kind"] == "committed"]
     assert committed.count(4) > 1, "step 4 was done again"
@@ -416,64 +417,20 @@ def test_a_new_job_continues_from_the_newest_checkpoint(tmp_path: Path, undistur
     results, events = run(3, saved=saved)
     assert list(results[0]["losses"]) == [4, 5, 6, 7]
     assert results[0]["weights"] == undisturbed["weights"]
-    assert sources(events, 3) == ["checkpoint"] * 3
+    assert sources(events) == ["checkpoint"] * 3
 
 
-# -- on a mesh of two dimensions: HSDP, and FSDP2 with tensor parallel
-
-
-def test_shards_are_restored_from_their_replicas(undisturbed: dict[str, Any]) -> None:
-    """Without copies and checkpoints, the dead rank's part comes from its replica. Three ranks make one replica."""
-    results, events = run(4, kind="replicate", kills={3: (3,)}, copies=0)
-    assert [result["weights"] for result in results] == [undisturbed["weights"]] * 3, "bit by bit"
-    assert last_sources(events) == ["neighbour", "neighbour", "own"]
-
-
-def test_a_spare_takes_the_place_of_a_rank_among_replicas(undisturbed: dict[str, Any]) -> None:
-    results, _ = run(4, spares=1, kind="replicate", kills={3: (0,)})
-    assert [result["weights"] for result in results] == [undisturbed["weights"]] * 4
-
-
-def test_a_copy_is_used_when_both_replicas_of_a_part_die(undisturbed: dict[str, Any]) -> None:
-    """Ranks 1 and 3 have the same part; ranks 2 and 0 keep copies of it."""
-    results, events = run(4, kind="replicate", kills={3: (1, 3)})
-    assert [result["weights"] for result in results] == [undisturbed["weights"]] * 2
-    assert "checkpoint" not in last_sources(events)
-
-
-def test_a_spare_gets_tensor_parallel_shards_back(pair: Any) -> None:
-    results, events = run(4, spares=1, kind="data", kills={3: (2,)})
-    assert [result["weights"] for result in results] == [pair] * 4
-    assert last_sources(events).count("neighbour") == 1
-
-
-def test_tensor_parallel_shards_are_redistributed_to_the_survivors(pair: Any) -> None:
-    """Of each of two pairs a rank dies: one pair is left."""
-    results, _ = run(4, kind="data", kills={3: (0, 2)})
-    assert [result["weights"] for result in results] == [pair] * 2
-
-
-def test_a_checkpoint_of_a_mesh_can_be_read_on_another_of_its_kind(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
-    """Ranks 1 to 3 die at once, and with them both replicas of part 1 and its copies."""
-    results, events = run(4, kind="replicate", kills={3: (1, 2, 3)}, copies=0, saved=str(tmp_path / "saved"))
-    assert [result["weights"] for result in results] == [undisturbed["weights"]]
-    assert last_sources(events) == ["checkpoint"]
+@pytest.mark.parametrize(("spares", "killed", "left"), [(1, (2,), 4), (0, (0, 2), 2)])
+def test_tensor_parallel_shards_are_restored_or_redistributed(
+    spares: int, killed: tuple[int, ...], left: int, pair: Any
+) -> None:
+    """A spare gets those of a rank back; if of each of two pairs a rank dies, one pair is left."""
+    results, events = run(4, spares, kind="data", kills={3: killed})
+    assert [result["weights"] for result in results] == [pair] * left
+    assert not spares or sources(events).count("neighbour") == 1
 
 
 # -- checkpoints
-
-
-class Steps:
-    """The numbers of the steps that are in the state of a job."""
-
-    def __init__(self) -> None:
-        self.done: list[int] = []
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"done": self.done}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.done = list(state["done"])
 
 
 def note_steps(session: Session, total: int, saved: str, sharded: bool, gate: str = "") -> list[int]:
@@ -494,7 +451,7 @@ def note_steps(session: Session, total: int, saved: str, sharded: bool, gate: st
             raise Revoked(epoch, "rank 1 died")
 
     faultpoints.arm(kill_or_wait)
-    steps = Steps()
+    steps = Tally()
     session.attach("steps", steps)
     session.checkpoints(saved, every=2)
     if sharded:
@@ -503,8 +460,8 @@ def note_steps(session: Session, total: int, saved: str, sharded: bool, gate: st
         with attempt:
             attempt.comm.barrier()
         if attempt.committed:
-            steps.done.append(attempt.step)
-    return steps.done
+            steps.steps.append(attempt.step)
+    return steps.steps
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -641,23 +598,19 @@ def test_settings_that_cannot_work_are_refused(tmp_path: Path) -> None:
                 found.append(f"{type(error).__name__}: {error}")
         return found
 
+    wanted = (
+        "TypeError: build must be a function",
+        "ValueError: copies=-1 is out of range",
+        "TypeError: copies must be a whole number",
+        "ValueError: copies=2: in a job of 1 ranks each has 0 neighbours",
+        "ValueError: every=0",
+        "",
+        "HoldfastError: something sharded is attached already",
+        "ValueError: copies=0 and no checkpoints()",
+    )
     with cluster(1) as ranks:
         (found,) = ranks.start(refusals).results()
-    for words, said in zip(
-        [
-            "TypeError: build must be a function",
-            "ValueError: copies=-1 is out of range",
-            "TypeError: copies must be a whole number",
-            "ValueError: copies=2: in a job of 1 ranks each has 0 neighbours",
-            "ValueError: every=0",
-            "",
-            "HoldfastError: something sharded is attached already",
-            "ValueError: copies=0 and no checkpoints()",
-        ],
-        found,
-        strict=True,
-    ):
-        assert said.startswith(words)
+    assert all(said.startswith(words) for words, said in zip(wanted, found, strict=True))
 
 
 def test_a_change_outside_of_an_attempt_is_refused() -> None:
@@ -712,8 +665,6 @@ def test_state_on_a_mesh_of_the_user_is_refused() -> None:
             with attempt:
                 pass
 
-    with (
-        cluster(2, min_size=2) as ranks,
-        pytest.raises((HoldfastError, ValueError), match=r"lies on a mesh of \(2, 1\)"),
-    ):
+    wrong = pytest.raises((HoldfastError, ValueError), match=r"lies on a mesh of \(2, 1\)")
+    with cluster(2, min_size=2) as ranks, wrong:
         ranks.start(careless).results()

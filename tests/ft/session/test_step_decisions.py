@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.comms import HoldfastError, Mismatch
-from holdfast.comms.transport.base import Peer
 from holdfast.ft.events import RecoveryEnded
-from holdfast.ft.membership.view import Job, Member, View
 from holdfast.ft.step_protocol import (
     FIELDS,
     FOUNDER,
@@ -18,26 +16,27 @@ from holdfast.ft.step_protocol import (
     Vote,
     decide,
 )
+from support.views import view_of
 
 
 def holder(done: int, prepared: bool) -> Vote:
     return Vote(HOLDER, done, prepared, 10)
 
 
-def test_recovery_commits_a_step_that_all_had_prepared() -> None:
-    decisions = [decide([holder(4, True), holder(4, True)], rank) for rank in range(2)]
-    assert [(v.committed, v.done) for v in decisions] == [(True, 5), (True, 5)]
-
-
-def test_recovery_repeats_a_step_that_one_had_not_prepared() -> None:
-    decisions = [decide([holder(4, True), holder(4, False)], rank) for rank in range(2)]
-    assert [(v.committed, v.done) for v in decisions] == [(False, 4), (False, 4)]
-
-
-def test_recovery_commits_a_step_that_one_has_committed() -> None:
-    votes = [holder(5, False), holder(4, True), holder(5, True)]
-    assert [decide(votes, rank).committed for rank in range(3)] == [False, True, False]
-    assert {decide(votes, rank).done for rank in range(3)} == {5}, "and the one after it is done again"
+@pytest.mark.parametrize(
+    ("votes", "committed", "done"),
+    [
+        ([(4, True), (4, True)], [True, True], 5),
+        ([(4, True), (4, False)], [False, False], 4),
+        ([(5, False), (4, True), (5, True)], [False, True, False], 5),
+    ],
+)
+def test_recovery_commits_a_step_that_all_had_prepared_or_one_has_committed(
+    votes: list[tuple[int, bool]], committed: list[bool], done: int
+) -> None:
+    """Else, it is done again: as is the one after a step that a rank has committed."""
+    decisions = [decide([holder(*vote) for vote in votes], rank) for rank in range(len(votes))]
+    assert ([each.committed for each in decisions], {each.done for each in decisions}) == (committed, {done})
 
 
 def test_newcomers_have_no_vote_and_get_the_state_from_the_first_member_that_has_it() -> None:
@@ -93,13 +92,8 @@ def test_ranks_with_different_steps_are_refused() -> None:
 # -- times between commits
 
 
-def alone_in(epoch: int) -> View:
-    member = Member("p0", "x:1", Peer("here", 1, 0))
-    return View(epoch, "running", (member,), Job("job", 1, 1, 1, ("shm",), "shm"), "test")
-
-
 def test_a_recovery_takes_the_longest_time_between_two_commits_until_a_step_is_done_again() -> None:
-    times, (one, two, three) = RecoveryTimes(), (alone_in(epoch) for epoch in (1, 2, 3))
+    times, (one, two, three) = RecoveryTimes(), (view_of("h", epoch) for epoch in (1, 2, 3))
     assert [times.commit(now, one, step, True) for step, now in enumerate((0.0, 1.0, 3.0))] == [None] * 3
     assert times.commit(10.0, two, 3, False) is None, "found out by the rebuild"
     assert times.commit(14.0, two, 4, True) == RecoveryEnded(step=4, epoch=2, seconds=7.0, usual=1.5)
@@ -109,5 +103,5 @@ def test_a_recovery_takes_the_longest_time_between_two_commits_until_a_step_is_d
 
 def test_a_job_that_has_done_one_step_has_no_usual_time() -> None:
     times = RecoveryTimes()
-    assert times.commit(1.0, alone_in(1), 0, True) is None
-    assert times.commit(4.0, alone_in(2), 1, True) == RecoveryEnded(step=1, epoch=2, seconds=3.0, usual=None)
+    assert times.commit(1.0, view_of("h", 1), 0, True) is None
+    assert times.commit(4.0, view_of("h", 2), 1, True) == RecoveryEnded(step=1, epoch=2, seconds=3.0, usual=None)

@@ -120,7 +120,7 @@ class ModelJob:
                 found.append(lambda rank=rank, why=why: self._throw(rank, why))
             if isinstance(rank.request, protocol.CollectVotes) and rank.request.view.epoch in self.over:
                 found.append(lambda rank=rank: self._throw(rank, Revoked(rank.epoch, "over")))
-            if self._holds(rank) in self.over:
+            if getattr(rank.request, "in_epoch", None) in self.over:
                 found.append(lambda rank=rank: self._throw(rank, Revoked(rank.epoch, "over")))
         lost = [member.id for member in newest.members if not self.ranks[member.id].active]
         if newest.phase == "running" and (lost or newest.epoch in self.over):
@@ -137,7 +137,7 @@ class ModelJob:
         for rank in active:
             if self.job.on_death == "go_on":
                 found.append(lambda rank=rank: setattr(rank.protocol, "wants_rebuild", True))
-            found.append(lambda rank=rank: self._end(rank, HoldfastError("killed")))
+            found.append(lambda rank=rank: setattr(rank, "ended", HoldfastError("killed")))
             if isinstance(rank.request, FALLIBLE):
                 found.append(lambda rank=rank: self._throw(rank, OpTimeout("barrier", rank.epoch, 1.0)))
             if len(active) > 1:
@@ -147,11 +147,6 @@ class ModelJob:
         epoch = self.views[-1].epoch
         found += [lambda done=done: self.restored.setdefault(epoch, done) for done in range(STEPS)]
         return found
-
-    def _holds(self, rank: Rank) -> int:
-        """The epoch that the request of the rank holds; -1 for none."""
-        epoch = getattr(rank.request, "in_epoch", None)
-        return -1 if epoch is None else epoch
 
     def _next_view(self, without: list[str] = [], joining: list[str] = []) -> None:  # noqa: B006
         newest = self.views[-1]
@@ -200,9 +195,7 @@ class ModelJob:
         return True
 
     def _number(self, rank: Rank) -> int:
-        number = self.views[rank.epoch - 1].rank_of(rank.name)
-        assert number is not None
-        return number
+        return self.views[rank.epoch - 1].ranks[rank.name]
 
     def _op(self, rank: Rank, name: str) -> dict[str, Any]:
         """What the ranks that have entered an op of the epoch have brought there."""
@@ -284,10 +277,7 @@ class ModelJob:
             rank.finished = True
         except HoldfastError as error:
             assert not isinstance(error, Mismatch), error
-            self._end(rank, error)
-
-    def _end(self, rank: Rank, error: HoldfastError) -> None:
-        rank.ended = error
+            rank.ended = error
 
     # A whole run
 
@@ -319,16 +309,15 @@ class ModelJob:
         assert len({tuple(rank.history) for rank in holders}) <= 1, "they hold different states"
 
 
+@pytest.mark.parametrize("on_death", ["rebuild", "finish_step", "go_on"])
 @given(st.integers(1, 4), st.lists(st.integers(0, 24 * 840 - 1), max_size=250))
-def test_whatever_fails_wherever_no_committed_step_is_lost_or_done_twice(size: int, tape: list[int]) -> None:
-    """Kills, evictions, joins, returns to a checkpoint, ops that time out, in any order of the ranks' progress."""
-    ModelJob(size).run(iter(tape))
+def test_whatever_fails_wherever_no_committed_step_is_lost_or_done_twice(
+    on_death: OnDeath, size: int, tape: list[int]
+) -> None:
+    """Kills, evictions, joins, returns to a checkpoint, ops that time out, in any order of the ranks' progress.
 
-
-@pytest.mark.parametrize("on_death", ["finish_step", "go_on"])
-@given(st.integers(2, 4), st.lists(st.integers(0, 24 * 840 - 1), max_size=250))
-def test_nor_is_one_in_degraded_epochs(on_death: OnDeath, size: int, tape: list[int]) -> None:
-    """The living finish a step whose results they have, and go on over what is left of their communicator."""
+    In degraded epochs the living finish a step whose results they have, and go on over what is left.
+    """
     ModelJob(size, on_death).run(iter(tape))
 
 
@@ -509,23 +498,28 @@ def test_a_failure_without_a_cause_is_reported_and_then_ends_the_epoch_a_few_tim
     alone.go_on()
     alone.go_to(protocol.Settled)  # it is committed: the count begins anew
     for _ in range(BROKEN_EPOCHS):
-        kinds = no_cause(alone, failure)
+        kinds, waits = no_cause(alone, failure)
         assert kinds == ["LeaveEpoch", "AwaitEnd", "ReportFailure", "AwaitEnd", "BreakEpoch"]
+        assert waits == [protocol.EVIDENT_SECONDS, 3 * 2.0 + 2 * 0.25], "three silences and two heartbeats"
     with pytest.raises(OpTimeout):
         no_cause(alone, failure)
 
 
-def no_cause(alone: Alone, failure: HoldfastError) -> list[str]:
-    """Fail the next body, and let nothing end the epoch; the kinds of requests up to the wait for the next view."""
+def no_cause(alone: Alone, failure: HoldfastError) -> tuple[list[str], list[float]]:
+    """Fail the next body, and let nothing end the epoch.
+
+    The kinds of requests up to the wait for the next view, and the times in which the detectors may find the cause.
+    """
     alone.fail_at(protocol.RunBody, failure)
-    kinds = []
+    kinds, waits = [], []
     while not isinstance(alone.request, protocol.AwaitView):
         kinds.append(type(alone.request).__name__)
         if isinstance(alone.request, protocol.AwaitEnd):
+            waits.append(alone.request.seconds)
             alone.go_on_with(False)
         else:
             alone.go_on()
-    return kinds
+    return kinds, waits
 
 
 def test_a_failure_leaves_no_reference_to_the_frames_of_the_user_behind() -> None:
@@ -573,15 +567,6 @@ def test_communicators_of_earlier_epochs_are_closed_once_in_each_epoch_after_its
     assert [type(request) for request in of_kind(requests, *kinds)] == [kinds[1], kinds[0], kinds[1]]
     first = [type(request) for request in of_kind(Alone(steps=3).all_requests(), *kinds)]
     assert first == [kinds[1], kinds[0], kinds[1], kinds[1]]
-
-
-def test_the_detectors_have_three_silences_and_two_heartbeats_to_find_the_cause_of_a_failure() -> None:
-    alone = Alone()
-    alone.fail_at(protocol.RunBody)
-    alone.go_to(protocol.AwaitEnd)
-    assert alone.request == protocol.AwaitEnd(1, protocol.EVIDENT_SECONDS)
-    alone.go_on()
-    assert alone.request == protocol.AwaitEnd(1, 3 * 2.0 + 2 * 0.25)
 
 
 def test_the_time_that_a_communicator_took_to_build_is_reported() -> None:
@@ -694,70 +679,55 @@ def degraded(epoch: int, since: int = 1, job: Job = GO_ON) -> View:
 
 
 FIRST = view_of(1, ["p0", "p1"], job=GO_ON)
-REBUILDS = (protocol.BreakEpoch, protocol.Connect, protocol.TransferState, protocol.RestoreState)
 
 
-def test_a_step_that_all_have_prepared_is_committed_in_a_degraded_epoch_which_goes_on() -> None:
-    alone = Alone(FIRST, degraded(2))
-    alone.fail_at(protocol.AwaitBarrier)
-    passed = alone.go_to(protocol.RunBody)
-    recovered = protocol.CommitStep(StepCommitted(step=0, epoch=2, how="recovered"))
-    assert of_kind(passed, protocol.CommitStep) == [recovered], "which holds no epoch"
-    assert of_kind(passed, protocol.Settled) == [protocol.Settled(committed=True, over=False)]
-    assert of_kind(passed, *REBUILDS) == []
-    passed = alone.go_to(protocol.Settled)
-    votes = protocol.CollectVotes(degraded(2), "step 1", Vote(HOLDER, 1, True, 2))
-    assert of_kind(passed, protocol.CollectVotes, protocol.AwaitBarrier) == [votes], "the barrier has a dead member"
-    normal = protocol.CommitStep(StepCommitted(step=1, epoch=2, how="normal"), in_epoch=2)
-    assert of_kind(passed, protocol.CommitStep) == [normal]
+def story(requests: Iterable[protocol.ProtocolRequest]) -> list[str]:
+    """What a rank does about an open step, and about its communicator."""
+    told = []
+    for request in requests:
+        match request:
+            case protocol.CollectVotes(_, name, vote):
+                told.append(f"{name}: {'has prepared' if vote.prepared else 'lacks'} {vote.done}")
+            case protocol.RecordStep(StepPrepared(step=step) | StepAborted(step=step) as event):
+                told.append(f"{event.kind} {step}")
+            case protocol.CommitStep(event, in_epoch):
+                told.append(f"commits {event.step}, {event.how}{' and holds its epoch' if in_epoch else ''}")
+            case protocol.Settled(committed, over):
+                told.append(f"tells {committed}{', the end' if over else ''}")
+            case protocol.BreakEpoch() | protocol.Connect() | protocol.AwaitBarrier():
+                told.append(type(request).__name__)
+    return told
 
 
-def test_a_rank_that_has_its_results_prepares_the_step_in_the_degraded_epoch() -> None:
-    alone = Alone(FIRST, degraded(2))
-    alone.fail_at(protocol.StageState)
-    passed = alone.go_to(protocol.CollectVotes)
-    assert protocol.RecordStep(StepPrepared(step=0, epoch=2), in_epoch=2) in passed
-    assert alone.request == protocol.CollectVotes(degraded(2), "open step", Vote(HOLDER, 0, True, 2))
-    assert of_kind(alone.go_to(protocol.RunBody), *REBUILDS) == []
-    assert alone.request == protocol.RunBody(1)
+VOTED, OPEN = "open step: has prepared 0", "open step: lacks 0"
+AGAIN = ["BreakEpoch", "Connect"]
 
 
-def test_a_rank_that_has_prepared_the_step_does_not_prepare_it_again() -> None:
-    alone = Alone(FIRST, degraded(2))
-    alone.fail_at(protocol.AwaitBarrier)
-    assert not [event for event in recorded(alone.go_to(protocol.CollectVotes)) if isinstance(event, StepPrepared)]
-
-
-def test_a_step_that_is_undone_is_done_again_over_a_new_communicator() -> None:
-    alone = Alone(FIRST, degraded(2))
-    alone.fail_at(protocol.RunBody)
-    alone.go_to(protocol.CollectVotes)
-    assert alone.request == protocol.CollectVotes(degraded(2), "open step", Vote(HOLDER, 0, False, 2))
-    passed = alone.go_to(protocol.RunBody)
-    assert [type(request) for request in of_kind(passed, protocol.BreakEpoch, protocol.Connect)] == list(REBUILDS[:2])
-    assert of_kind(passed, protocol.Settled) == [protocol.Settled(committed=False, over=False)]
-    assert alone.request == protocol.RunBody(0) and alone.view.epoch == 3
-
-
-@pytest.mark.parametrize("done", [0, 1])
-def test_a_death_between_two_steps_leaves_nothing_open_and_the_degraded_epoch_goes_on(done: int) -> None:
-    alone = Alone(FIRST, degraded(2))
+@pytest.mark.parametrize(
+    ("done", "fails_at", "on_death", "expected", "then"),
+    [
+        (0, protocol.AwaitBarrier, "go_on", [VOTED, "commits 0, recovered", "tells True"], (1, 2)),
+        (0, protocol.StageState, "go_on", ["prepared 0", VOTED, "commits 0, recovered", "tells True"], (1, 2)),
+        (0, protocol.RunBody, "go_on", [OPEN, *AGAIN, "aborted_step 0", "tells False"], (0, 3)),
+        (0, protocol.AwaitBarrier, "finish_step", [VOTED, "commits 0, recovered", *AGAIN, "tells True"], (1, 3)),
+        (0, protocol.StepBoundary, "go_on", [OPEN], (0, 2)),
+        (1, protocol.StepBoundary, "go_on", ["open step: lacks 1"], (1, 2)),
+    ],
+)
+def test_an_open_step_is_committed_in_a_degraded_epoch_or_done_again_over_a_new_communicator(
+    done: int, fails_at: Any, on_death: OnDeath, expected: list[str], then: tuple[int, int]
+) -> None:
+    """A step that all have prepared, or have the results of, is committed; a death between two leaves nothing open."""
+    job = structs.replace(JOB, on_death=on_death)
+    alone = Alone(structs.replace(FIRST, job=job), degraded(2, job=job))
     for _ in range(done):
         alone.go_to(protocol.Settled)
-    alone.fail_at(protocol.StepBoundary)
-    passed = alone.go_to(protocol.RunBody)
-    assert of_kind(passed, *REBUILDS, protocol.Settled) == []
-    assert [type(event) for event in recorded(passed)] == [StepBegun], "no step was there to prepare or to abort"
-    assert alone.request == protocol.RunBody(done) and alone.view == degraded(2)
-
-
-def test_a_job_that_only_finishes_the_step_builds_a_new_communicator_after_it() -> None:
-    job = structs.replace(JOB, on_death="finish_step")
-    alone = Alone(structs.replace(FIRST, job=job), degraded(2, job=job))
-    alone.fail_at(protocol.AwaitBarrier)
-    passed = alone.go_to(protocol.RunBody)
-    kinds = (protocol.CommitStep, protocol.BreakEpoch, protocol.Connect, protocol.Settled)
-    assert [type(request) for request in of_kind(passed, *kinds)] == list(kinds)
+    alone.fail_at(fails_at)
+    assert story(alone.go_to(protocol.RunBody)) == expected
+    assert alone.request == protocol.RunBody(then[0]) and alone.view.epoch == then[1]
+    if then == (1, 2):  # it goes on; a barrier would have a dead member
+        steps = ["prepared 1", "step 1: has prepared 1", "commits 1, normal and holds its epoch"]
+        assert story(alone.go_to(protocol.Settled)) == steps
 
 
 def test_a_degraded_epoch_ends_if_a_member_lacks_the_state() -> None:

@@ -9,20 +9,17 @@ import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from holdfast.comms.system.keys import create_key
-from holdfast.ft import AlreadyJoined, Session, StepFailed, Timeouts
+from holdfast.ft import AlreadyJoined, Session, StepFailed
 from holdfast.ft.departure import note_error, step_error
 from holdfast.ft.event_lines import event_of
 from holdfast.ft.node.register import Register
 from holdfast.harness import LocalCluster
 from holdfast.harness.invariants import check
 from support.children import errors_of
-
-QUICK = Timeouts(heartbeat=0.1, suspect=1.0, operation=20.0, rebuild=10.0, join=15.0)
+from support.samples.tally import QUICK, contract_in, start_with_spares
 
 
 def fails(session: Session, gate: str = "", once: str = "") -> int:
@@ -44,10 +41,7 @@ def fails(session: Session, gate: str = "", once: str = "") -> int:
 
 def test_an_exception_that_is_not_repeated_costs_only_a_spare() -> None:
     with LocalCluster(2, spares=1, session={"timeouts": QUICK}) as ranks:
-        gate = ranks.logs / "gate"
-        job = ranks.start(fails, str(gate), str(ranks.logs / "once"))
-        job.wait_for_spares()
-        gate.touch()
+        job = start_with_spares(ranks, fails, once=str(ranks.logs / "once"))
         assert job.results() == [10, 10]
         (left, *_) = [event["evidence"] for event in job.events() if event["kind"] == "detected"]
     assert "it left: ValueError" in left
@@ -55,10 +49,7 @@ def test_an_exception_that_is_not_repeated_costs_only_a_spare() -> None:
 
 def test_a_repeated_exception_ends_the_job_on_all_ranks_and_consumes_one_spare() -> None:
     with LocalCluster(2, spares=3, session={"timeouts": QUICK}) as ranks:
-        gate = ranks.logs / "gate"
-        job = ranks.start(fails, str(gate))
-        job.wait_for_spares()
-        gate.touch()
+        job = start_with_spares(ranks, fails)
         with pytest.raises(ValueError, match="a bad batch"):
             job.results()
         errors = errors_of(job, job.processes)
@@ -81,29 +72,6 @@ def test_the_first_exception_ends_a_job_with_on_error_raise() -> None:
             job.results()
         errors = errors_of(job, job.processes)
     assert sorted(type(error).__name__ for error in errors) == ["StepFailed", "StepFailed", "ValueError"]
-
-
-def test_an_exception_in_every_step_ends_the_job_though_the_steps_are_committed() -> None:
-    """All others have done their part before it is raised, so each step is committed without the rank that raises."""
-
-    def fail(session: Session, gate: str) -> None:
-        for attempt in session.steps(20):
-            with attempt:
-                while attempt.step == 3 and not Path(gate).exists():
-                    time.sleep(0.005)
-                attempt.comm.barrier()
-                if attempt.step > 3 and attempt.rank == 1:
-                    time.sleep(0.1)
-                    raise ValueError("always")
-
-    with LocalCluster(2, spares=3, session={"timeouts": QUICK}) as ranks:
-        gate = ranks.logs / "gate"
-        job = ranks.start(fail, str(gate))
-        job.wait_for_spares()
-        gate.touch()
-        errors = errors_of(job, job.processes)
-    assert sum(isinstance(error, ValueError) for error in errors) == 2
-    assert sum(isinstance(error, StepFailed) for error in errors) == 3
 
 
 def test_an_exception_on_all_ranks_ends_the_job_at_once() -> None:
@@ -189,14 +157,7 @@ def test_a_rank_that_dies_while_all_stop_does_not_delay_the_others() -> None:
 
 
 def test_a_second_session_of_a_job_in_one_process_is_refused_at_once(tmp_path: Path) -> None:
-    create_key(tmp_path / "key")
-    contract: dict[str, Any] = {
-        "job": "job",
-        "register": f"sqlite://{tmp_path}/job.sqlite",
-        "key_file": tmp_path / "key",
-        "backend": "shm",
-        "timeouts": QUICK,
-    }
+    contract = contract_in(tmp_path, timeouts=QUICK)
     early = Session(**contract)
     with Session(**contract):
         with pytest.raises(AlreadyJoined, match="a session of job 'job' open already"):

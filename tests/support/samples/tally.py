@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from holdfast.comms.reproducible import sum_contributions
+from holdfast.comms.system.keys import create_key
 from holdfast.ft import Session, Timeouts
 from holdfast.ft.event_lines import event_of
 from holdfast.harness import LocalCluster
@@ -42,21 +44,27 @@ class Tally:
 
 
 def tally_up(
-    session: Session, steps: int = STEPS, pause: float = 0.01, gate: str = "", hurry: str = ""
+    session: Session, steps: int = STEPS, pause: float = 0.01, gate: str = "", hurry: str = "", device: str = "cpu"
 ) -> dict[str, Any]:
     """Add up; returns what this process has at the end.
 
-    Waits in step 3 until the file `gate` is there; once the file `hurry` is there, steps have no pauses.
+    Waits in step 3 until the file `gate` is there; once the file `hurry` is there, steps have no pauses. All tensors,
+    the state's too, are on the `device`; those of a GPU are added up independently of their order.
     """
-    tally, epochs = Tally(), []
+    os.environ["NCCL_HOSTID"] = f"process-{os.getpid()}"  # NCCL refuses two ranks of one host on one GPU
+    tally, epochs = Tally(torch.zeros(5, dtype=torch.float64, device=device)), []
     session.attach("tally", tally)
     for attempt in session.steps(steps):
         with attempt:
             time.sleep(0.0 if hurry and Path(hurry).exists() else pause)
             while attempt.step == 3 and gate and not Path(gate).exists():
                 time.sleep(0.005)
-            part = torch.full((5,), sum((attempt.step + 1) * (shard + 1) for shard in attempt.shards)).double()
-            attempt.comm.all_reduce(part)
+            numbers = [float((attempt.step + 1) * (shard + 1)) for shard in attempt.shards]
+            part = torch.full((5,), sum(numbers), dtype=torch.float64, device=device)
+            if device == "cpu":
+                attempt.comm.all_reduce(part)
+            else:
+                sum_contributions(attempt.comm, [torch.full_like(part, number) for number in numbers], part)
             epochs.append(attempt.epoch)
         if attempt.committed:
             tally.total += part
@@ -82,6 +90,23 @@ def assert_exact(job: Job, results: list[dict[str, Any]], ranks: int, steps: int
         assert result["steps"] == list(range(steps))
         assert result["total"] == expected(steps)
     assert check([event_of(event) for event in job.events()]) == []
+
+
+def contract_in(folder: Path, **more: Any) -> dict[str, Any]:
+    """The arguments with which a session joins the job whose key and register are in a folder."""
+    key = folder / "job.key"
+    if not key.exists():
+        create_key(key)
+    return {"job": "job", "register": f"sqlite://{folder}/job.sqlite", "key_file": key, "backend": "shm", **more}
+
+
+def start_with_spares(ranks: LocalCluster, body: Callable[..., object], *args: Any, **more: Any) -> Job:
+    """Start a job of which the steps wait for the file `gate`, until all spares are there."""
+    gate = ranks.logs / "gate"
+    job = ranks.start(body, *args, gate=str(gate), **more)
+    job.wait_for_spares()
+    gate.touch()
+    return job
 
 
 def cluster(size: int, backend: str = "shm", spares: int = 0, fault: str = "", **session: Any) -> LocalCluster:
