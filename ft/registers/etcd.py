@@ -274,10 +274,11 @@ class EtcdCell(Cell):
         def ask(client: etcd3gw.Etcd3Client) -> Answer:
             return client.post(client.get_url("/kv/range"), json={"key": self._key})  # type: ignore[no-any-return]
 
+        known = self._created  # before the request: another thread may see the key made while this one is answered
         answer = self._ask(ask)
         revision, pairs = int(answer["header"]["revision"]), answer.get("kvs", [])
         if not pairs:
-            if self._created:
+            if known:
                 raise RegisterAway(self._url, "its key was deleted while in use")
             return revision, None
         found = self._decode(pairs[0])

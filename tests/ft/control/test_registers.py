@@ -707,6 +707,22 @@ def test_a_key_deleted_during_a_job_never_makes_two_registers(etcd: EtcdCluster,
                 cell.read()
 
 
+def test_an_answer_from_before_the_key_was_made_is_no_deletion(etcd: EtcdCluster) -> None:
+    """Regression: a thread that waits was answered after another one had seen the first value."""
+    with cells(f"{etcd.url}/before", "view", "view") as [cell, writer]:
+        opened: Any = cell
+        ask = opened._ask
+
+        def late(request: Callable[..., Any]) -> Any:
+            answer = ask(request)
+            opened._ask = ask
+            assert writer.compare_and_set(0, b"first") and cell.read() == (1, b"first")
+            return answer
+
+        opened._ask = late
+        assert cell.read() == (0, b"")
+
+
 def test_endpoints_of_two_clusters_are_refused(etcd: EtcdCluster, tmp_path: Path) -> None:
     with EtcdCluster(1, tmp_path) as another:
         first, second = another.endpoints[0], etcd.endpoints[0]
