@@ -296,11 +296,11 @@ class StandInTransport(OnTheHost):
         self._ended = False
         self._on_the_host()
         try:
-            connected = connect_group(context, self._liveness)
+            group, connections = connect_group(context, self._liveness)
         except BaseException:
             self._forget_peers()
             raise
-        self._begin(QueuedGroup(connected.group, connected.connections, 60.0))
+        self._begin(QueuedGroup(group, connections, 60.0))
         self._watch_peers(NAME)
 
     def _passed(self) -> Any:
