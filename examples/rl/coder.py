@@ -100,7 +100,8 @@ def equals(encoded: bytes, expected: object) -> bool:
 def is_plain(value: object) -> bool:
     """True if a value survives the way into a run and out of it."""
     with suppress(LookupError, RecursionError):
-        return bool(encode(decode(encode(value))) == encode(value))
+        encoded = encode(value)
+        return bool(_in_order(encode(decode(encoded))) == _in_order(encoded))
     return False
 
 

@@ -185,7 +185,7 @@ def test_a_spare_takes_the_place_of_the_dead_and_joiners_come_last() -> None:
 def test_a_dead_spare_is_not_promoted() -> None:
     state = core(1, spares=(member(7), member(8)))
     state, effects = state.on(ProvenDeaths((Death("p7", "its process ended"),)), 1.0)
-    assert effects == ()
+    assert effects == () and state.spares == (member(8),)
     assert proposed(state.on(dead(0), 10.0)[1]).members == (member(8), member(1), member(2))
 
 

@@ -15,8 +15,8 @@ from msgspec import structs
 
 from holdfast.comms.errors import CorruptData
 from holdfast.comms.transport.base import Peer
-from holdfast.ft.membership.dissemination import new_findings
-from holdfast.ft.membership.events import Cleared, Death, Event, ProvenDeaths, Suspicion
+from holdfast.ft.membership.dissemination import announce_as_proposer, new_findings, reply_to_epoch
+from holdfast.ft.membership.events import Announce, Cleared, Death, Event, ProvenDeaths, ReadRegister, Suspicion
 from holdfast.ft.membership.evidence import Evidence
 from holdfast.ft.membership.state_machine import next_size, successors
 from holdfast.ft.membership.topology import Shape, heads, host_mates, observers
@@ -73,6 +73,38 @@ def test_neighbours_are_on_other_hosts_and_know_each_other(hosts: list[int]) -> 
 def test_a_view_announced_by_any_member_reaches_all_members(hosts: list[int]) -> None:
     view = view_on(hosts)
     assert len(distances(view, announced_to(view))) == len(view.members)
+
+
+@pytest.mark.parametrize("large", [True, False])
+def test_only_in_a_large_job_views_travel_as_differences(large: bool) -> None:
+    shape = SPARSE if large else Shape()
+    old = view_on([2, 2])
+    view = structs.replace(old, epoch=old.epoch + 1, members=old.members[:3])
+    change = delta_between(old, view)
+    assert change is not None
+    expected = change if large else None
+    (announced,) = announce_as_proposer(view, view.members[0], (), shape)
+    assert announced == Announce(view, view.members[1:2] if large else view.members[1:], expected)
+    assert reply_to_epoch(view, old.members[1], old.epoch, shape) == (Announce(view, (old.members[1],), expected),)
+
+
+def test_a_member_in_another_epoch_gets_the_newest_view_or_makes_the_register_be_read() -> None:
+    view = structs.replace(view_on([2]), epoch=5)
+    other = view.members[1]
+    assert reply_to_epoch(view, other, 6, SPARSE) == (ReadRegister(6),)
+    assert reply_to_epoch(None, other, 1, SPARSE) == (ReadRegister(1),)
+    assert reply_to_epoch(view, other, 5, SPARSE) == ()
+    assert reply_to_epoch(view, other, 3, SPARSE) == (Announce(view, (other,), None),)
+
+
+def test_what_is_derived_from_a_view_is_computed_once_for_each_argument() -> None:
+    view, computed = view_on([2]), list[int]()
+
+    def result() -> int:
+        computed.append(len(computed))
+        return computed[-1]
+
+    assert [view.remember("anything", of, result) for of in ("a", "a", "b")] == [0, 0, 1]
 
 
 def test_the_number_of_neighbours_is_constant_and_paths_grow_slowly() -> None:

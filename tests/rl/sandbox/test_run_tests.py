@@ -9,15 +9,21 @@ from collections import Counter, OrderedDict, defaultdict, namedtuple
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from holdfast.rl.config.named_code import load_code
 from holdfast.rl.environments.sandbox import Limits, Sandbox, SandboxError
 from support.source_tree import ROOT
 
-example: Any = sys.modules[load_code(f"{ROOT / 'examples' / 'rl' / 'coder.py'}:run_tests").__module__]
-CallTest, encode, equals, run_tests = example.CallTest, example.encode, example.equals, example.run_tests
+example_code: Any = sys.modules[load_code(f"{ROOT / 'examples' / 'rl' / 'coder.py'}:run_tests").__module__]
+CallTest, encode, equals, run_tests = (
+    example_code.CallTest,
+    example_code.encode,
+    example_code.equals,
+    example_code.run_tests,
+)
+is_plain = example_code.is_plain
 
 SECRET = 987654321987654321
 TESTS = (CallTest("f", (2,), SECRET), CallTest("f", (3,), SECRET + 1))
@@ -102,7 +108,9 @@ plain = st.recursive(
 
 
 @given(plain)
+@example({frozenset({b"a", "a", "b", b"c"}): None})
 def test_a_value_equals_itself_after_the_way_out(value: object) -> None:
+    assert is_plain(value)
     assert equals(json.dumps(encode(value)).encode(), value)
 
 
