@@ -6,27 +6,12 @@ The state machine decides admission of groups, choice of batches, and the stalen
 `begin`, `finish`, `fail`, `serve`, `take` and `commit`; and a batch that waits is filled once the generators
 have finished what they began.
 
-Batch b is trained by the updates b * updates, ..., (b + 1) * updates - 1; so a group of version v may be in batch b if
-b <= d(v) := (v + bound + 1) // updates - 1, its *deadline*. Let D(t) be the number of groups in flight or ready with
-deadline <= t, and b the next batch. All steps keep two invariants:
+With b the next batch, and D(t) the number of groups in flight or ready with a deadline <= t, all steps keep:
 
-  (1) begun - failed <= (d(served) + 1) * groups. Only `begin` of a new prompt raises the left side, and it asks for
-      this; d does not fall, because `served` does not.
-  (2) D(t) <= (t + 1 - b) * groups for every t >= b - 1; for t = b - 1: no deadline has passed.
+  (1) begun - failed <= (deadline(served) + 1) * groups.
+  (2) D(t) <= (t + 1 - b) * groups for every t >= b - 1.
 
-`begin` (of a new prompt, or of one of a driver before) adds a group with deadline d(served), so D grows for
-t >= d(served) alone. There D(t) <= begun - failed - b * groups, which is what is outstanding, and by (1) that is at
-most (d(served) + 1 - b) * groups. `fail`, and `finish` with newer tokens lower D or leave it. `take` hands out the
-oldest ready groups only if (2) holds for b + 1 without them, and `commit` then makes it b + 1. By (2) with t = b - 1
-no outstanding group is late, which is the claim.
-
-Such a batch exists once all outstanding groups are ready: without the `groups` oldest, D(t) is 0 or at most
-(t + 1 - b) * groups - groups. And there are that many, if `served` has reached b * updates: (1) admits
-(d(b * updates) + 1) * groups >= (b + 1) * groups, as long as `bound` >= `updates` - 1,
-which `StalenessRule` demands.
-
-To wait only for groups that are due now (d = b) is not enough. With bound 2 and groups of one, prompts 0 to 2 begin at
-version 0; if 0 and then 3 (of version 1) were trained first, both 1 and 2 would be due in batch 2.
+`docs/concepts/staleness.md` has the proof.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from secrets import token_hex
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -346,8 +347,8 @@ class TransformersGenerator:
     """A generator: its methods are the endpoints of an actor. `generate` may be called twice.
 
     `source` is the model, `store` the URL of the store with its weights; without one, the weights are those of the
-    source, as version 0. It serves the newest version; as a `reader` with a name, what `switch` commits: it has caught
-    up once it is made. In the synchronous mode each request is a batch alone: its completions are a function of the
+    source, as version 0. It serves the newest version; as a `reader`, what `switch` commits, and has caught up once it
+    is made. In the synchronous mode each request is a batch alone: its completions are a function of the
     request and the weights; else samples of any requests share a running batch. Raises `ModelMisfit` if the model
     cannot serve.
     """
@@ -357,8 +358,10 @@ class TransformersGenerator:
         source: ModelSource,
         store: str | None = None,
         config: RunConfig = RunConfig(),  # noqa: B008  (frozen)
-        reader: str | None = None,
+        reader: bool = False,
     ) -> None:
+        if reader:
+            faultpoints.arm_from_environment()
         self._timeout = config.generator.timeout
         model = source.build()
         length = longest_sequence(model)
@@ -369,8 +372,9 @@ class TransformersGenerator:
         try:
             if self._store is not None:
                 cast = None if config.store.cast == "none" else config.store.cast
-                self._follower = self._store.follow(model.state_dict(), reader=reader, cast=cast, timeout=self._timeout)
-                if reader is not None:
+                name = new_reader() if reader else None
+                self._follower = self._store.follow(model.state_dict(), reader=name, cast=cast, timeout=self._timeout)
+                if reader:
                     catch_up_if_switched(self._follower)
             self._thread = GenerationThread(model, self._follower, config, length, self._work)
         except BaseException:
@@ -437,6 +441,11 @@ class TransformersGenerator:
         self._thread.close()
         if self._store is not None:
             self._store.close()
+
+
+def new_reader() -> str:
+    """A name for a generator among the readers of the store."""
+    return f"generator-{token_hex(4)}"
 
 
 def catch_up_if_switched(follower: Follower) -> None:

@@ -9,13 +9,11 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
-from secrets import token_hex
 from typing import Any
 
 import msgspec
 
 from holdfast.comms.errors import HoldfastError, Mismatch
-from holdfast.ft import faultpoints
 from holdfast.rl.actors.service import ReplicaEvent, Service
 from holdfast.rl.config.named_code import extra_python
 from holdfast.rl.config.run_config import RunConfig
@@ -92,26 +90,6 @@ class BatchedRequests:
         return await self._route(whole)
 
 
-class ServedGenerator(TransformersGenerator):
-    """A generator that serves what the driver's switches commit, under a name of its own."""
-
-    def __init__(self, source: ModelSource, store: str, config: RunConfig) -> None:
-        faultpoints.arm_from_environment()
-        super().__init__(source, store, config, reader=new_reader())
-
-
-class ServedVllmGenerator(VllmGenerator):
-    """The same with vLLM. A call that is repeated elsewhere draws other completions there."""
-
-    def __init__(self, source: ModelSource, store: str, config: RunConfig) -> None:
-        super().__init__(source, store, config, reader=new_reader())
-
-
-def new_reader() -> str:
-    """A name for a generator among the readers of the store."""
-    return f"generator-{token_hex(4)}"
-
-
 class Generators:
     """The policy as the loop sees it: `generate(request)`, and `advance(version)`."""
 
@@ -131,8 +109,8 @@ class Generators:
         vllm = generator.kind == "vllm"
         self._service = await self._services.start(
             "generator",
-            ServedVllmGenerator if vllm else ServedGenerator,
-            *(self._source, self._url, self._config),
+            VllmGenerator if vllm else TransformersGenerator,
+            *(self._source, self._url, self._config, True),
             num_replicas=generator.replicas,
             python=str(extra_python("vllm", generator.python)) if vllm else None,
             deadline=2 * generator.timeout,

@@ -37,15 +37,6 @@ def session_options(config: RunConfig) -> dict[str, Timeouts]:
     }
 
 
-class TrainersLost(HoldfastError):
-    """No trainer is left to train on a batch; `errors` says how each one ended."""
-
-    def __init__(self, step: int, errors: tuple[str, ...]) -> None:
-        self.step, self.errors = step, errors
-        known = "; ".join(errors) or "none was there"
-        super().__init__(f"no trainer is left for step {step}: {known}; resume from a checkpoint")
-
-
 async def ask_trainer(trainer: ServiceReplica, method: str, *args: Any) -> Any:
     """Call a trainer. Raises `RunFailed` for an error that ended its steps, in one line, unless the others go on."""
     try:
@@ -93,7 +84,7 @@ class TrainerGroup:
     async def step(self, batch: Batch) -> StepReport:
         """Train on a batch; returns once it is committed.
 
-        Raises `TrainersLost` if no trainer is left, TimeoutError after `timeout` seconds, and a trainer's own error.
+        Raises `RunFailed` if no trainer is left, TimeoutError after `timeout` seconds, and a trainer's own error.
         """
         report: StepReport = await self._first(
             "train", batch.step, EncodedBatch.of(batch, saved=self._saved_after(batch.step))
@@ -128,7 +119,8 @@ class TrainerGroup:
                     finally:
                         changed.cancel()
                     if not done:
-                        raise TrainersLost(step, tuple(errors))
+                        known = "; ".join(errors) or "none was there"
+                        raise RunFailed(f"no trainer is left for step {step}: {known}; resume from a checkpoint")
                     answers = []
                     for call in [each for each in calls if each in done]:
                         trainer = calls.pop(call)
@@ -175,7 +167,7 @@ class TrainerProcesses:
         self._lost = 0
 
     async def start(self) -> TrainerPosition:
-        """Start all trainers and spares; returns where training begins. Raises `ServiceFailed`, `TrainersLost`."""
+        """Start all trainers and spares; returns where training begins. Raises `ServiceFailed`, `RunFailed`."""
         trainer = self._config.trainer
         self._service = await self._services.start(
             ROLE,

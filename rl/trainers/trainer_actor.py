@@ -19,7 +19,7 @@ from holdfast.rl.data.replay_buffer import BufferState, StepReport
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.grpo.batch import EncodedBatch
 from holdfast.rl.telemetry import TrainerStatus, WorkLog, WorkReport
-from holdfast.rl.trainers.training import Publisher, Training
+from holdfast.rl.trainers.training import Training
 from holdfast.store import WeightStore
 
 BATCH_SECONDS = 600.0
@@ -104,14 +104,9 @@ class TrainerActor:
         self._over = self._closed = False
         self._news: Future[None] = Future()
         """Done at the next change."""
-        self._publisher: Publisher | None = None
-        self._work = WorkLog()
-        if store:
-            publishes = WeightStore(store, replicas=config.store.copies, keep=config.kept_versions, hold=False)
-            self._publisher = Publisher(publishes, self._work)
-        self._training = Training(
-            config, source, self._publisher, self._take, self._report, self._begun, self._work, checkpoints
-        )
+        self._work, copies, keep = WorkLog(), config.store.copies, config.kept_versions
+        to = WeightStore(store, replicas=copies, keep=keep, hold=False) if store else None
+        self._training = Training(config, source, to, self._take, self._report, self._begun, self._work, checkpoints)
         options = {"shards": config.trainer.units, **(session or {})}
         self._session = ft.Session(**options)
         self._thread = threading.Thread(target=self._run, name="training", daemon=True)
@@ -176,8 +171,7 @@ class TrainerActor:
                 self._thread.join(CLOSE_SECONDS)
         elif not self._over:
             self._end(TrainerEnded("it was closed"))
-        if self._publisher is not None:
-            self._publisher.close()
+        self._training.close()
 
     async def _until(self, answer: Callable[[], T | None]) -> T:
         """Wait for an answer, which a change may give. Raises `TrainerEnded` if the steps are over without one."""

@@ -75,72 +75,32 @@ class LoopState:
         self.after, self.step, self.old = state["buffer"].encode(), state["step"], list(state["old"])
 
 
-class Publisher:
-    """One publication at a time, in a thread of its own. The tensors may change once `finish` has returned."""
-
-    def __init__(self, store: WeightStore, work: WorkLog | None = None) -> None:
-        self._store, self._work = store, work or WorkLog()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish-weights")
-        self._open: tuple[int, int, Future[None]] | None = None
-
-    def visible(self, version: int) -> bool:
-        """Whether readers can read this version, or there is a later one."""
-        newest = self._store.latest()
-        return newest is not None and newest >= version
-
-    def begin(self, version: int, state: Mapping[str, Any], epoch: int) -> None:
-        """Publish this rank's part of a version as a member of `epoch`, after the one before. Raises as `finish`."""
-        self.finish()
-        publishing = self._thread.submit(self._publish, version, state, epoch)
-        self._open = version, epoch, publishing
-
-    def _publish(self, version: int, state: Mapping[str, Any], epoch: int) -> None:
-        with self._work.doing("publish", version):
-            self._store.publish(version, state, fence=epoch)
-
-    def finish(self) -> None:
-        """Wait until the part outlives this process. Raises the store's errors, `Revoked` if the epoch is over."""
-        if self._open is None:
-            return
-        (version, epoch, publishing), self._open = self._open, None
-        try:
-            publishing.result()
-        except StaleEpoch as error:
-            raise Revoked(epoch, str(error)) from error
-        except Mismatch:
-            if not self.visible(version):  # else members of the epoch before had published all of it after all
-                raise
-
-    def close(self) -> None:
-        """Wait for the open publication, and leave the store. Idempotent."""
-        self._thread.shutdown()
-        self._store.close()
-
-
 class Training:
-    """All steps of one trainer, which begin with the policy `source`. `take` gives batches.
+    """All steps of one trainer, which begin with the policy `source`. `take` gives batches. `close` it after use.
 
-    `report` is called for each batch that is committed, `begun` with the step of the first attempt and the buffer
-    that was saved with it, in a run that goes on. With a folder `checkpoints`, all state is saved there.
+    One version at a time is published to `store`, if there is one, in a thread of its own. `report` is called for each
+    batch that is committed, `begun` with the step of the first attempt and the buffer that was saved with it, in a run
+    that goes on. With a folder `checkpoints`, all state is saved there.
     """
 
     def __init__(
         self,
         config: RunConfig,
         source: ModelSource,
-        publisher: Publisher | None,
+        store: WeightStore | None,
         take: Take,
         report: Callable[[StepReport], None] = lambda _: None,
         begun: Callable[[int, BufferState | None], None] = lambda *_: None,
         work: WorkLog | None = None,
         checkpoints: str = "",
     ) -> None:
-        self._config, self._publisher, self._checkpoints = config, publisher, checkpoints
+        self._config, self._store, self._checkpoints = config, store, checkpoints
+        self._work = work or WorkLog()
         self._take, self._report, self._begun = take, report, begun
         sharded = TitanLayout if config.trainer.kind == "titan" else ShardedLayout
         layout: Callable[[RunConfig, ModelSource, WorkLog], ReplicatedLayout | ShardedLayout]
         layout = sharded if config.trainer.strategy == "fsdp2" else ReplicatedLayout
-        self._layout = layout(config, source, work or WorkLog())
+        self._layout = layout(config, source, self._work)
         self._state = LoopState()
         # Else the old policy is the generator's, or the present one.
         self._old_wanted = config.objective.truncation > 0 and config.algorithm.updates > 1
@@ -148,6 +108,8 @@ class Training:
         self._batch: tuple[EncodedBatch, list[TrainingTokens]] | None = None
         self._losses: list[float] = []
         self._published: tuple[int, int] = (-1, 0)
+        self._publications = ThreadPoolExecutor(1, thread_name_prefix="publish-weights")
+        self._publication: tuple[int, int, Future[None]] | None = None
 
     def run(self, session: ft.Session) -> str:
         """Do the session's steps until all batches are committed and their last version is published.
@@ -247,24 +209,54 @@ class Training:
         """Begin to publish the weights before this attempt, unless they are published, or in the middle of a batch."""
         version = attempt.step
         between = version % self._config.algorithm.updates
-        if self._publisher is None or between or self._published == (version, attempt.epoch):
+        if self._store is None or between or self._published == (version, attempt.epoch):
             return
         if self._published[1] != attempt.epoch:  # the members of an earlier epoch may have published this version
             seen = torch.zeros(1, dtype=torch.int64, device="cpu")
             if attempt.rank == 0:
-                seen.fill_(self._publisher.visible(version))
+                seen.fill_(_visible(self._store, version))
             attempt.comm.broadcast(seen, src=0)
             if bool(seen):
                 self._published = version, attempt.epoch
                 return
         state = self._layout.state()
         if self._layout.publishes(attempt.rank):
-            self._publisher.begin(version, state, attempt.epoch)
+            self._finish_publication()
+            publication = self._publications.submit(self._publish_part, self._store, version, state, attempt.epoch)
+            self._publication = version, attempt.epoch, publication
         self._published = version, attempt.epoch
 
+    def _publish_part(self, store: WeightStore, version: int, state: Mapping[str, Any], epoch: int) -> None:
+        with self._work.doing("publish", version):
+            store.publish(version, state, fence=epoch)
+
     def _finish_publication(self) -> None:
-        if self._publisher is not None:
-            self._publisher.finish()
+        """Wait until this rank's part outlives this process: then its tensors may change.
+
+        Raises the store's errors, `Revoked` if the epoch is over.
+        """
+        if self._publication is None:
+            return
+        (version, epoch, publication), self._publication = self._publication, None
+        try:
+            publication.result()
+        except StaleEpoch as error:
+            raise Revoked(epoch, str(error)) from error
+        except Mismatch:
+            if self._store is None or not _visible(self._store, version):
+                raise  # else members of the epoch before had published all of it after all
+
+    def close(self) -> None:
+        """Wait for the open publication, and leave the store. Idempotent."""
+        self._publications.shutdown()
+        if self._store is not None:
+            self._store.close()
+
+
+def _visible(store: WeightStore, version: int) -> bool:
+    """Whether readers can read this version, or there is a later one."""
+    newest = store.latest()
+    return newest is not None and newest >= version
 
 
 def _raise_if_over(comm: Communicator) -> None:

@@ -25,7 +25,7 @@ from holdfast.rl.config.run_config import GeneratorConfig, RunConfig
 from holdfast.rl.data.episode import Completion, SamplingRequest
 from holdfast.rl.data.prompts import ARITHMETIC_CHARACTERS, CharacterTokenizer, arithmetic_held_out
 from holdfast.rl.generators.models import ModelSource
-from holdfast.rl.run.generation import ServedVllmGenerator
+from holdfast.rl.generators.vllm.vllm_generator import VllmGenerator
 from holdfast.store import WeightStore
 
 UPDATES, KILLED_AFTER, TOKENS = 20, 10, 20
@@ -94,8 +94,8 @@ async def main(interpreter: str) -> None:
         async with LocalEngine() as engine:
             began = time.monotonic()
             config = RunConfig(generator=GeneratorConfig(cache=0.1, timeout=SECONDS))
-            spec = served(ServedVllmGenerator, name="vllm", engine=engine, python=str(python))
-            service = await spec.as_service(SOURCE, store.url, config)
+            spec = served(VllmGenerator, name="vllm", engine=engine, python=str(python))
+            service = await spec.as_service(SOURCE, store.url, config, True)
             rows.append(("the replica is up after", f"{time.monotonic() - began:.1f} s"))
             load = Load(service)
             drawing = asyncio.create_task(load.run())

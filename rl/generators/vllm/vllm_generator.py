@@ -33,7 +33,7 @@ from holdfast.rl.generators.errors import (
     VersionGone,
 )
 from holdfast.rl.generators.models import ModelMisfit, ModelSource
-from holdfast.rl.generators.transformers_generator import RequestLimits, await_visible
+from holdfast.rl.generators.transformers_generator import RequestLimits, await_visible, new_reader
 from holdfast.rl.telemetry import WorkLog, WorkReport, processor_with_descendants
 from holdfast.store import Follower, Layout, WeightStore
 
@@ -109,7 +109,7 @@ class VllmGenerator:
     """A generator: its methods are the endpoints of an actor. `generate` may be called twice.
 
     `source` is the model, `store` the URL of the store that its weights come from: it serves nothing before the first
-    `update`. As a `reader` with a name it needs none: it serves what `switch` commits, and its process
+    `update`. As a `reader` it needs none: it serves what `switch` commits, and its process
     ends if that cannot be loaded. Raises `ModelMisfit` if the model cannot serve, `Unsupported` where vLLM is not
     installed.
     """
@@ -119,7 +119,7 @@ class VllmGenerator:
         source: ModelSource,
         store: str,
         config: RunConfig = RunConfig(),  # noqa: B008  (frozen)
-        reader: str | None = None,
+        reader: bool = False,
     ) -> None:
         self._config, timeout = config.generator, config.generator.timeout
         self._store = WeightStore(store, hold=False)
@@ -129,8 +129,8 @@ class VllmGenerator:
             with _temporary_files_in(self._files.path):
                 self._engine = _engine(source, config, self._files.path)
             _note_segments(self._files.path)
-            if reader is not None:  # of no tensors: those of vLLM's workers can only be filled while it stands still
-                self._follower = self._store.follow({}, reader=reader, strict=False, timeout=timeout)
+            if reader:  # of no tensors: those of vLLM's workers can only be filled while it stands still
+                self._follower = self._store.follow({}, reader=new_reader(), strict=False, timeout=timeout)
         except BaseException:
             self._store.close()
             self._files.close()
@@ -301,7 +301,7 @@ class VllmGenerator:
     # -- weights
 
     async def _keep_up(self) -> None:
-        """As a reader with a name, load the version that the newest switch asks for, now and from now on."""
+        """As a reader, load the version that the newest switch asks for, now and from now on."""
         if (follower := self._follower) is None:
             return
         if self._watching is None:

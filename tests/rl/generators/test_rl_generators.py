@@ -93,7 +93,7 @@ class Generators:
 
     def __call__(self, *args: Any, between: Any = None, **options: Any) -> TransformersGenerator:
         """A generator; `between` is called between two tokens of any generator from now on."""
-        store, reader = options.pop("store", None), options.pop("reader", None)
+        store, reader = options.pop("store", None), options.pop("reader", False)
         if between is not None:
             faultpoints.arm(lambda point, *_: between() if point == "generate.between_tokens" else None)
         self._open.append(TransformersGenerator(*(args or (source(),)), store, config_of(**options), reader))
@@ -358,13 +358,11 @@ def test_a_generator_follows_the_store(generators: Generators, store: WeightStor
 
 
 @pytest.mark.parametrize("update", ["swap", "drain"])
-async def test_a_reader_with_a_name_serves_what_switches_commit(
-    generators: Generators, store: WeightStore, update: str
-) -> None:
+async def test_a_reader_serves_what_switches_commit(generators: Generators, store: WeightStore, update: str) -> None:
     """Not what is published; and from the very next request on. One that starts later has caught up once it is made."""
     publish(store, 1)
     options = {"store": store.url, "mode": "asynchronous", "update": update}
-    generator = generators(source(), reader="one", **options)
+    generator = generators(source(), reader=True, **options)
     with pytest.raises(errors.GeneratorNotReady, match="no version"):
         await generator.generate(request((1,)))
     for version in (1, 2, 3):
@@ -373,7 +371,7 @@ async def test_a_reader_with_a_name_serves_what_switches_commit(
         [found] = await generator.generate(request((1, 2)))
         assert found.versions == (version,) * 5
     publish(store, 4)
-    late = generators(source(), reader="two", **options)
+    late = generators(source(), reader=True, **options)
     assert late.version == 3
     for each in (late, generator):
         assert [found.versions for found in await each.generate(request((1, 2)))] == [(3,) * 5]

@@ -23,9 +23,10 @@ from holdfast.rl.config.named_code import ExtraNotInstalled
 from holdfast.rl.config.run_config import Objective, TitanConfig, TrainerConfig
 from holdfast.rl.data.episode import Group, Prompt
 from holdfast.rl.data.replay_buffer import Batch, BufferState, StalenessRule, StepReport
+from holdfast.rl.errors import RunFailed
 from holdfast.rl.generators.models import ModelMisfit, ModelSource
 from holdfast.rl.grpo.batch import BatchColumns, updates_of
-from holdfast.rl.run.trainer_processes import TrainerGroup, TrainersLost
+from holdfast.rl.run.trainer_processes import TrainerGroup
 from holdfast.rl.trainers.layouts import NonFiniteLoss, clip_factor, sharded_norm
 from holdfast.rl.trainers.titan import TitanModel, mesh_of, model_config
 from support.rl.small_batches import episode
@@ -163,7 +164,7 @@ async def test_a_trainer_that_is_added_gets_the_current_batch() -> None:
 
 
 def test_a_step_without_trainers_is_an_error_that_says_how_they_ended() -> None:
-    with pytest.raises(TrainersLost, match=r"no trainer is left for step 0: .*killed"):
+    with pytest.raises(RunFailed, match=r"no trainer is left for step 0: .*killed"):
         versions(group_with(Trainer(GONE)), 1)
 
 

@@ -23,7 +23,7 @@ from holdfast.harness import LocalCluster, RankFailed
 from holdfast.harness.invariants import check
 from holdfast.rl.config.run_config import RunConfig, objective
 from holdfast.rl.grpo.batch import EncodedBatch
-from holdfast.rl.trainers.training import Publisher, Training
+from holdfast.rl.trainers.training import Training
 from holdfast.store import WeightStore
 from support.rl.small_batches import random_batch, tiny_llama, trainer_config
 from support.waiting import eventually
@@ -92,15 +92,14 @@ def train(
         return random_batch(step, config.algorithm.updates)
 
     hook = InsideReduction(session, REDUCTIONS[config.trainer.strategy], faults, number)
-    publisher = Publisher(WeightStore(url, replicas=1, keep=BATCHES + 1, hold=False)) if url else None
+    store = WeightStore(url, replicas=1, keep=BATCHES + 1, hold=False) if url else None
     register(hook)
+    training = Training(config, SOURCE, store, take, reports.append, checkpoints=checkpoints)
     try:
-        training = Training(config, SOURCE, publisher, take, reports.append, checkpoints=checkpoints)
         digest = training.run(session)
     finally:
         unregister(hook)
-        if publisher is not None:
-            publisher.close()
+        training.close()
     return digest, [(each.step, each.figures["loss"], each.figures["gradient_norm"]) for each in reports]
 
 

@@ -96,7 +96,7 @@ class Trainer:
 
 @asynccontextmanager
 async def replica(
-    python: str, store: WeightStore, trainer: Trainer, reader: str | None = None, **fields: Any
+    python: str, store: WeightStore, trainer: Trainer, reader: bool = False, **fields: Any
 ) -> AsyncIterator[Any]:
     """A generator's process."""
     async with LocalEngine() as engine:
@@ -219,10 +219,10 @@ def test_samples_run_on_over_an_update_and_no_process_of_a_killed_replica_is_lef
     eventually(lambda: not any(each.is_running() for each in below), 60.0)
 
 
-async def test_a_reader_with_a_name_serves_what_switches_commit(python: str, store: WeightStore) -> None:
+async def test_a_reader_serves_what_switches_commit(python: str, store: WeightStore) -> None:
     """Running samples get it too, and the next request draws from nothing before it."""
     trainer = Trainer(store, tie_word_embeddings=False, max_position_embeddings=2048)
-    async with replica(python, store, trainer, reader="one") as process:
+    async with replica(python, store, trainer, reader=True) as process:
         old = trainer.publish()
         assert (await asyncio.to_thread(store.switch, old)).committed
         await check_like_transformers(process, trainer)
