@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal
 
 import msgspec
 
@@ -132,17 +131,11 @@ class RewardFailed(HoldfastError):
         )
 
 
-FailureKind = Literal["died", "hung", "lied", "refused", "busy"]
-"""How an environment failed, in one word."""
-
-
 class EnvironmentFailed(HoldfastError):
-    """An environment failed and the episode is lost. `kind` says how, `environment` which, `call` what it was doing.
+    """An environment failed and the episode is lost. `environment` says which, `call` what it was doing.
 
     A session that raised it is never used again, but for one of a pool, which may be reset: that begins anew elsewhere.
     """
-
-    kind: ClassVar[FailureKind]
 
     def __init__(self, environment: str, call: str, why: str) -> None:
         self.environment, self.call, self.why = environment, call, why
@@ -152,31 +145,21 @@ class EnvironmentFailed(HoldfastError):
 class EnvironmentDied(EnvironmentFailed):
     """It raised, its process ended, or the connection to it broke."""
 
-    kind = "died"
-
 
 class EnvironmentHung(EnvironmentFailed):
     """It did not answer in time. It may still be at work: its late answer is dropped."""
-
-    kind = "hung"
 
 
 class EnvironmentLied(EnvironmentFailed):
     """Its answer is none that an environment may give: a reward that is no number, another type, too many bytes."""
 
-    kind = "lied"
-
 
 class EnvironmentRefused(EnvironmentFailed):
     """It does not take the request, or the session has failed before."""
 
-    kind = "refused"
-
 
 class EnvironmentBusy(EnvironmentFailed):
     """It has no free session."""
-
-    kind = "busy"
 
 
 class EpisodeOver(HoldfastError):

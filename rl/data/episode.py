@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sized
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import compress
 from typing import Literal
 
@@ -55,7 +55,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     finish: Finish
 
     def __post_init__(self) -> None:
-        _check_drawn("Completion", None, self.tokens, self.logprobs, self.versions)
+        _check_drawn("Completion", None, self.tokens, (self.logprobs, self.versions))
         if self.finish not in ("stop", "length"):
             why = f"it did not end, but was cut off ({self.finish!r}): let it go on, or draw it again"
             raise InvalidEpisode("Completion", None, why)
@@ -80,9 +80,7 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         number = self.prompt.number
-        _check_drawn("Episode", number, self.tokens, self.logprobs, self.versions)
-        if len(self.mask) != len(self.tokens):
-            _check_lengths("Episode", number, self.tokens, mask=self.mask)
+        _check_drawn("Episode", number, self.tokens, (self.logprobs, self.versions, self.mask))
         if not is_usable_reward(self.reward):
             _check_finite("Episode", number, "reward", (self.reward,))
             raise InvalidEpisode("Episode", number, f"its reward {self.reward} is beyond {MOST_REWARD:g}")
@@ -151,26 +149,15 @@ class SamplingRequest(msgspec.Struct, frozen=True, kw_only=True):
                 _check_tokens("SamplingRequest", None, tokens)
 
 
-def _check_drawn(
-    kind: str,
-    number: int | None,
-    tokens: tuple[int, ...],
-    logprobs: tuple[float, ...],
-    versions: tuple[int, ...],
-) -> None:
-    """Check what was drawn. It is done for each episode at each hop, so first as a whole, then to name the fault."""
-    if not len(tokens) == len(logprobs) == len(versions):
-        _check_lengths(kind, number, tokens, logprobs=logprobs, versions=versions)
-    if tokens and min(tokens) < 0:
-        _check_tokens(kind, number, tokens)
-    if not math.isfinite(sum(logprobs)):
-        _check_finite(kind, number, "logprobs", logprobs)
-
-
-def _check_lengths(kind: str, number: int | None, tokens: Sized, **fields: Sized) -> None:
-    for name, field in fields.items():
+def _check_drawn(kind: str, number: int | None, tokens: tuple[int, ...], fields: tuple[Sequence[float], ...]) -> None:
+    """Check what was drawn: `fields` are log-probs, versions and, of an episode, the mask."""
+    for name, field in zip(("logprobs", "versions", "mask"), fields, strict=False):
         if len(field) != len(tokens):
             raise InvalidEpisode(kind, number, f"tokens has length {len(tokens)}, {name} has {len(field)}")
+    if tokens and min(tokens) < 0:
+        _check_tokens(kind, number, tokens)
+    if not math.isfinite(sum(fields[0])):  # first as a whole: it is done for each episode at each hop
+        _check_finite(kind, number, "logprobs", fields[0])
 
 
 def _check_tokens(kind: str, number: int | None, tokens: Iterable[int]) -> None:

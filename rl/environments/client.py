@@ -275,7 +275,7 @@ class EnvironmentPool:
         """
         if isinstance(error, EnvironmentFailed):
             server.last_failure = f"{error.call}: {error.why}"
-            if error.kind == "busy":
+            if isinstance(error, EnvironmentBusy):
                 server.busy_until = time.monotonic() + BUSY_SECONDS
             else:
                 server.failures += 1

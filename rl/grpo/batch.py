@@ -19,7 +19,7 @@ import torch
 from holdfast.rl.config.run_config import Objective
 from holdfast.rl.data.episode import Group
 from holdfast.rl.data.replay_buffer import Batch, BufferState, even_edges
-from holdfast.rl.grpo.loss import LossInputs, StepTotals
+from holdfast.rl.grpo.loss import LossInputs
 
 Tensor = torch.Tensor
 
@@ -201,8 +201,8 @@ def collate(columns: BatchColumns, objective: Objective) -> TrainingTokens:
     )
 
 
-def _totals(mask: Tensor) -> StepTotals:
-    return StepTotals(sequences=len(mask), tokens=max(int(mask.sum()), 1))
+def _totals(mask: Tensor) -> tuple[int, int]:
+    return len(mask), max(int(mask.sum()), 1)
 
 
 def counted_tokens(columns: BatchColumns, objective: Objective) -> Tensor:

@@ -24,27 +24,20 @@ one. A log-ratio beyond it has no gradient.
 
 
 @dataclass(frozen=True, slots=True)
-class StepTotals:
-    """How many sequences, and tokens that count, all units of a step have together."""
-
-    sequences: int
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class LossInputs:
-    """Sequences of a step with `totals`, padded to (n, length). `mask` is true for the tokens that count.
+    """Sequences of a step, padded to (n, length). `mask` is true for the tokens that count.
 
     What stands elsewhere is ignored.
 
     `advantages` (n,); `generated` are the generator's log-probabilities, `reference` those of the policy to stay near
-    (for the KL term), `entropies` those of the new policy (for the bonus).
+    (for the KL term), `entropies` those of the new policy (for the bonus). `totals` are the numbers of sequences and
+    of tokens that count of all units of the step together.
     """
 
     mask: Tensor
     advantages: Tensor
     generated: Tensor
-    totals: StepTotals
+    totals: tuple[int, int]
     reference: Tensor | None = None
     entropies: Tensor | None = None
 
@@ -94,8 +87,8 @@ def loss(logprobs: Tensor, old_logprobs: Tensor, inputs: LossInputs, objective: 
     # Dr. GRPO adds the tokens of a sequence, and averages over sequences.
     gain = gain.masked_fill(~mask, 0.0)
     per_sequence = _row_sums(gain / length if objective.aggregate == "sequence" else gain)
-    totals = inputs.totals
-    return -per_sequence.sum() / (totals.tokens if objective.aggregate == "token" else totals.sequences)
+    sequences, tokens = inputs.totals
+    return -per_sequence.sum() / (tokens if objective.aggregate == "token" else sequences)
 
 
 def _clamped(log_ratio: Tensor) -> Tensor:

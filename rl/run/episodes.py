@@ -19,12 +19,10 @@ from holdfast.rl.grpo.loop import Generate, generate_episode, play_episodes, tog
 from holdfast.rl.rewards.judge import Judge, reward_of
 from holdfast.rl.run.environment_servers import EnvironmentServers, check_name
 from holdfast.rl.run.evaluation import HeldOutResult, held_out_prompts, play_games, play_prompts
-from holdfast.rl.run.policy import Task, in_policy_process, task_of, tokenizer_of, warm_up, warmed_up
+from holdfast.rl.run.policy import Task, check_policy, in_policy_process, task_of, tokenizer_of, warm_up, warmed_up
 from holdfast.rl.run.run_events import EpisodeFailed
 from holdfast.rl.run.services import RunServices
 from holdfast.rl.run.telemetry import RunTelemetry
-
-CHECK = "the check of the model"
 
 
 class RunEpisodes:
@@ -44,14 +42,14 @@ class RunEpisodes:
         self._games: EnvironmentGames
 
     async def prepare(self, policy: ModelSource, folder: Path) -> ModelSource:
-        """The policy to begin with; `start` may save it in `folder`. Raises what is wrong with the task."""
+        """The policy to begin with; `start` may save it in `folder`. Raises what is wrong with it, or with the task."""
         self._policy, self._folder = policy, folder
+        check = partial(longest_sequence, self._config, policy)
+        longest = await in_policy_process("the check of the model", check, folder)
         if self._config.has_prompts:
-            await self._prepare_prompts()
+            await self._prepare_prompts(longest)
         if self._config.environment.name:
-            check = partial(check_name, self._config.environment)
-            await in_policy_process("the check of the environment", check, folder)
-            self._limit = self._config.environment.max_tokens or await self._longest()
+            self._limit = self._config.environment.max_tokens or longest
             self._tokenizer = await asyncio.to_thread(tokenizer_of, self._config)
         return warmed_up(policy, self._config.model, folder)
 
@@ -89,19 +87,16 @@ class RunEpisodes:
         prompts = held_out_prompts(self._config, self._task, wanted)
         return await play_prompts(generate, self._judge, prompts, sampling, version)
 
-    async def _prepare_prompts(self) -> None:
+    async def _prepare_prompts(self, most: int) -> None:
         config = self._config
         self._task = task = await asyncio.to_thread(task_of, config)
         longest = max(source.longest for source in (task.train, task.held_out) if source is not None)
-        if (tokens := longest + config.sampling.max_new_tokens) > (most := await self._longest()):
+        if (tokens := longest + config.sampling.max_new_tokens) > most:
             why = f"the longest prompt and sampling.max_new_tokens make {tokens} tokens, and it attends to {most}"
             raise ModelMisfit(self._policy.name, why, "shorten the prompts, or lower sampling.max_new_tokens")
         reward = reward_of(config, self._folder.with_name("rewards.log"))
         self._judge = Judge(reward, task.tokenizer, self._answer_failed)
         await self._judge.start()  # raises what is wrong with the code of the reward
-
-    async def _longest(self) -> int:
-        return await in_policy_process(CHECK, self._policy.longest_sequence, self._folder)
 
     async def _warm_up(self) -> None:
         config, folder = self._config, self._folder
@@ -151,6 +146,14 @@ class RunEpisodes:
         now = self._telemetry.now()
         event = EpisodeFailed(time=now, prompt=failed.number, reason=failed.reason, again=failed.again)
         self._telemetry.emit(event)
+
+
+def longest_sequence(config: RunConfig, policy: ModelSource) -> int:
+    """The most tokens of a sequence; 0 if the configuration says it. Raises `ModelMisfit`, `UnknownEnvironment`."""
+    check_policy(config, policy)
+    if config.environment.name:
+        check_name(config.environment)
+    return policy.longest_sequence() if config.has_prompts or not config.environment.max_tokens else 0
 
 
 def is_played(number: int, share: float) -> bool:

@@ -36,7 +36,7 @@ from holdfast.rl.grpo.loop import asynchronous, running, synchronous, together
 from holdfast.rl.run.episodes import RunEpisodes
 from holdfast.rl.run.evaluation import BestVersion, HeldOutEvaluation
 from holdfast.rl.run.generation import Generators, Holders
-from holdfast.rl.run.policy import check_policy, in_policy_process, policy_source
+from holdfast.rl.run.policy import policy_source
 from holdfast.rl.run.run_directory import RunDirectory, RunStatus
 from holdfast.rl.run.run_events import (
     Evaluated,
@@ -101,7 +101,6 @@ class TrainingRun:
         check_plugins_run_here(config)
         policy = policy_source(config)
         policy.check_device()
-        await in_policy_process("the check of the model", partial(check_policy, config, policy), directory.policy)
         episodes = RunEpisodes(config, self.telemetry)
         try:
             source = await episodes.prepare(policy, directory.policy)

@@ -16,7 +16,6 @@ from holdfast.rl.data.episode import MOST_REWARD, Group, Prompt
 from holdfast.rl.errors import InvalidEpisode
 from holdfast.rl.grpo import loss as grpo
 from holdfast.rl.grpo.batch import BatchColumns, advantages, collate
-from holdfast.rl.grpo.loss import StepTotals
 from support.rl.small_batches import episode
 
 ALGORITHMS: tuple[Algorithm, ...] = ("grpo", "dr_grpo", "dapo", "gspo")
@@ -41,7 +40,7 @@ class Rows:
     entropies: torch.Tensor | None = None
 
 
-def loss(logprobs: torch.Tensor, given: Rows, totals: StepTotals, chosen: Objective) -> torch.Tensor:
+def loss(logprobs: torch.Tensor, given: Rows, totals: tuple[int, int], chosen: Objective) -> torch.Tensor:
     inputs = grpo.LossInputs(given.mask, given.advantages, given.generated, totals, given.reference, given.entropies)
     return grpo.loss(logprobs, given.old, inputs, chosen)
 
@@ -66,8 +65,8 @@ def sequences(seed: int, count: int = 6, longest: int = 5) -> tuple[torch.Tensor
     return logprobs, Rows(mask, signal, generated, generated + draw(0.2), logprobs + draw(0.5), draw(1.0).abs())
 
 
-def totals_of(inputs: Rows) -> StepTotals:
-    return StepTotals(len(inputs.mask), int(inputs.mask.sum()))
+def totals_of(inputs: Rows) -> tuple[int, int]:
+    return len(inputs.mask), int(inputs.mask.sum())
 
 
 def by_the_papers(logprobs: torch.Tensor, inputs: Rows, chosen: Objective) -> float:
@@ -135,7 +134,7 @@ def single(logprobs: torch.Tensor, inputs: Rows) -> tuple[torch.Tensor, Rows]:
     return logprobs.float(), Rows(**{name: v if name == "mask" else v.float() for name, v in values.items()})
 
 
-def gradient_of(logprobs: torch.Tensor, inputs: Rows, totals: StepTotals, chosen: Objective) -> torch.Tensor:
+def gradient_of(logprobs: torch.Tensor, inputs: Rows, totals: tuple[int, int], chosen: Objective) -> torch.Tensor:
     free = logprobs.clone().requires_grad_()
     return torch.autograd.grad(loss(free, inputs, totals, chosen), free)[0]
 
@@ -244,7 +243,7 @@ def test_episodes_become_rows_whose_columns_predict_the_next_token() -> None:
     assert made.inputs.mask.tolist() == [[False, True, False, True], [False, True, False, False]]
     assert made.inputs.generated[0].tolist() == [0.0, -1.0, 0.0, -3.0]
     assert made.inputs.advantages.tolist() == [0.5, -0.5]
-    assert made.inputs.totals == StepTotals(sequences=2, tokens=3)
+    assert made.inputs.totals == (2, 3)
     moved = made.inputs.to(torch.device("meta"))
     assert moved.mask.is_meta and moved.advantages.is_meta and moved.generated.is_meta and moved.reference is None
 
@@ -257,4 +256,4 @@ def test_dapo_leaves_overlong_completions_out_of_the_loss_but_not_of_the_compari
     made = collate(BatchColumns.of([group]), objective("dapo"))
     assert made.inputs.mask.sum(1).tolist() == [2, 0]
     assert made.inputs.advantages.tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)], rel=1e-3)
-    assert made.inputs.totals.tokens == 2
+    assert made.inputs.totals[1] == 2
