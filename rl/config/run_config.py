@@ -121,11 +121,6 @@ PRESETS: Mapping[str, Mapping[str, object]] = {
 """What the fields of an objective are by default, where that differs from GRPO."""
 
 
-def objective(algorithm: Algorithm, **fields: object) -> Objective:
-    """The objective of an algorithm, with `fields` instead of its defaults. Raises msgspec.ValidationError."""
-    return msgspec.convert({**PRESETS[algorithm], **fields, "algorithm": algorithm}, Objective)
-
-
 class Sampling(_Section, frozen=True, kw_only=True):
     """How a group's completions are drawn: `group` for each prompt, each with a seed of its own."""
 

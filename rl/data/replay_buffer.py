@@ -90,11 +90,6 @@ class BufferState(msgspec.Struct, frozen=True, kw_only=True):
     taken: tuple[int, ...] = ()
 
     @property
-    def outstanding(self) -> int:
-        """The number of prompts that were begun, and neither failed nor were trained."""
-        return len(self.again) + len(self.in_flight) + len(self.ready)
-
-    @property
     def admissible(self) -> int:
         """How many groups may begin now."""
         fresh = (self.rule.deadline(self.served) + 1) * self.rule.groups - (self.begun - self.failed)

@@ -176,10 +176,6 @@ class WeightHolder:
         replicas, keep = config.store.copies, config.kept_versions
         self._store = WeightStore(store, replicas=replicas, keep=keep, observe=self._hear)
 
-    async def version(self) -> int | None:
-        """The newest visible version."""
-        return self._store.latest()
-
     async def work(self) -> WorkReport:
         """The replicas that the store's threads made since the last call."""
         return self._log.report()

@@ -199,7 +199,6 @@ class Training:
         figures = {
             "loss": sum(self._losses) / len(self._losses),
             "gradient_norm": result.norm,
-            "learning_rate": self._config.trainer.rate_at(attempt.step),
             "trainers": float(attempt.comm.size),
             "epoch": float(attempt.epoch),
         }

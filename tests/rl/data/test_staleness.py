@@ -140,7 +140,8 @@ class Schedules(RuleBasedStateMachine):
 
     @invariant()
     def it_is_bounded(self) -> None:
-        assert self.state.outstanding <= self.rule.groups * (self.rule.bound + 2)
+        outstanding = len(self.state.again) + len(self.state.in_flight) + len(self.state.ready)
+        assert outstanding <= self.rule.groups * (self.rule.bound + 2)
 
 
 TestSchedules = Schedules.TestCase

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.rl.config.run_config import objective
 from holdfast.rl.data.episode import Completion, Episode, Finish, Group
 from holdfast.rl.environments.builtin import GuessNumberEnvironment
 from holdfast.rl.environments.environment import Action, Environment, Observation
@@ -18,6 +17,7 @@ from holdfast.rl.errors import EnvironmentDied, EnvironmentFailed, EnvironmentHu
 from holdfast.rl.grpo.batch import BatchColumns, counted_tokens
 from support.rl.environment_servers import Misbehaving
 from support.rl.event_loop import run
+from support.rl.small_batches import objective
 
 
 class Characters:

@@ -18,7 +18,7 @@ from holdfast.ft.launch.job_contract import ReservedPort
 from holdfast.rl.environments.client import EnvironmentClient, EnvironmentPool
 from holdfast.rl.environments.environment import Action
 from holdfast.rl.environments.session import EnvironmentSession
-from holdfast.rl.errors import EnvironmentDied, EnvironmentRefused
+from holdfast.rl.errors import EnvironmentBusy, EnvironmentDied, EnvironmentRefused
 from support.rl.environment_servers import server_process
 from support.rl.event_loop import run
 from support.source_tree import ROOT, TESTS

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.rl.config.run_config import Sampling, objective
+from holdfast.rl.config.run_config import Sampling
 from holdfast.rl.data.episode import Completion, Episode, Group, Prompt, SamplingRequest
 from holdfast.rl.data.prompts import CharacterTokenizer, Problem, PromptSource
 from holdfast.rl.data.replay_buffer import Batch, BufferState, FailedGroup, ReplayBuffer, StalenessRule, StepReport
@@ -32,6 +32,7 @@ from holdfast.rl.run.evaluation import (
     play_prompts,
 )
 from holdfast.rl.run.run_events import Evaluated
+from support.rl.small_batches import objective
 from support.source_tree import ROOT
 
 TOKENIZER = CharacterTokenizer()

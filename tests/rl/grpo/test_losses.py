@@ -11,12 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.rl.config.run_config import Algorithm, Objective, objective
+from holdfast.rl.config.run_config import Algorithm, Objective
 from holdfast.rl.data.episode import MOST_REWARD, Group, Prompt
 from holdfast.rl.errors import InvalidEpisode
 from holdfast.rl.grpo import loss as grpo
 from holdfast.rl.grpo.batch import BatchColumns, advantages, collate
-from support.rl.small_batches import episode
+from support.rl.small_batches import episode, objective
 
 ALGORITHMS: tuple[Algorithm, ...] = ("grpo", "dr_grpo", "dapo", "gspo")
 

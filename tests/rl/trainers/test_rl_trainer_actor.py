@@ -15,7 +15,7 @@ pytest.importorskip("transformers", reason="trainers need transformers: pip inst
 
 from holdfast.comms.errors import Revoked, StaleEpoch
 from holdfast.comms.system.keys import create_key
-from holdfast.rl.config.run_config import RunConfig, StoreConfig, objective
+from holdfast.rl.config.run_config import RunConfig, StoreConfig
 from holdfast.rl.data.episode import Group, Prompt, SamplingRequest
 from holdfast.rl.data.replay_buffer import Batch, BufferState, StalenessRule
 from holdfast.rl.generators.models import ModelSource
@@ -26,7 +26,7 @@ from holdfast.rl.run.trainer_processes import TrainerGroup
 from holdfast.rl.trainers.layouts import NonFiniteLoss
 from holdfast.rl.trainers.trainer_actor import NoBatch, TrainerActor, TrainerEnded, TrainerLeftOut
 from holdfast.store import WeightStore
-from support.rl.small_batches import episode, random_batch, tiny_llama, trainer_config
+from support.rl.small_batches import episode, objective, random_batch, tiny_llama, trainer_config
 from support.waiting import PATIENCE
 
 SOURCE = tiny_llama(11)

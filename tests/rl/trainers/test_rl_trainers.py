@@ -21,11 +21,11 @@ from holdfast.ft.event_lines import event_of
 from holdfast.ft.processes.zygote_client import zygote
 from holdfast.harness import LocalCluster, RankFailed
 from holdfast.harness.invariants import check
-from holdfast.rl.config.run_config import RunConfig, objective
+from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.grpo.batch import EncodedBatch
 from holdfast.rl.trainers.training import Training
 from holdfast.store import WeightStore
-from support.rl.small_batches import random_batch, tiny_llama, trainer_config
+from support.rl.small_batches import objective, random_batch, tiny_llama, trainer_config
 from support.waiting import eventually
 
 QUICK = Timeouts(heartbeat=0.2, suspect=2.0, operation=40.0, rebuild=20.0, join=20.0)

@@ -13,11 +13,11 @@ pytest.importorskip("transformers", reason="trainers need transformers: pip inst
 
 from holdfast.ft import Session, Timeouts
 from holdfast.harness import LocalCluster
-from holdfast.rl.config.run_config import Algorithm, Objective, RunConfig, objective
+from holdfast.rl.config.run_config import Algorithm, Objective, RunConfig
 from holdfast.rl.data.episode import Group
 from holdfast.rl.grpo.batch import EncodedBatch
 from holdfast.rl.trainers.training import Training
-from support.rl.small_batches import GROUPS, random_batch, random_groups, tiny_llama, trainer_config
+from support.rl.small_batches import GROUPS, objective, random_batch, random_groups, tiny_llama, trainer_config
 
 ALGORITHMS: tuple[Algorithm, ...] = ("grpo", "dr_grpo", "dapo", "gspo")
 BATCHES, RATE, WORDS = 2, 0.02, 13

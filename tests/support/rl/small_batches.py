@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import torch
 
-from holdfast.rl.config.run_config import Objective, RunConfig
+from holdfast.rl.config.run_config import PRESETS, Algorithm, Objective, RunConfig
 from holdfast.rl.data.episode import Episode, Group, Prompt
 from holdfast.rl.data.replay_buffer import Batch, BufferState, StalenessRule
 from holdfast.rl.generators.models import ModelSource
@@ -27,6 +27,11 @@ def tiny_llama(words: int, layers: int = 1, positions: int = 32, width: int = 16
             "max_position_embeddings": positions,
         }
     )
+
+
+def objective(algorithm: Algorithm, **fields: object) -> Objective:
+    """The objective of an algorithm, with `fields` instead of its defaults."""
+    return msgspec.convert({**PRESETS[algorithm], **fields, "algorithm": algorithm}, Objective)
 
 
 def trainer_config(
