@@ -21,7 +21,7 @@ import msgspec
 from holdfast.ft.console.units import counted
 from holdfast.ft.processes.zygote_client import shut_down
 from holdfast.rl.actors.engine import Engine, LocalEngine, endpoint
-from holdfast.rl.actors.service import ReplicaEvent, Service, served
+from holdfast.rl.actors.service import ReplicaEvent, Service, ServiceOptions
 
 REPLICAS, CLIENTS = 3, 6
 _CALL_SECONDS = 0.005
@@ -68,7 +68,7 @@ async def measure(engine: Engine, name: str, kills: int, folder: Path) -> KillFi
     """Kill one of three replicas again and again. Raises if a call is lost, or answered wrongly."""
     events: list[ReplicaEvent] = []
     began = time.monotonic()
-    options = served(BallastActor, num_replicas=REPLICAS, engine=engine, observer=events.append)
+    options = ServiceOptions(BallastActor, num_replicas=REPLICAS, engine=engine, observer=events.append)
     async with await options.as_service() as service:
         start = time.monotonic() - began
         over = False

@@ -29,10 +29,11 @@ def proxy_command(token: str, path: str = "") -> list[str]:
 
 
 class ProcessProxy:
-    """A proxy that waits for its process. `environ` is what the launcher gave it."""
+    """A proxy that waits for its process. `environ` is what the launcher gave it; `gone` is set once it has ended."""
 
     def __init__(self, token: str, environ: Mapping[str, str], writer: asyncio.StreamWriter) -> None:
         self.token, self.environ = token, environ
+        self.gone = asyncio.Event()
         self._writer = writer
 
     def end(self, code: int) -> None:
@@ -43,12 +44,10 @@ class ProcessProxy:
 
 
 class ProxyServer:
-    """Hears proxies. `on_arrival` is called for each, `on_gone` with its token when it has ended."""
+    """Hears proxies; `on_arrival` is called for each."""
 
-    def __init__(
-        self, on_arrival: Callable[[ProcessProxy], None], on_gone: Callable[[str], None] = lambda token: None
-    ) -> None:
-        self._on_arrival, self._on_gone = on_arrival, on_gone
+    def __init__(self, on_arrival: Callable[[ProcessProxy], None]) -> None:
+        self._on_arrival = on_arrival
         self._folder = HeldDirectory("holdfast-forks-")
         self.path = str(self._folder.path / "proxies")
         self._server: asyncio.Server | None = None
@@ -72,7 +71,7 @@ class ProxyServer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._open.add(writer)
-        token = None
+        proxy = None
         try:
             credentials = writer.get_extra_info("socket").getsockopt(
                 socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
@@ -82,12 +81,13 @@ class ProxyServer:
             async with asyncio.timeout(proxy_program.SECONDS):
                 line = await reader.readline()
             token, environ = msgspec.json.decode(line, type=tuple[str, dict[str, str]])
-            self._on_arrival(ProcessProxy(token, environ, writer))
+            proxy = ProcessProxy(token, environ, writer)
+            self._on_arrival(proxy)
             await reader.read(1)  # it sends no more: this is its end
         except (OSError, TimeoutError, ValueError, msgspec.MsgspecError):
             pass
         finally:
             self._open.discard(writer)
             writer.close()
-            if token is not None:
-                self._on_gone(token)
+            if proxy is not None:
+                proxy.gone.set()

@@ -25,8 +25,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-import msgspec
-
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import start_time, this_host
 from holdfast.ft.control.event_loop import LoopThread
@@ -69,40 +67,25 @@ _PING = "(ping)"
 _REAP_SECONDS = 15.0
 
 
-class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of an endpoint.
-
-    A call of an `idempotent` one may be done twice, so it is tried elsewhere when its process ends. After `deadline`
-    seconds a call is taken to hang.
-    """
-
-    name: str
-    idempotent: bool = False
-    deadline: float | None = None
-
-
-def endpoint(*, idempotent: bool = False, deadline: float | None = None) -> Callable[[F], F]:
-    """Declare a method: whether it may be tried elsewhere, and after how many seconds it hangs."""
-    if deadline is not None and not deadline > 0:
-        raise ValueError(f"deadline={deadline!r} is no number of seconds: give a positive one, or None")
+def endpoint(*, idempotent: bool = False) -> Callable[[F], F]:
+    """Declare a method: an `idempotent` call may be done twice, so it is tried elsewhere when its process ends."""
 
     def mark(method: F) -> F:
-        setattr(method, _ATTRIBUTE, (idempotent, deadline))
+        setattr(method, _ATTRIBUTE, idempotent)
         return method
 
     return mark
 
 
-_known: dict[tuple[type[Any], str], Endpoint] = {}
+_known: dict[tuple[type[Any], str], bool] = {}
 
 
-def endpoint_of(kind: type[Any], name: str) -> Endpoint:
-    """The endpoint `name` of an actor's class: one of its public methods. Raises `NoSuchEndpoint`."""
+def is_idempotent(kind: type[Any], name: str) -> bool:
+    """Whether an endpoint, a public method of an actor's class, was declared so. Raises `NoSuchEndpoint`."""
     if (kind, name) not in _known:
         if not _is_endpoint(kind, name):
             raise NoSuchEndpoint(kind.__name__, name, tuple(each for each in dir(kind) if _is_endpoint(kind, each)))
-        idempotent, deadline = getattr(getattr(kind, name), _ATTRIBUTE, (False, None))
-        _known[kind, name] = Endpoint(name=name, idempotent=idempotent, deadline=deadline)
+        _known[kind, name] = getattr(getattr(kind, name), _ATTRIBUTE, False)
     return _known[kind, name]
 
 
@@ -112,7 +95,7 @@ def _is_endpoint(kind: type[Any], name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ActorOrder:
-    """An actor to be started; see `Engine.start`."""
+    """An actor to be started; see `Engine.start`. `forget` is called when nothing is left of its process."""
 
     name: str
     kind: type[Any]
@@ -120,19 +103,20 @@ class ActorOrder:
     environ: Mapping[str, str]
     python: str | None
     host: str
+    forget: Callable[[ActorProcess], None]
 
 
 class ActorProcess(ABC):
-    """A process with an actor in it. `forget` is called when nothing of it is left.
+    """A process with an actor in it.
 
     An actor's class may have a static method `remove_left`, which removes the files of processes of it that have ended.
     """
 
-    def __init__(self, order: ActorOrder, pid: int, forget: Callable[[ActorProcess], None]) -> None:
+    def __init__(self, order: ActorOrder, pid: int) -> None:
         self.name, self.pid = order.name, pid
         self.host = order.host
         """The address of its host; empty for this one."""
-        self._kind, self._on_exit, self._forget = order.kind, order.on_exit, forget
+        self._kind, self._on_exit, self._forget = order.kind, order.on_exit, order.forget
         self._calls: dict[asyncio.Future[bytes], str] = {}
         self._how = ""
         self._made = self._stopping = False
@@ -150,12 +134,13 @@ class ActorProcess(ABC):
         Raises `ActorDied` as soon as the process has ended, `EndpointTimeout` after `timeout` seconds,
         `EndpointFailed` if the method raised, `NoSuchEndpoint`.
         """
-        endpoint_of(self._kind, method)
+        is_idempotent(self._kind, method)  # it exists
         return self._value(method, await self._ask(method, pack(MethodCall(method, args, kwargs)), timeout))
 
-    async def ping(self, timeout: float) -> None:
-        """Return once the process has answered, whatever its methods do. Raises `ActorDied`, `EndpointTimeout`."""
-        await self._identity(timeout)
+    async def ping(self, timeout: float) -> tuple[int, int]:
+        """The process and its start time, whatever its methods do. Raises `ActorDied`, `EndpointTimeout`."""
+        pid, started = map(int, (await self._ask(_PING, b"", timeout)).split())
+        return pid, started
 
     async def stop(self, timeout: float = 10.0) -> None:
         """Call the actor's method `close` once, if it has one; after `timeout` seconds kill. Idempotent."""
@@ -198,18 +183,13 @@ class ActorProcess(ABC):
     def _send(self, request: bytes, answer: asyncio.Future[bytes]) -> None:
         """Send a request, and have `answer` be done with what the process says."""
 
-    @abstractmethod
     def _leave(self) -> None:
-        """Have the process end."""
+        """Have the process end, as it has nothing left to do."""
+        self.kill()
 
     @abstractmethod
     async def _release(self) -> None:
         """Release what is held for the process, which has ended."""
-
-    async def _identity(self, timeout: float) -> tuple[int, int]:
-        """The process and its start time, as it says itself. Raises `ActorDied`, `EndpointTimeout`."""
-        pid, started = map(int, (await self._ask(_PING, b"", timeout)).split())
-        return pid, started
 
     async def _ask(self, method: str, request: bytes, timeout: float | None) -> bytes:
         if self._how:
@@ -265,8 +245,11 @@ class Engine(ABC):
     """
 
     def __init__(self, logs: Path | None = None, preload: tuple[str, ...] = ()) -> None:
-        self._own = HeldDirectory("holdfast-actors-") if logs is None else None
-        self._logs = self._own.path if self._own is not None else logs
+        self._own: HeldDirectory | None = None
+        if logs is None:
+            self._own = HeldDirectory("holdfast-actors-")
+            logs = self._own.path
+        self._logs = logs
         self._preload = preload
         self._processes: set[ActorProcess] = set()
         self._on_host_away: list[Callable[[str], None]] = []
@@ -290,7 +273,7 @@ class Engine(ABC):
         `on_exit` is called once, however the process ends. Raises `ActorStartFailed`.
         """
         recipe = pack(ObjectRecipe(actor, args, kwargs))
-        order = ActorOrder(name, actor, on_exit, environ or {}, python, host or "")
+        order = ActorOrder(name, actor, on_exit, environ or {}, python, host or "", self._processes.discard)
         try:
             found = await self._process(order)
         except StartFailed as error:
@@ -322,9 +305,15 @@ class Engine(ABC):
         if self._own is not None:
             self._own.close()
 
-    def _log_of(self, name: str) -> Path:
-        assert self._logs is not None
-        return self._logs / f"{name}.log"
+    def _spawn(
+        self, order: ActorOrder, body: Callable[[ProcessChannel], None], program: str, environ: Mapping[str, str]
+    ) -> ChildProcess:
+        """A fork that runs `body`, or the order's own interpreter with the module `program`. Raises `StartFailed`."""
+        output = self._logs / f"{order.name}.log"
+        if order.python is None:
+            source = zygote_with(body.__module__, *self._preload)
+            return source.spawn(body, name=order.name, output=output, environ=environ)
+        return ExecutedProcess([order.python, "-P", "-m", program], name=order.name, output=output, environ=environ)
 
     async def __aenter__(self) -> Self:
         self._token = _current.set(self)
@@ -345,7 +334,7 @@ def current_engine() -> Engine:
     try:
         return _current.get()
     except LookupError:
-        raise NoEngine from None
+        raise NoEngine("none is in use here: name one (engine=...), or work in `async with engine:`") from None
 
 
 def process_of(pid: int, *, threads: bool = False) -> Member:
@@ -367,14 +356,16 @@ def how_killed(pid: int) -> str:
 
 
 class Child:
-    """A process that this one spawned. `ended` gets its exit code, negative for a signal, once it is reaped."""
+    """A process that this one spawned; `died` says how it ends, before it is reaped.
+
+    `ended` gets its exit code then, negative for a signal.
+    """
 
     def __init__(self, process: ChildProcess, ended: Callable[[int], None] = lambda code: None) -> None:
         self.pid, self.kill = process.pid, process.kill
+        self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.reaped = asyncio.Event()
         self._process, self._ended = process, ended
-        self._how = ""
-        self._on_death: Callable[[str], None] = lambda how: None
         self._reaping: asyncio.Task[None] | None = None
         self._watch = ProcessWatch(self._died)
         self._watch.follow([process_of(self.pid)])
@@ -383,29 +374,19 @@ class Child:
         """See its end at the first thread that ends, from now on."""
         self._watch.follow([process_of(self.pid, threads=True)])
 
-    def tell(self, on_death: Callable[[str], None]) -> None:
-        """Call `on_death` with how it ends, at once if it has."""
-        self._on_death = on_death
-        if self._how:
-            on_death(self._how)
-
     def _died(self, deaths: object) -> None:
         if self._reaping is None:
             if how := how_killed(self.pid):
-                self._tell(how)
+                self.died.set_result(how)
             self._reaping = asyncio.create_task(self._reap())
 
     async def _reap(self) -> None:
         code = await asyncio.to_thread(self._exit_code)  # the kernel may take 100 ms more to free its memory
         self._watch.close()
-        if not self._how:
-            self._tell(self._process.epitaph())
+        if not self.died.done():
+            self.died.set_result(self._process.epitaph())
         self._ended(code)
         self.reaped.set()
-
-    def _tell(self, how: str) -> None:
-        self._how = how
-        self._on_death(how)
 
     def _exit_code(self) -> int:
         status = self._process.wait(_REAP_SECONDS).status
@@ -416,13 +397,13 @@ class Child:
 class OwnProcess(ActorProcess):
     """A child of this process."""
 
-    def __init__(self, order: ActorOrder, child: Child, forget: Callable[[ActorProcess], None]) -> None:
-        super().__init__(order, child.pid, forget)
+    def __init__(self, order: ActorOrder, child: Child) -> None:
+        super().__init__(order, child.pid)
         self._child = child
 
     async def make(self, recipe: bytes) -> None:
         """See `ActorProcess.make`."""
-        self._child.tell(self._died)
+        self._child.died.add_done_callback(lambda died: self._died(died.result()))
         await super().make(recipe)
         self._child.follow_threads()
 
@@ -471,18 +452,16 @@ class ActorHost:
 
 def _packed(do: Callable[[], Any]) -> bytes:
     try:
-        found = CallResult(do())
+        return pack(CallResult(do()))
     except BaseException as error:
-        found = CallResult(error=pack_error(error))
-    return pack(found)
+        return pack(CallResult(error=pack_error(error)))
 
 
 async def _packed_async(do: Callable[[], Any]) -> bytes:
     try:
-        found = CallResult(await do())
+        return pack(CallResult(await do()))
     except BaseException as error:
-        found = CallResult(error=pack_error(error))
-    return pack(found)
+        return pack(CallResult(error=pack_error(error)))
 
 
 def _done(answer: bytes) -> concurrent.futures.Future[bytes]:
@@ -501,13 +480,9 @@ class LocalProcess(OwnProcess):
     """A child of this process, on a socket pair."""
 
     def __init__(
-        self,
-        order: ActorOrder,
-        child: Child,
-        streams: tuple[asyncio.StreamReader, asyncio.StreamWriter],
-        forget: Callable[[ActorProcess], None],
+        self, order: ActorOrder, child: Child, streams: tuple[asyncio.StreamReader, asyncio.StreamWriter]
     ) -> None:
-        super().__init__(order, child, forget)
+        super().__init__(order, child)
         reader, self._writer = streams
         self._answers: dict[int, asyncio.Future[bytes]] = {}
         self._numbers = itertools.count()
@@ -543,10 +518,8 @@ class LocalEngine(Engine):
 
     async def _process(self, order: ActorOrder) -> LocalProcess:
         if order.host:
-            raise ActorStartFailed(
-                order.name, f"the local engine reaches no host {order.host!r}: use the Monarch engine"
-            )
-        process = await spawned(partial(self._spawn, order))
+            raise StartFailed(f"the local engine reaches no host {order.host!r}: use the Monarch engine")
+        process = await spawned(partial(self._spawn, order, serve_actor, __name__, order.environ))
         child = Child(process)
         try:
             streams = await asyncio.open_unix_connection(sock=process.channel.detach())
@@ -554,15 +527,7 @@ class LocalEngine(Engine):
             child.kill()
             await asyncio.shield(child.reaped.wait())
             raise
-        return LocalProcess(order, child, streams, self._processes.discard)
-
-    def _spawn(self, order: ActorOrder) -> ChildProcess:
-        output = self._log_of(order.name)
-        if order.python is None:
-            source = zygote_with(__name__, *self._preload)
-            return source.spawn(serve_actor, name=order.name, output=output, environ=order.environ)
-        command = [order.python, "-P", "-m", __name__]
-        return ExecutedProcess(command, name=order.name, output=output, environ=order.environ)
+        return LocalProcess(order, child, streams)
 
 
 def serve_actor(channel: ProcessChannel) -> None:

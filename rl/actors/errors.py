@@ -9,9 +9,7 @@ from holdfast.ft.console.units import counted
 class NoEngine(HoldfastError):
     """There is no engine to start processes with."""
 
-    def __init__(
-        self, why: str = "none is in use here: name one (engine=...), or work in `async with engine:`"
-    ) -> None:
+    def __init__(self, why: str) -> None:
         super().__init__(f"there is no engine to start processes with: {why}")
 
 
@@ -38,14 +36,6 @@ class ActorHostAway(ActorStartFailed):
     def __init__(self, name: str, host: str, why: str) -> None:
         self.host = host
         super().__init__(name, f"host {host} is away ({why}); start it on another one")
-
-
-class HostNotServed(HoldfastError):
-    """A `monarch_host` cannot listen at its address. `address` is that."""
-
-    def __init__(self, address: str, why: str) -> None:
-        self.address = address
-        super().__init__(f"host {address} cannot be served: {why}; end what listens there, or choose another port")
 
 
 class ActorProcessLost(HoldfastError):

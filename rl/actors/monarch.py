@@ -13,19 +13,18 @@ import logging
 import os
 import re
 import secrets
-import shutil
-import signal
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from holdfast.comms.transport.liveness import start_time, this_host
-from holdfast.ft.detectors.process_watch import ProcessWatch
+from holdfast.comms.transport.base import Peer
+from holdfast.comms.transport.liveness import this_host
+from holdfast.ft.detectors.process_watch import HostProcesses, ProcessWatch
 from holdfast.ft.launch.launcher import StartFailed
 from holdfast.ft.launch.process_proxies import ProcessProxy, proxy_command
-from holdfast.ft.processes.child_process import ChildProcess, ExecutedProcess
-from holdfast.ft.processes.zygote_client import zygote_with
+from holdfast.ft.processes.child_process import ChildProcess
 from holdfast.rl.actors.engine import (
     START_SECONDS,
     ActorHost,
@@ -83,31 +82,22 @@ class HostObserver(monarch_actor.Actor):  # type: ignore[misc]
     async def watch(self, pid: int) -> str:
         """Return how a process ends, when it does."""
         ended = asyncio.Event()
-        watch = ProcessWatch(lambda deaths: ended.set())
-        watch.follow([process_of(pid, threads=True)])
-        try:
+        with contextlib.closing(ProcessWatch(lambda deaths: ended.set())) as watch:
+            watch.follow([process_of(pid, threads=True)])
             await ended.wait()
             return how_killed(pid) or f"process {pid} has ended"
-        finally:
-            watch.close()
 
     @monarch_actor.concurrent_endpoint  # type: ignore[untyped-decorator]
     async def kill(self, pid: int, started: int) -> None:
         """Send SIGKILL to a process by its number and start time; a number that another one has by now means none."""
-        with contextlib.suppress(ProcessLookupError):
-            pidfd = os.pidfd_open(pid)
-            try:
-                if start_time(pid) == started:
-                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-            finally:
-                os.close(pidfd)
+        HostProcesses().kill(Peer(this_host(), pid, started))
 
 
 class MonarchProcess(OwnProcess):
     """A Monarch proc of one process on this host, with one actor in it."""
 
-    def __init__(self, order: ActorOrder, child: Child, procs: Any, forget: Callable[[ActorProcess], None]) -> None:
-        super().__init__(order, child, forget)
+    def __init__(self, order: ActorOrder, child: Child, procs: Any) -> None:
+        super().__init__(order, child)
         self._procs, self._body = procs, procs.spawn(_plain(order.name), MonarchBody)
 
     def _send(self, request: bytes, answer: asyncio.Future[bytes]) -> None:
@@ -125,7 +115,7 @@ class RemoteProcess(ActorProcess):
     """A Monarch proc of one process on another host, with one actor in it."""
 
     def __init__(self, order: ActorOrder, procs: Any, host: RemoteHost, observer: Any) -> None:
-        super().__init__(order, 0, host.engine.forget)
+        super().__init__(order, 0)
         self._procs, self._body = procs, procs.spawn(_plain(order.name), MonarchBody)
         self._host, self._observer = host, observer
         self.started = 0
@@ -136,7 +126,7 @@ class RemoteProcess(ActorProcess):
     async def make(self, recipe: bytes) -> None:
         """See `ActorProcess.make`. Raises `ActorHostAway` if that is why."""
         try:
-            self.pid, self.started = await self._identity(_IDENTITY_SECONDS)
+            self.pid, self.started = await self.ping(_IDENTITY_SECONDS)
             self._start(self._observe())
             await super().make(recipe)
         except (ActorDied, EndpointTimeout, ActorStartFailed) as error:
@@ -157,9 +147,6 @@ class RemoteProcess(ActorProcess):
 
     def _send(self, request: bytes, answer: asyncio.Future[bytes]) -> None:
         _ask_body(self._body, request, answer, self.kill)
-
-    def _leave(self) -> None:
-        self.kill()
 
     async def _release(self) -> None:
         for task in self._tasks:
@@ -208,7 +195,6 @@ class MonarchEngine(Engine):
         self.silence = silence
         super().__init__(logs, preload)
         self._forks: Forks | None = None
-        self._expected: dict[str, tuple[ActorOrder, asyncio.Future[Child]]] = {}
         self._hosts: dict[str, RemoteHost] = {}
 
     def host_identity(self, host: str) -> str:
@@ -225,10 +211,6 @@ class MonarchEngine(Engine):
             told(host.identity)
         return running
 
-    def forget(self, process: ActorProcess) -> None:
-        """Nothing of this process is left."""
-        self._processes.discard(process)
-
     async def close(self) -> None:
         """See `Engine.close`. Monarch itself stays, with its threads and sockets, until this process ends."""
         await super().close()
@@ -241,34 +223,26 @@ class MonarchEngine(Engine):
     async def _process(self, order: ActorOrder) -> ActorProcess:
         if order.host:
             return await self._process_elsewhere(order)
-        if order.python is not None and shutil.which(order.python) is None:  # Monarch would wait long for its process
-            raise ActorStartFailed(order.name, f"there is no interpreter {order.python}")
         if self._forks is None:
-            self._forks = Forks(self._spawn, self._forked)
+            self._forks = Forks()
             await self._forks.start()
         token = secrets.token_hex(16)
-        expected: asyncio.Future[Child] = asyncio.get_running_loop().create_future()
-        self._expected[token] = order, expected
+        expected = self._forks.expect(token, partial(self._start_proc, order))
         procs = self.spawn_procs(monarch_actor.this_host(), order.name, {}, token, self._forks.path)
         try:
-            async with asyncio.timeout(START_SECONDS):
-                child = await expected
+            child = await asyncio.wait_for(expected, START_SECONDS)
         except BaseException as error:
             await asyncio.shield(stop_procs(procs))
             if isinstance(error, TimeoutError):
-                raise ActorStartFailed(order.name, f"Monarch did not start it within {START_SECONDS:.3g} s") from None
+                raise StartFailed(f"Monarch did not start it within {START_SECONDS:.3g} s") from None
             raise
-        finally:
-            del self._expected[token]
-        return MonarchProcess(order, child, procs, self.forget)
+        return MonarchProcess(order, child, procs)
 
     async def _process_elsewhere(self, order: ActorOrder) -> RemoteProcess:
         if order.python is not None:
-            raise ActorStartFailed(
-                order.name, f"python={order.python!r} cannot be chosen on another host: {order.host}"
-            )
+            raise StartFailed(f"python={order.python!r} cannot be chosen on another host: {order.host}")
         if not self._listens:
-            raise ActorStartFailed(order.name, f"{order.host} cannot reach this process: MonarchEngine(listen=ADDRESS)")
+            raise StartFailed(f"{order.host} cannot reach this process: MonarchEngine(listen=ADDRESS)")
         host = self._hosts.setdefault(order.host, RemoteHost(order.host, self))
         return await host.process(order, {PRELOAD: ",".join(self._preload), **order.environ})
 
@@ -277,44 +251,24 @@ class MonarchEngine(Engine):
         command = BootstrapCommand(sys.executable, None, proxy_command(token, path), dict(environ))
         return mesh.spawn_procs(per_host={"replica": 1}, name=_plain(name), bootstrap_command=command)
 
-    def _spawn(self, request: ProcessProxy) -> ChildProcess:
-        if request.token not in self._expected:
-            raise StartFailed("nothing waits for this process")
-        order, _ = self._expected[request.token]
-        output, environ = self._log_of(order.name), {**request.environ, **order.environ}
-        if order.python is None:
-            source = zygote_with(become_proc.__module__, *self._preload)
-            return source.spawn(become_proc, name=order.name, output=output, environ=environ)
-        command = [order.python, "-P", "-m", "monarch._src.actor.bootstrap_main"]
-        return ExecutedProcess(command, name=order.name, output=output, environ=environ)
-
-    def _forked(self, token: str, child: Child | StartFailed) -> None:
-        _, expected = self._expected.get(token, (None, None))
-        if expected is None or expected.done():
-            if isinstance(child, Child):
-                child.kill()
-        elif isinstance(child, Child):
-            expected.set_result(child)
-        else:
-            expected.set_exception(child)
-
-
-class _Attached(NamedTuple):
-    """The observer on a host: its procs, itself, and what `this_host` is there; `at` is Monarch's address."""
-
-    at: str
-    mesh: Any
-    procs: Any
-    observer: Any
-    identity: str
+    def _start_proc(self, order: ActorOrder, proxy: ProcessProxy) -> ChildProcess:
+        environ = {**proxy.environ, **order.environ}
+        return self._spawn(order, become_proc, "monarch._src.actor.bootstrap_main", environ)
 
 
 class RemoteHost:
-    """A host that runs `holdfast.rl.actors.monarch_host`. It is away when it did not answer for the time of silence."""
+    """A host that runs `holdfast.rl.actors.monarch_host`. It is away when it did not answer for the time of silence.
+
+    `identity` is what `this_host` is there.
+    """
 
     def __init__(self, address: str, engine: MonarchEngine) -> None:
         self.address, self.identity, self.engine = address, "", engine
-        self._attached: _Attached | None = None
+        self._at = ""
+        """Monarch's address there; empty until the host was reached."""
+        self._mesh: Any = None
+        self._observer: Any = None
+        self._observer_procs: Any = None
         self._away = ""
         self._unfenced: set[tuple[int, int]] = set()
         self._lock = asyncio.Lock()
@@ -322,10 +276,17 @@ class RemoteHost:
 
     async def process(self, order: ActorOrder, environ: Mapping[str, str]) -> RemoteProcess:
         """A new process there. Raises `ActorHostAway`."""
-        attached = await self._reached(order.name)
-        self.check(order.name)
-        procs = self.engine.spawn_procs(attached.mesh, order.name, environ, secrets.token_hex(16))
-        return RemoteProcess(order, procs, self, attached.observer)
+        async with self._lock:
+            self.check(order.name)
+            if not self._at:
+                try:
+                    await self._attach(START_SECONDS)
+                except Exception as error:
+                    why = "it did not answer" if isinstance(error, TimeoutError) else str(error)
+                    raise ActorHostAway(order.name, self.address, why) from error
+                self._watching = asyncio.create_task(self._watch())
+        procs = self.engine.spawn_procs(self._mesh, order.name, environ, secrets.token_hex(16))
+        return RemoteProcess(order, procs, self, self._observer)
 
     def check(self, name: str) -> None:
         """Raise `ActorHostAway` if it is away."""
@@ -337,23 +298,10 @@ class RemoteHost:
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
-        if self._attached is not None and not self._away:
-            await stop_procs(self._attached.procs)
+            if not self._away:
+                await stop_procs(self._observer_procs)
 
-    async def _reached(self, name: str) -> _Attached:
-        async with self._lock:
-            self.check(name)
-            if self._attached is None:
-                try:
-                    self._attached = await self._attach(START_SECONDS)
-                except Exception as error:
-                    why = "it did not answer" if isinstance(error, TimeoutError) else str(error)
-                    raise ActorHostAway(name, self.address, why) from error
-                self.identity = self._attached.identity
-                self._watching = asyncio.create_task(self._watch())
-        return self._attached
-
-    async def _attach(self, seconds: float) -> _Attached:
+    async def _attach(self, seconds: float) -> None:
         """Attach the host, and start an observer there. Raises TimeoutError, ValueError, or what Monarch does."""
         async with asyncio.timeout(seconds):
             while True:  # it may be about to start
@@ -366,10 +314,14 @@ class RemoteHost:
             procs = self.engine.spawn_procs(mesh, "observer", {}, secrets.token_hex(16))
             observer = procs.spawn("observer", HostObserver)
             try:
-                return _Attached(at, mesh, procs, observer, str(await observer.beat.call_one()))
+                identity = str(await observer.beat.call_one())
             except BaseException:
                 await asyncio.shield(stop_procs(procs))
                 raise
+        if identity != self.identity:  # the machine was started again: what ran there is gone
+            self._unfenced.clear()
+        self._at, self._mesh, self.identity = at, mesh, identity
+        self._observer, self._observer_procs = observer, procs
 
     async def _watch(self) -> None:
         while True:
@@ -383,43 +335,33 @@ class RemoteHost:
 
     async def _until_silent(self) -> None:
         """Beat until it is away: counted, so that a pause of this process is not taken for one of the host."""
-        missed, interval = 0, self.engine.silence / _BEATS
+        missed, interval, time = 0, self.engine.silence / _BEATS, asyncio.get_running_loop().time
         while missed < _BEATS:
-            answered = asyncio.create_task(self._beat(interval))
-            await asyncio.gather(answered, asyncio.sleep(min(interval, 0.25)))
-            missed = 0 if answered.result() else missed + 1
-
-    async def _beat(self, seconds: float) -> bool:
-        until = asyncio.get_running_loop().time() + seconds
-        try:
-            async with asyncio.timeout_at(until):
-                assert self._attached is not None
-                await self._attached.observer.beat.call_one()
-        except Exception:  # Monarch may say at once that it cannot be reached
-            await asyncio.sleep(until - asyncio.get_running_loop().time())
-            return False
-        return True
+            began, pause = time(), min(interval, 0.25)
+            try:
+                async with asyncio.timeout(interval):
+                    await self._observer.beat.call_one()
+                missed = 0
+            except Exception:  # Monarch may say at once that it cannot be reached
+                missed, pause = missed + 1, interval
+            await asyncio.sleep(began + pause - time())
 
     async def _take_back(self) -> None:
         """Use the host again if it answers; before, kill what it still has of the processes that were given up.
 
         Its old observer never answers if it was started again: then it has another address, and gets another one.
         """
-        before = attached = self._attached
-        assert attached is not None and before is not None
         async with asyncio.timeout(self.engine.silence):
             at = await whereabouts(self.address)
-            if at == before.at:
-                await before.observer.beat.call_one()
-        if at != before.at:
-            self._attached = attached = await self._attach(_ATTACH_SECONDS)
-            if attached.identity != self.identity:  # the machine was started again: what ran there is gone
-                self._unfenced.clear()
-            self.identity = attached.identity
-            await stop_procs(before.procs)
+            if at == self._at:
+                await self._observer.beat.call_one()
+        if at != self._at:
+            before = self._observer_procs
+            await self._attach(_ATTACH_SECONDS)
+            await stop_procs(before)
         async with asyncio.timeout(_KILL_SECONDS):
             for pid, started in tuple(self._unfenced):
-                await attached.observer.kill.call_one(pid, started)
+                await self._observer.kill.call_one(pid, started)
                 self._unfenced.discard((pid, started))
         self._away = ""
 

@@ -2,11 +2,9 @@
 
 Under `srun` the word `slurm` stands for the address of this node.
 
-Monarch's host, and a zygote of this host that its procs are forked from. At the address engines are told the port of
-Monarch's host, which is another one after each start: Monarch reaches no second process where a first one has ended.
-Sessions and libraries in these processes listen on the same address, at ports that the kernel picks. Any client that
-reaches it may run code here: Monarch does not authenticate, so bind it to a
-trusted network only.
+It has a zygote that Monarch's procs are forked from. At the address engines are told the port of Monarch's host, which
+is another one after each start: Monarch reaches no second process where a first one has ended. Any client that reaches
+it may run code here: Monarch does not authenticate, so bind it to a trusted network only.
 """
 
 from __future__ import annotations
@@ -24,6 +22,7 @@ from pathlib import Path
 from typing import cast
 from urllib.parse import urlsplit
 
+from holdfast.comms.errors import HoldfastError
 from holdfast.ft.control.event_loop import BoundedListener, Departure, LoopThread
 from holdfast.ft.launch.held_directory import HeldDirectory
 from holdfast.ft.launch.job_contract import ReservedPort
@@ -36,7 +35,6 @@ from holdfast.ft.processes.child_process import ChildProcess, spawned
 from holdfast.ft.processes.zygote_client import zygote_with
 from holdfast.ft.schedulers import WORD, own_slurm_host
 from holdfast.rl.actors.engine import Child
-from holdfast.rl.actors.errors import HostNotServed
 
 PRELOAD = "HOLDFAST_ACTOR_PRELOAD"
 """The variable with the modules, separated by commas, that the zygote of a host imports before it forks an actor."""
@@ -45,21 +43,29 @@ GREETING = "holdfast-monarch-host 1 "
 _LONGEST = 512
 
 
+Spawn = Callable[[ProcessProxy], ChildProcess]
+"""Starts the process of a proxy, in a thread. Raises `StartFailed`."""
+
+
 class Forks:
     """Forks a process for each proxy that Monarch starts on this host, and ends the two together.
 
-    `spawn` runs in a thread; `on_fork` is told in the event loop what came of it, by the proxy's token.
+    `spawn` is for proxies that nothing expects; without it they are refused.
     """
 
-    def __init__(
-        self, spawn: Callable[[ProcessProxy], ChildProcess], on_fork: Callable[[str, Child | StartFailed], None]
-    ) -> None:
-        self._spawn, self._on_fork = spawn, on_fork
-        self._children: dict[str, Child | None] = {}
-        """By the token of each proxy that runs; None while its process is forked."""
+    def __init__(self, spawn: Spawn | None = None) -> None:
+        self._spawn = spawn
+        self._expected: dict[str, tuple[Spawn, asyncio.Future[Child]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._server = ProxyServer(self._arrived, self._left)
+        self._server = ProxyServer(self._arrived)
         self.path = self._server.path
+
+    def expect(self, token: str, spawn: Spawn) -> asyncio.Future[Child]:
+        """The process of the proxy with this token, or its `StartFailed`; cancel it to refuse the proxy."""
+        expected: asyncio.Future[Child] = asyncio.get_running_loop().create_future()
+        self._expected[token] = spawn, expected
+        expected.add_done_callback(lambda _: self._expected.pop(token))
+        return expected
 
     async def start(self) -> None:
         """Listen for proxies."""
@@ -70,30 +76,29 @@ class Forks:
         await self._server.close()
         await asyncio.gather(*self._tasks)
 
-    def _arrived(self, request: ProcessProxy) -> None:
-        self._children[request.token] = None
-        task = asyncio.create_task(self._serve(request))
+    def _arrived(self, proxy: ProcessProxy) -> None:
+        task = asyncio.create_task(self._serve(proxy))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _serve(self, request: ProcessProxy) -> None:
-        try:
-            process = await spawned(partial(self._spawn, request))
-        except StartFailed as error:
-            request.end(1)
-            self._on_fork(request.token, error)
+    async def _serve(self, proxy: ProcessProxy) -> None:
+        spawn, expected = self._expected.get(proxy.token, (self._spawn, None))
+        if spawn is None:
+            proxy.end(1)
             return
-        child = Child(process, request.end)
-        if request.token in self._children:
-            self._children[request.token] = child
-        else:
+        try:
+            child = Child(await spawned(partial(spawn, proxy)), proxy.end)
+        except StartFailed as error:
+            proxy.end(1)
+            if expected is not None and not expected.done():
+                expected.set_exception(error)
+            return
+        if expected is not None and expected.done():
             child.kill()
-        self._on_fork(request.token, child)
-
-    def _left(self, token: str) -> None:
-        """The proxy has ended: Monarch killed it, or it was told to end together with the process."""
-        if (child := self._children.pop(token, None)) is not None:
-            child.kill()
+        elif expected is not None:
+            expected.set_result(child)
+        await proxy.gone.wait()  # Monarch killed it, or it was told to end together with the process
+        child.kill()
 
 
 def become_proc(channel: ProcessChannel) -> None:
@@ -130,14 +135,14 @@ def environment_of(address: str) -> dict[str, str]:
 
 
 def main(address: str, serving: Callable[[str], object] = lambda line: print(line, flush=True)) -> None:
-    """Serve until this process is ended. `serving` is called once it does. Raises `NotUnderSlurm`, `HostNotServed`."""
+    """Serve until this process is ended. `serving` is called once it does. Raises `NotUnderSlurm`, `HoldfastError`."""
     if WORD.fullmatch(address):
         address = own_slurm_host(address)
     os.environ.update(environment_of(address))
     place = urlsplit(address)
     zygote_with(__name__)
     folder = HeldDirectory("holdfast-host-")
-    forks, loop = Forks(partial(_fork, folder.path / "actors.log"), _tell_failure), LoopThread("holdfast-host-forks")
+    forks, loop = Forks(partial(_fork, folder.path / "actors.log")), LoopThread("holdfast-host-forks")
     loop.run(forks.start(), 30.0)
     os.environ[VARIABLE] = forks.path
     os.environ.setdefault("MONARCH_FILE_LOG", "error")
@@ -145,30 +150,23 @@ def main(address: str, serving: Callable[[str], object] = lambda line: print(lin
     with ReservedPort(os.environ["HOLDFAST_INTERFACE"]) as free:  # Monarch binds it beside this socket
         at = f"tcp://{place.netloc.rpartition(':')[0]}:{free.number}"
         hosting = import_module("monarch.actor").start_worker_loop_forever(ca="trust_all_connections", address=at)
+        listener = BoundedListener(lambda: _Greeter(f"{GREETING}{at}\n", listener), most=256, seconds=10.0)
         try:
-            loop.run(_tell(place.hostname, place.port, at), 30.0)
+            loop.run(listener.start(place.hostname or "", place.port or 0), 30.0)
         except OSError as error:
-            raise HostNotServed(address, str(error)) from error
+            why = f"host {address} cannot be served: {error}; end what listens there, or choose another port"
+            raise HoldfastError(why) from error
         serving(f"serving {address}")
         hosting.get()
 
 
-def _fork(output: Path, request: ProcessProxy) -> ChildProcess:
-    source = zygote_with(*filter(None, request.environ.get(PRELOAD, "").split(",")))
-    return source.spawn(become_proc, name=request.token, output=output, environ=request.environ)
-
-
-def _tell_failure(token: str, child: Child | StartFailed) -> None:
-    if isinstance(child, StartFailed):
-        print(f"cannot fork: {child}", file=sys.stderr, flush=True)
-
-
-async def _tell(host: str | None, port: int | None, address: str) -> None:
-    """Listen, and tell each client the address of Monarch's host."""
-
-    listener = BoundedListener(lambda: _Greeter(f"{GREETING}{address}\n", listener), most=256, seconds=10.0)
-    await listener.start(host or "", port or 0)
-    _listeners.append(listener)
+def _fork(output: Path, proxy: ProcessProxy) -> ChildProcess:
+    source = zygote_with(*filter(None, proxy.environ.get(PRELOAD, "").split(",")))
+    try:
+        return source.spawn(become_proc, name=proxy.token, output=output, environ=proxy.environ)
+    except StartFailed as error:
+        print(f"cannot fork: {error}", file=sys.stderr, flush=True)
+        raise
 
 
 class _Greeter(asyncio.Protocol):
@@ -190,10 +188,6 @@ class _Greeter(asyncio.Protocol):
         """Close the connection."""
         if self._transport is not None:
             self._transport.abort()
-
-
-_listeners: list[BoundedListener] = []
-"""Kept as long as the process runs."""
 
 
 async def whereabouts(address: str) -> str:

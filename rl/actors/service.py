@@ -7,13 +7,7 @@ import contextlib
 import math
 import re
 import time
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
@@ -21,7 +15,7 @@ import msgspec
 
 from holdfast.comms.errors import HoldfastError, again, describe
 from holdfast.comms.transport.liveness import is_stopped, read_proc_stat
-from holdfast.rl.actors.engine import ActorProcess, Endpoint, Engine, current_engine, endpoint_of
+from holdfast.rl.actors.engine import ActorProcess, Engine, current_engine, is_idempotent
 from holdfast.rl.actors.errors import (
     ActorDied,
     ActorHostAway,
@@ -41,14 +35,16 @@ _STOP_SECONDS = 10.0
 _STOPPED = ([b"T"], [b"t"])
 _AWAY_SECONDS = 30.0
 """Seconds for which processes are started again that fail by an error that passes, such as a register that is away."""
+SILENCE = 5.0
 _PING_SECONDS = 1.0
 """Seconds after an answered ping until the next one, if no process is stopped; less if `silence` is short."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceOptions:
-    """How a service runs its actor. Raises ValueError for what cannot be."""
+    """An actor's class, and how a service runs it. Raises ValueError for what cannot be."""
 
+    actor: type[Any] = field(kw_only=False)
     num_replicas: int = 1
     engine: Engine | None = None
     """None: the engine in use (`async with engine`)."""
@@ -68,12 +64,12 @@ class ServiceOptions:
     timeout: float = 600.0
     """Seconds in which a call must find a replica and be answered, with all its tries."""
     deadline: float | None = None
-    """Seconds after which a call hangs, so that its replica is replaced; an endpoint's own deadline goes before."""
+    """Seconds after which a call hangs, so that its replica is replaced."""
     tries: int = 3
     """Replicas that an idempotent call is given to, one after the other."""
     heartbeat: float = 0.25
     """Seconds between looks at the processes. A ping follows when one is stopped, and after a second without any."""
-    silence: float = 5.0
+    silence: float = SILENCE
     """Seconds without an answer to pings after which a replica is replaced; a stopped one is found at once."""
     start_failures: int = 5
     """Failures to start, one after the other, after which the service is given up."""
@@ -87,6 +83,20 @@ class ServiceOptions:
                 raise ValueError(f"{name}={getattr(self, name)!r}: give seconds, more than 0")
         if self.deadline is not None and not self.deadline > 0:
             raise ValueError(f"deadline={self.deadline!r}: give seconds, more than 0, or None")
+
+    async def as_service(self, *args: Any, **kwargs: Any) -> Service:
+        """Start the service; each replica makes `actor(*args, **kwargs)`.
+
+        Raises `ServiceFailed`, `NoEngine`, and leaves no process.
+        """
+        name = self.name or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", self.actor.__name__).lower()
+        service = Service(self.engine or current_engine(), name, self, args, kwargs)
+        try:
+            await service._start()
+        except BaseException:
+            await asyncio.shield(service.close())
+            raise
+        return service
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,7 +123,7 @@ ReplicaEventKind = Literal["ready", "lost", "start_failed", "took_over"]
 
 
 class ReplicaEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """What happened to a replica, which is process `pid` of `host`, at `time` (monotonic seconds).
+    """What happened to a replica at `time` (monotonic seconds).
 
     "ready": it serves, `seconds` after its start was begun. "took_over": it answered a call that the replica `detail`
     had before it was lost; the call took `seconds` in all. "start_failed" with `passing`: the reason passes, so it is
@@ -121,11 +131,8 @@ class ReplicaEvent(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     time: float
-    replica: str
-    slot: int
+    replica: ReplicaStatus
     kind: ReplicaEventKind
-    host: str = ""
-    pid: int = 0
     detail: str = ""
     seconds: float = 0.0
     passing: bool = False
@@ -134,8 +141,7 @@ class ReplicaEvent(msgspec.Struct, frozen=True, kw_only=True):
 class ServiceReplica:
     """The process that a slot of a service has now, after so many `restarts`.
 
-    Its host is the one `moves` after the slot's own. `on_lost(replica, served)` is called at most once, with whether it
-    was in service.
+    Its host is the one `moves` after the slot's own. `on_lost` is called at most once, if it was in service.
     """
 
     def __init__(
@@ -143,7 +149,7 @@ class ServiceReplica:
         name: str,
         slot: int,
         options: ServiceOptions,
-        on_lost: Callable[[ServiceReplica, bool], None],
+        on_lost: Callable[[ServiceReplica], None],
         restarts: int = 0,
         moves: int = 0,
     ) -> None:
@@ -174,11 +180,11 @@ class ServiceReplica:
         """Whether it may be given another call."""
         return self.health == "ready" and self.outstanding < self.options.concurrency
 
-    async def start(self, engine: Engine, actor: type[Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    async def start(self, engine: Engine, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Start the process, and prepare it. Raises `ActorStartFailed`, or what `prepare` does."""
         self._process = await engine.start(
             self.name,
-            actor,
+            self.options.actor,
             *args,
             on_exit=self.lose,
             environ=self.options.environ,
@@ -211,7 +217,8 @@ class ServiceReplica:
         if self._process is not None:
             self._process.kill()
         self.gone.set()
-        self._on_lost(self, served)
+        if served:
+            self._on_lost(self)
 
     async def stop(self) -> None:
         """End its process, in good order unless it is lost. Idempotent."""
@@ -224,15 +231,7 @@ class ServiceReplica:
 
     def status(self) -> ReplicaStatus:
         """What is known of it now."""
-        return ReplicaStatus(
-            name=self.name,
-            slot=self.slot,
-            host=self.host,
-            pid=self.pid,
-            health=self.health,
-            load=self.load,
-            restarts=self.restarts,
-        )
+        return msgspec.convert(self, ReplicaStatus, from_attributes=True)
 
     async def _beat(self) -> None:
         """Look at the process again and again; lose the replica when it is stopped, or silent for too long.
@@ -265,9 +264,8 @@ class ServiceReplica:
 
     def _is_stopped(self) -> bool:
         """Whether the kernel says that the process is stopped; one in a frozen cgroup is found by its silence."""
-        assert self._process is not None, "it was started"
         try:
-            return not self.host and read_proc_stat(self._process.pid)[:1] in _STOPPED
+            return not self.host and read_proc_stat(self.pid)[:1] in _STOPPED
         except OSError:  # this process has no free descriptor
             return False
 
@@ -299,7 +297,6 @@ class Service:
         self,
         engine: Engine,
         name: str,
-        actor: type[Any],
         options: ServiceOptions,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
@@ -308,7 +305,7 @@ class Service:
         self._calls = self._retried = self._lost = self._overloaded = 0
         self._replicas: list[ServiceReplica] = []
         """That of each slot. It is filled again whenever its replica is lost."""
-        self._engine, self._actor, self._args, self._kwargs = engine, actor, args, kwargs
+        self._engine, self._args, self._kwargs = engine, args, kwargs
         self._waiting: dict[asyncio.Future[ServiceReplica], frozenset[str]] = {}
         """The calls that wait for a replica, and which ones they avoid."""
         self._over: HoldfastError | None = None
@@ -323,8 +320,7 @@ class Service:
 
     def endpoint(self, method: str) -> ServiceEndpoint:
         """A method of the replicas, also where the service has one of that name. Raises `NoSuchEndpoint`."""
-        found = endpoint_of(self._actor, method)
-        return ServiceEndpoint(found, self._options.timeout, found.deadline or self._options.deadline, self)
+        return ServiceEndpoint(method, is_idempotent(self._options.actor, method), self._options.timeout, self)
 
     @contextlib.asynccontextmanager
     async def session(self) -> AsyncIterator[ReplicaSession]:
@@ -425,7 +421,7 @@ class Service:
         while True:
             replica = self._replicas[slot]
             try:
-                await replica.start(self._engine, self._actor, self._args, self._kwargs)
+                await replica.start(self._engine, self._args, self._kwargs)
             except Exception as error:
                 await replica.stop()
                 away = isinstance(error, ActorHostAway)
@@ -460,10 +456,9 @@ class Service:
         name = f"{self._name}-{slot}" + (f".{restarts}" if restarts else "")
         return ServiceReplica(name, slot, self._options, self._was_lost, restarts, moves)
 
-    def _was_lost(self, replica: ServiceReplica, served: bool) -> None:
-        if served:
-            self._lost += 1
-            self._tell(replica, "lost", replica.why)
+    def _was_lost(self, replica: ServiceReplica) -> None:
+        self._lost += 1
+        self._tell(replica, "lost", replica.why)
 
     def _end(self, error: HoldfastError) -> None:
         self._over = self._over or error
@@ -482,18 +477,9 @@ class Service:
     ) -> None:
         """Give the observer an event."""
         if self._options.observer is not None:
+            now, status = time.monotonic(), replica.status()
             self._options.observer(
-                ReplicaEvent(
-                    time=time.monotonic(),
-                    replica=replica.name,
-                    slot=replica.slot,
-                    kind=kind,
-                    host=replica.host,
-                    pid=replica.pid,
-                    detail=detail,
-                    seconds=seconds,
-                    passing=passing,
-                )
+                ReplicaEvent(time=now, replica=status, kind=kind, detail=detail, seconds=seconds, passing=passing)
             )
 
 
@@ -533,9 +519,9 @@ class ReplicaResult(msgspec.Struct, frozen=True, kw_only=True):
 class ServiceEndpoint:
     """One method of all replicas; `options` gives a copy that is called otherwise."""
 
-    endpoint: Endpoint
+    name: str
+    idempotent: bool
     timeout: float
-    deadline: float | None
     _service: Service
     patience: float | None = None
 
@@ -553,7 +539,7 @@ class ServiceEndpoint:
         call that passed its `deadline` costs the replica. Raises `ReplicaLost`, `Overloaded`, `NoReplica`,
         `ServiceFailed`, and `EndpointFailed` if the method raised.
         """
-        name, most = self.endpoint.name, self._service._options.tries
+        name, options = self.name, self._service._options
         self._service._calls += 1
         began, lost, tries, tried = time.monotonic(), "", 0, frozenset[str]()
         bound = asyncio.timeout(self.timeout)
@@ -565,18 +551,18 @@ class ServiceEndpoint:
                         if replica.health == "lost":  # since it was chosen: it never had the call
                             continue
                         tries += 1
-                        answer = await replica.call(name, *args, timeout=self.deadline, **kwargs)
+                        answer = await replica.call(name, *args, timeout=options.deadline, **kwargs)
                         if lost:
                             self._service._tell(replica, "took_over", lost, time.monotonic() - began)
                         return answer
                     except ActorProcessLost as error:
-                        if not self.endpoint.idempotent or tries >= most:
-                            hint = "the call itself may end them" if self.endpoint.idempotent else _HALF_DONE
+                        if not self.idempotent or tries >= options.tries:
+                            hint = "the call itself may end them" if self.idempotent else _HALF_DONE
                             raise ReplicaLost(replica.name, name, replica.why, tries, hint) from error
                         lost = lost or replica.name
                         self._service._retried += 1
                     except HoldfastError as error:
-                        if not error.retryable or not self.endpoint.idempotent or tries >= most:
+                        if not error.retryable or not self.idempotent or tries >= options.tries:
                             raise
                         self._service._retried += 1
                     finally:
@@ -597,7 +583,7 @@ class ServiceEndpoint:
         return tuple(await asyncio.gather(*[self._result(each, args, kwargs) for each in self._service._replicas]))
 
     async def _result(self, replica: ServiceReplica, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ReplicaResult:
-        name, method = replica.name, self.endpoint.name
+        name, method, deadline = replica.name, self.name, self._service._options.deadline
         if replica.health != "ready":
             why = f"it is {replica.health}" + (f": {replica.why}" if replica.why else "")
             return ReplicaResult(replica=name, error=ReplicaLost(name, method, why, 0, "it was not called"))
@@ -605,7 +591,7 @@ class ServiceEndpoint:
         late = asyncio.timeout(self.patience)
         try:
             async with late:
-                value = await replica.call(method, *args, timeout=self.deadline, **kwargs)
+                value = await replica.call(method, *args, timeout=deadline, **kwargs)
             return ReplicaResult(replica=name, value=value)
         except ActorProcessLost:
             error: HoldfastError = ReplicaLost(name, method, replica.why, 1, "it is being replaced")
@@ -625,57 +611,25 @@ class ReplicaSession:
     def __init__(self, replica: ServiceReplica, service: Service) -> None:
         self._replica, self._service = replica, service
 
-    @property
-    def name(self) -> str:
-        """The replica."""
-        return self._replica.name
-
     def __getattr__(self, method: str) -> Any:
         """A method of this replica's actor. Raises `NoSuchEndpoint`."""
-        deadline = self._service.endpoint(method).deadline
+        self._service.endpoint(method)  # it exists
+        deadline = self._service._options.deadline
 
         async def call(*args: Any, **kwargs: Any) -> Any:
             try:
                 return await self._replica.call(method, *args, timeout=deadline, **kwargs)
             except ActorProcessLost as error:
                 hint = "what the session had there is gone: begin another session"
-                raise ReplicaLost(self.name, method, self._replica.why, 1, hint) from error
+                raise ReplicaLost(self._replica.name, method, self._replica.why, 1, hint) from error
 
         return call
-
-
-@dataclass(frozen=True, slots=True)
-class ServiceSpec:
-    """An actor and the options of its service, to be started."""
-
-    actor: type[Any]
-    chosen: ServiceOptions
-
-    async def as_service(self, *args: Any, **kwargs: Any) -> Service:
-        """Start the service; each replica makes `actor(*args, **kwargs)`.
-
-        Raises `ServiceFailed`, `NoEngine`, and leaves no process.
-        """
-        options, actor = self.chosen, self.actor
-        name = options.name or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", actor.__name__).lower()
-        service = Service(options.engine or current_engine(), name, actor, options, args, kwargs)
-        try:
-            await service._start()
-        except BaseException:
-            await asyncio.shield(service.close())
-            raise
-        return service
 
 
 class Servable:
     """Base of actors: `await Policy.options(num_replicas=2).as_service(model)`."""
 
     @classmethod
-    def options(cls, **chosen: Any) -> ServiceSpec:
-        """The options of a service of this actor; see `ServiceOptions`."""
-        return ServiceSpec(cls, ServiceOptions(**chosen))
-
-
-def served(actor: type[Any], **chosen: Any) -> ServiceSpec:
-    """The options of a service of any actor's class, which need not be `Servable`."""
-    return ServiceSpec(actor, ServiceOptions(**chosen))
+    def options(cls, **chosen: Any) -> ServiceOptions:
+        """The options of a service of this actor; of a class that is not `Servable`, make `ServiceOptions`."""
+        return ServiceOptions(cls, **chosen)

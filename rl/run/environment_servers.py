@@ -128,7 +128,7 @@ class EnvironmentServers:
 
     def _hear(self, event: ReplicaEvent) -> None:
         if event.kind in ("lost", "start_failed"):
-            self._urls.pop(event.replica, None)
+            self._urls.pop(event.replica.name, None)
             self._use()
 
     def _use(self) -> None:

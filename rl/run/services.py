@@ -14,7 +14,7 @@ import msgspec
 from holdfast.comms.errors import HoldfastError
 from holdfast.ft.telemetry.metrics import ports, serve_page
 from holdfast.rl.actors.engine import Engine
-from holdfast.rl.actors.service import ReplicaEvent, Service, ServiceEndpoint, ServiceOptions, ServiceStatus, served
+from holdfast.rl.actors.service import SILENCE, ReplicaEvent, Service, ServiceEndpoint, ServiceOptions, ServiceStatus
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.run.run_events import CallTakenOver, ProcessLost, ProcessStarted
 from holdfast.rl.run.telemetry import Ask, RunTelemetry
@@ -68,8 +68,8 @@ class RunServices:
         environ: Mapping[str, str] | None = None,
         telemetry: RunTelemetry | None = None,
     ) -> None:
-        silence = max(config.engine.silence, ServiceOptions().silence)
-        self._common = {"engine": engine, "environ": environ or {}, "hosts": config.engine.hosts, "silence": silence}
+        silence = max(config.engine.silence, SILENCE)
+        self._common = dict[str, Any](engine=engine, environ=environ or {}, hosts=config.engine.hosts, silence=silence)
         self.engine, self._telemetry = engine, telemetry
         self._services: dict[str, Service] = {}
         self.version: int | None = None
@@ -91,7 +91,7 @@ class RunServices:
             observer(event)
 
         chosen = self._common | options
-        service = await served(actor, name=role, observer=hear, **chosen).as_service(*arguments)
+        service = await ServiceOptions(actor, name=role, observer=hear, **chosen).as_service(*arguments)
         self._services[role] = service
         return service
 
@@ -117,23 +117,23 @@ class RunServices:
         """Emit what happened to a process; `in_slot` has the last one that served in each slot."""
         if self._telemetry is None:
             return
-        at, emit, name = self._telemetry.at(event.time), self._telemetry.emit, event.replica
+        at, emit, name = self._telemetry.at(event.time), self._telemetry.emit, event.replica.name
         if event.kind == "ready":
-            replaces, in_slot[event.slot] = in_slot.get(event.slot, ""), name
+            replaces, in_slot[event.replica.slot] = in_slot.get(event.replica.slot, ""), name
             emit(
                 ProcessStarted(
                     time=at,
                     name=name,
                     role=role,
-                    host=event.host,
-                    pid=event.pid,
+                    host=event.replica.host,
+                    pid=event.replica.pid,
                     replaces=replaces,
                     seconds=event.seconds,
                 )
             )
         elif event.kind == "lost":
             how = event.detail.splitlines()[0] if event.detail else "ended"
-            emit(ProcessLost(time=at, name=name, role=role, host=event.host, pid=event.pid, how=how))
+            emit(ProcessLost(time=at, name=name, role=role, host=event.replica.host, pid=event.replica.pid, how=how))
         elif event.kind == "took_over":
             emit(CallTakenOver(time=at, process=name, lost=event.detail, seconds=event.seconds))
 

@@ -199,7 +199,9 @@ class TrainerProcesses:
         self._lost += not event.passing
         if self._lost > self._config.engine.restarts:
             lost = counted(self._lost, "trainer")
-            self._failed.set_exception(RunFailed(f"{lost} were lost, the last of them {event.replica}: {event.detail}"))
+            self._failed.set_exception(
+                RunFailed(f"{lost} were lost, the last of them {event.replica.name}: {event.detail}")
+            )
         elif self._service is not None:
             try:
                 self._service.check()

@@ -19,7 +19,7 @@ import torch
 
 from holdfast.comms.errors import HoldfastError
 from holdfast.rl.actors.engine import LocalEngine
-from holdfast.rl.actors.service import Service, served
+from holdfast.rl.actors.service import Service, ServiceOptions
 from holdfast.rl.config.named_code import extra_python
 from holdfast.rl.config.run_config import GeneratorConfig, RunConfig
 from holdfast.rl.data.episode import Completion, SamplingRequest
@@ -94,7 +94,7 @@ async def main(interpreter: str) -> None:
         async with LocalEngine() as engine:
             began = time.monotonic()
             config = RunConfig(generator=GeneratorConfig(cache=0.1, timeout=SECONDS))
-            spec = served(VllmGenerator, name="vllm", engine=engine, python=str(python))
+            spec = ServiceOptions(VllmGenerator, name="vllm", engine=engine, python=str(python))
             service = await spec.as_service(SOURCE, store.url, config, True)
             rows.append(("the replica is up after", f"{time.monotonic() - began:.1f} s"))
             load = Load(service)

@@ -32,7 +32,7 @@ import asyncio, os, signal, sys
 from pathlib import Path
 from holdfast.rl.actors.errors import ActorDied, ActorStartFailed, ActorHostAway
 from holdfast.rl.actors.monarch import MonarchEngine
-from holdfast.rl.actors.service import served
+from holdfast.rl.actors.service import ServiceOptions
 from support.samples.actors import Counter, Stillborn
 
 def family(parent):
@@ -126,7 +126,7 @@ def test_a_host_whose_port_is_taken_says_so_and_ends(tmp_path: Path) -> None:
             assert next_line(host.process.stdout) == "" and host.process.wait(PATIENCE) == 1
         finally:
             host.end()
-    assert f"HostNotServed: host {address} cannot be served: [Errno 98]" in host.errors
+    assert f"HoldfastError: host {address} cannot be served: [Errno 98]" in host.errors
 
 
 def drive(hosts: tuple[str, str], body: str) -> None:
@@ -172,7 +172,7 @@ def test_replicas_are_spread_over_hosts_and_come_back_there(hosts: tuple[str, st
     drive(
         hosts,
         """
-        options = served(Counter, num_replicas=4, hosts=(first, second))
+        options = ServiceOptions(Counter, num_replicas=4, hosts=(first, second))
         async with await options.as_service() as counter:
             before = counter.status()
             assert [each.host for each in before.replicas] == [first, second] * 2
@@ -198,7 +198,7 @@ def test_a_host_that_does_not_answer_is_away_and_its_replicas_move(hosts: tuple[
             for pid in family(host_process(address)):
                 os.kill(pid, number)
 
-        options = served(Counter, num_replicas=2, hosts=(first, second), timeout=60.0)
+        options = ServiceOptions(Counter, num_replicas=2, hosts=(first, second), timeout=60.0)
         async with await options.as_service() as counter:
             lost = counter.status().replicas[1]
             flying = [asyncio.create_task(counter.echo.route(i, 0.5)) for i in range(8)]
@@ -235,7 +235,7 @@ def test_a_host_that_is_started_again_at_its_address_is_used_again(hosts: tuple[
         """
         import subprocess
 
-        options = served(Counter, num_replicas=2, hosts=(first, second), timeout=60.0)
+        options = ServiceOptions(Counter, num_replicas=2, hosts=(first, second), timeout=60.0)
         async with await options.as_service() as counter:
             before = host_process(second)
             away = []

@@ -38,7 +38,6 @@ from holdfast.rl.actors.service import (
     ServiceReplica,
     ServiceStatus,
     choose,
-    served,
 )
 from holdfast.rl.generators.errors import GenerationTimeout, VersionGone
 from holdfast.rl.run.services import service_metrics
@@ -79,7 +78,7 @@ class Policy(Servable):
             marks.write(f"{os.getpid()}\n")
         os.kill(os.getpid(), signal.SIGKILL)
 
-    @endpoint(idempotent=True, deadline=1.0)
+    @endpoint(idempotent=True)
     async def hang_once(self, mark: str) -> int:
         """Hang, unless another has done so."""
         if not Path(mark).exists():
@@ -175,7 +174,7 @@ async def test_a_stopped_replica_is_killed_and_replaced(make_engine: MakeEngine)
 
 
 async def test_a_call_that_hangs_goes_elsewhere_at_its_deadline(make_engine: MakeEngine, tmp_path: Path) -> None:
-    async with make_engine(), await Policy.options(num_replicas=2).as_service() as policy:
+    async with make_engine(), await Policy.options(num_replicas=2, deadline=1.0).as_service() as policy:
         before = pids(policy)
         survivor = await policy.hang_once.route(str(tmp_path / "hung"))
         assert survivor in before and policy.status().lost == 1
@@ -258,7 +257,7 @@ async def test_a_replica_is_replaced_when_asked(make_engine: MakeEngine) -> None
 async def test_a_replica_that_never_starts_fails_the_service(make_engine: MakeEngine, how: str) -> None:
     events: list[ReplicaEvent] = []
     async with make_engine() as engine:
-        options = served(Stillborn, num_replicas=2, start_failures=3, engine=engine, observer=events.append)
+        options = ServiceOptions(Stillborn, num_replicas=2, start_failures=3, engine=engine, observer=events.append)
         with pytest.raises(ServiceFailed, match="3 times in a row"):
             await options.as_service(how)
     assert {each.kind for each in events} == {"start_failed"}
@@ -273,16 +272,16 @@ async def test_a_start_that_fails_for_a_reason_that_passes_is_not_counted(tmp_pa
             (tmp_path / "here").touch()
 
     async with LocalEngine():
-        options = served(Late, start_failures=1, observer=hear)
+        options = ServiceOptions(Late, start_failures=1, observer=hear)
         async with await options.as_service(str(tmp_path / "here")) as late:
             [replica] = late.status().replicas
     assert [(each.kind, each.passing) for each in events] == [("start_failed", True)] * 3 + [("ready", False)]
     ready = events[-1]
-    assert (ready.pid, ready.host) == (replica.pid, "") and ready.seconds > 0
+    assert (ready.replica.pid, ready.replica.host) == (replica.pid, "") and ready.seconds > 0
 
 
 async def test_a_replica_that_a_fanout_does_not_wait_for_has_an_error_and_stays() -> None:
-    async with LocalEngine(), await served(Counter, num_replicas=2).as_service() as counter:
+    async with LocalEngine(), await ServiceOptions(Counter, num_replicas=2).as_service() as counter:
         late = await counter.hang.options(patience=0.05).fanout()
         assert [str(each.error) for each in late] == [f"hang: counter-{n}: no answer in 0.05 s" for n in range(2)]
         who = await counter.who.options(patience=PATIENCE).fanout()
@@ -328,7 +327,7 @@ async def test_a_closed_service_says_so(make_engine: MakeEngine) -> None:
 @pytest.mark.timeout(300)
 async def test_kills_in_a_row_under_six_clients_lose_no_call(make_engine: MakeEngine) -> None:
     kills = 150 if make_engine is LocalEngine else 24  # Monarch starts a process in half a second
-    async with make_engine(), await served(Counter, num_replicas=3).as_service() as counter:
+    async with make_engine(), await ServiceOptions(Counter, num_replicas=3).as_service() as counter:
         over = False
 
         async def client(number: int) -> int:
@@ -357,8 +356,8 @@ SLOTS = st.integers(1, 8)
 
 def replicas(count: int, concurrency: int = 4) -> list[ServiceReplica]:
     """Replicas that are ready, without processes."""
-    options = ServiceOptions(concurrency=concurrency)
-    found = [ServiceReplica(f"policy-{slot}", slot, options, lambda replica, served: None) for slot in range(count)]
+    options = ServiceOptions(object, concurrency=concurrency)
+    found = [ServiceReplica(f"policy-{slot}", slot, options, lambda replica: None) for slot in range(count)]
     for each in found:
         each.health = "ready"
     return found
@@ -388,7 +387,7 @@ def test_no_replica_has_too_many_calls_and_none_is_idle_while_calls_wait(
 )
 def test_options_that_cannot_be_are_refused(wrong: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        ServiceOptions(**wrong)
+        ServiceOptions(object, **wrong)
 
 
 def test_metrics_show_services_and_replicas() -> None:

@@ -21,7 +21,7 @@ pytest.importorskip("transformers", reason="generators need transformers: pip in
 
 from holdfast.harness.training import PRELOAD
 from holdfast.rl.actors.engine import LocalEngine
-from holdfast.rl.actors.service import ReplicaEvent
+from holdfast.rl.actors.service import ReplicaEvent, ReplicaStatus
 from holdfast.rl.data.episode import Completion, SamplingRequest
 from holdfast.rl.generators.errors import UpdateFailed
 from holdfast.rl.grpo.loop import running
@@ -174,7 +174,8 @@ def test_a_holder_of_another_host_with_the_same_pid_is_not_taken_for_the_lost_on
         async def body() -> None:
             async with asyncio.timeout(30.0), running(holders.watch):
                 victim.kill()
-                holders.hear(ReplicaEvent(time=0.0, replica="holder-1", slot=1, kind="lost", pid=pid))
+                holder = ReplicaStatus(name="holder-1", slot=1, host="", pid=pid, health="lost", load=0, restarts=0)
+                holders.hear(ReplicaEvent(time=0.0, replica=holder, kind="lost"))
                 while not any(isinstance(each, CopiesRestored) for each in told):
                     await asyncio.sleep(0.01)
 

@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.rl.actors.engine import LocalEngine
 from holdfast.rl.actors.errors import ActorDied, EndpointFailed
-from holdfast.rl.actors.service import ServiceReplica, served
+from holdfast.rl.actors.service import ServiceOptions, ServiceReplica
 from holdfast.rl.errors import RunFailed
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import EpisodeFailed, Event, ProcessLost, StepTrained
@@ -89,7 +89,7 @@ def test_no_reward_and_no_outage_ends_a_run(tmp_path: Path) -> None:
 
 async def test_a_trainer_that_was_evicted_is_replaced_and_other_errors_leave_its_process() -> None:
     members: asyncio.Queue[ServiceReplica] = asyncio.Queue()
-    spec = served(Counter, prepare=members.put)
+    spec = ServiceOptions(Counter, prepare=members.put)
     async with asyncio.timeout(PATIENCE), LocalEngine(), await spec.as_service() as counter:
         member = await members.get()
         with pytest.raises(RunFailed, match=r"^counter-0 has ended: nothing is committed$"):
