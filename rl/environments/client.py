@@ -18,7 +18,6 @@ from holdfast.comms.errors import describe
 from holdfast.ft.console.units import counted
 from holdfast.rl.environments import messages
 from holdfast.rl.environments.environment import Action, Observation, State
-from holdfast.rl.environments.messages import TEXT, TextFields
 from holdfast.rl.environments.session import EnvironmentSession
 from holdfast.rl.errors import (
     EnvironmentBusy,
@@ -50,20 +49,12 @@ _LOGGER.propagate = False  # errors are raised
 class EnvironmentClient(EnvironmentSession):
     """A session at `url` (`ws://host:port`, or `http://`), connected at its first call. Close it, or use `async with`.
 
-    It never connects again: a new connection is a new environment, in which no episode has begun. `texts` names the
-    fields that hold the text of actions and observations, where the environment's author called them otherwise.
+    It never connects again: a new connection is a new environment, in which no episode has begun.
     """
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        timeout: float = 30.0,
-        texts: TextFields = TEXT,
-    ) -> None:
+    def __init__(self, url: str, *, timeout: float = 30.0) -> None:
         super().__init__(url, timeout)
         self._url = websocket_url(url)
-        self._texts = texts
         self._connection: ClientConnection | None = None
         self.answered = False
         """Whether the last request had an answer, an error too."""
@@ -76,7 +67,7 @@ class EnvironmentClient(EnvironmentSession):
         return await self._observed("reset", messages.ResetRequest(messages.ResetData(seed)))
 
     async def _step(self, action: Action) -> Observation:
-        return await self._observed("step", messages.StepRequest(messages.action_to_wire(action, self._texts)))
+        return await self._observed("step", messages.StepRequest(messages.action_to_wire(action)))
 
     async def _state(self) -> State:
         reply = await self._ask("state", messages.StateRequest())
@@ -92,7 +83,7 @@ class EnvironmentClient(EnvironmentSession):
         if not isinstance(reply, messages.ObservationReply):
             raise EnvironmentLied(self.environment, call, f"it answered by {type(reply).__name__}")
         try:
-            return messages.observation_from_wire(reply.data, self._texts)
+            return messages.observation_from_wire(reply.data)
         except messages.MalformedMessage as error:
             raise EnvironmentLied(self.environment, call, error.why) from error
 
@@ -205,12 +196,11 @@ class EnvironmentPool:
         timeout: float = 30.0,
         wait: float = 60.0,
         limit: int = 64,
-        texts: TextFields = TEXT,
         keep: bool = False,
     ) -> None:
         self.timeout, self.wait = timeout, wait
         self._servers: dict[str, PooledServer] = {}
-        self._texts, self._keep, self._limit = texts, keep, limit
+        self._keep, self._limit = keep, limit
         self._changed = asyncio.Event()
         self._probes: set[asyncio.Task[None]] = set()
         self._closing: set[asyncio.Task[None]] = set()
@@ -304,7 +294,7 @@ class EnvironmentPool:
         await self.close()
 
     def _client(self, server: PooledServer) -> EnvironmentClient:
-        return EnvironmentClient(server.url, timeout=self.timeout, texts=self._texts)
+        return EnvironmentClient(server.url, timeout=self.timeout)
 
     def _begin(self, work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)

@@ -23,17 +23,6 @@ class MalformedMessage(HoldfastError):
         super().__init__(f"malformed message: {why}")
 
 
-class TextFields(msgspec.Struct, frozen=True):
-    """The names under which text travels in actions and observations: those of other authors may differ."""
-
-    action: str = "text"
-    observation: str = "text"
-
-
-TEXT = TextFields()
-"""Holdfast's own names."""
-
-
 class ResetData(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The arguments of a reset. Without a seed the server draws one."""
 
@@ -133,36 +122,36 @@ def _decode(decoder: msgspec.json.Decoder[Any], data: bytes) -> Any:
         raise MalformedMessage(str(error), "INVALID_JSON") from error
 
 
-def action_to_wire(action: Action, names: TextFields = TEXT) -> dict[str, Any]:
+def action_to_wire(action: Action) -> dict[str, Any]:
     """An action as a flat object. An empty text is left out: an environment of fields alone knows no such name."""
-    return dict(action.fields) if not action.text and action.fields else {**action.fields, names.action: action.text}
+    return dict(action.fields) if not action.text and action.fields else {**action.fields, "text": action.text}
 
 
-def action_from_wire(data: Mapping[str, Any], names: TextFields = TEXT) -> Action:
+def action_from_wire(data: Mapping[str, Any]) -> Action:
     """An action from a flat object. Raises MalformedMessage for a text of another type."""
     fields = dict(data)
     fields.pop("metadata", None)  # every action of openenv has one
-    text = fields.pop(names.action, "")
+    text = fields.pop("text", "")
     if not isinstance(text, str):
-        raise MalformedMessage(f"{names.action!r} of an action is no text")
+        raise MalformedMessage("'text' of an action is no text")
     return Action(text, fields)
 
 
-def observation_to_wire(observation: Observation, names: TextFields = TEXT) -> ObservationReply:
+def observation_to_wire(observation: Observation) -> ObservationReply:
     """The reply that carries an observation."""
-    fields = {**observation.fields, names.observation: observation.text}
+    fields = {**observation.fields, "text": observation.text}
     return ObservationReply(ObservationData(fields, observation.reward, observation.done))
 
 
-def observation_from_wire(data: ObservationData, names: TextFields = TEXT) -> Observation:
+def observation_from_wire(data: ObservationData) -> Observation:
     """An observation from its reply. Without a text among its fields, their JSON is the text."""
     fields = dict(data.observation)
     fields.pop("metadata", None)
-    text = fields.pop(names.observation, None)
+    text = fields.pop("text", None)
     if text is None:
         text = _encoder.encode(fields).decode()
     if not isinstance(text, str):
-        raise MalformedMessage(f"{names.observation!r} of an observation is no text")
+        raise MalformedMessage("'text' of an observation is no text")
     if data.reward is not None and not math.isfinite(data.reward):
         raise MalformedMessage(f"its reward is {data.reward}")
     reward = None if data.reward is None else float(data.reward)

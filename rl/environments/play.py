@@ -82,11 +82,6 @@ class EpisodePlay:
         """Those of the tokens after the prompt; 0 for tokens of the environment."""
         self._cut = False
 
-    @property
-    def over(self) -> bool:
-        """Whether there is a result."""
-        return self.result is not None
-
     async def begin(self) -> None:
         """Begin the episode: the prompt is what the environment shows first."""
         try:
@@ -243,11 +238,11 @@ class GameInPlay:
     @property
     def waiting(self) -> dict[int, tuple[int, ...]]:
         """All tokens so far of each episode that is not over, by its place."""
-        return {place: each.seen for place, each in enumerate(self._plays) if not each.over}
+        return {place: each.seen for place, each in enumerate(self._plays) if each.result is None}
 
     async def act(self, completions: Sequence[Completion]) -> None:
         """Take a turn of the policy in each episode of `waiting`, in that order."""
-        going = [each for each in self._plays if not each.over]
+        going = [each for each in self._plays if each.result is None]
         await asyncio.gather(*(each.act(drawn) for each, drawn in zip(going, completions, strict=True)))
 
     def episodes(self) -> list[Episode]:

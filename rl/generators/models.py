@@ -104,7 +104,16 @@ class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
 
     def longest_sequence(self) -> int:
         """The number of tokens, prompt included, that the model can attend to. Raises `ModelMisfit`."""
-        return longest_of(self.read_config(), self.name)
+        config = self.read_config()
+        longest = getattr(config, "max_position_embeddings", None)
+        if not isinstance(longest, int):
+            raise ModelMisfit(self.name, "its config has no max_position_embeddings", "use another model")
+        window = getattr(config, "sliding_window", None)
+        kinds = getattr(config, "layer_types", None)
+        slides = any(kind != "full_attention" for kind in kinds) if kinds else bool(window)
+        if slides and not isinstance(window, int):
+            raise ModelMisfit(self.name, f"its layers are {sorted(set(kinds or ()))}", "use full attention")
+        return min(longest, window) if slides and isinstance(window, int) else longest
 
     def save_config(self, folder: Path) -> None:
         """Write the model's configuration to a folder of its weights, so that transformers loads them from there."""
@@ -139,21 +148,3 @@ def _without_progress_bars() -> Iterator[None]:
     finally:
         if drawn:
             logging.enable_progress_bar()
-
-
-def longest_sequence(model: PreTrainedModel) -> int:
-    """The number of tokens, prompt included, that the model can attend to; raises `ModelMisfit` if unknown."""
-    return longest_of(model.config, type(model).__name__)
-
-
-def longest_of(config: Any, name: str) -> int:
-    """The same of a model's configuration."""
-    longest = getattr(config, "max_position_embeddings", None)
-    if not isinstance(longest, int):
-        raise ModelMisfit(name, "its config has no max_position_embeddings", "use another model")
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    slides = any(kind != "full_attention" for kind in kinds) if kinds else bool(window)
-    if slides and not isinstance(window, int):
-        raise ModelMisfit(name, f"its layers are {sorted(set(kinds or ()))}", "use full attention")
-    return min(longest, window) if slides and isinstance(window, int) else longest

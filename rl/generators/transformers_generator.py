@@ -26,7 +26,7 @@ from holdfast.rl.actors.engine import endpoint
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.data.episode import Completion, Finish, SamplingRequest
 from holdfast.rl.generators.errors import BadRequest, GenerationTimeout, GeneratorClosed, GeneratorNotReady, VersionGone
-from holdfast.rl.generators.models import ModelSource, longest_sequence
+from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.telemetry import WorkLog, WorkReport
 from holdfast.store import Follower, NotCaughtUp, StoreTimeout, WeightStore
 
@@ -363,8 +363,7 @@ class TransformersGenerator:
         if reader:
             faultpoints.arm_from_environment()
         self._timeout = config.generator.timeout
-        model = source.build()
-        length = longest_sequence(model)
+        length, model = source.longest_sequence(), source.build()
         self._limits = RequestLimits(length, int(model.config.vocab_size))
         self._work = WorkLog()
         self._store = None if store is None else WeightStore(store, hold=False)

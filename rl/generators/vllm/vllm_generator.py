@@ -16,8 +16,6 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-import msgspec
-
 from holdfast.comms.errors import HoldfastError, Unsupported
 from holdfast.ft.launch.held_directory import HeldDirectory, remove_left
 from holdfast.rl.actors.engine import endpoint
@@ -59,50 +57,6 @@ CUT_OFF = "abort"
 
 Draw = Callable[[tuple[int, ...], int, int], Awaitable[Any]]
 """Draws a sample after a prompt, from a seed, of at most so many tokens; returns vLLM's output."""
-
-
-class SharedSpan:
-    """One span for what several tasks of an event loop do at the same time. It lasts from the first to the last.
-
-    Its processor time is that of the process. While it is `paused`, another span has it.
-    """
-
-    def __init__(self, log: WorkLog, what: str) -> None:
-        self._log, self._what, self._tasks = log, what, 0
-
-    @contextlib.contextmanager
-    def doing(self, number: int) -> Iterator[None]:
-        """Be a part of the span; the first part gives it its number."""
-        self._tasks += 1
-        if self._tasks == 1:
-            self._log.lasting(self._what, number, self._log.processor())
-        try:
-            yield
-        finally:
-            self._tasks -= 1
-            if not self._tasks:
-                self._log.lasting(self._what, None, self._log.processor())
-
-    @contextlib.contextmanager
-    def paused(self, what: str, number: int) -> Iterator[None]:
-        """Record other work with its number. After it, the span goes on with that number if a task is left."""
-        began, cpu = time.monotonic(), self._log.processor()
-        self._log.lasting(self._what, None, cpu)
-        try:
-            yield
-        finally:
-            ended = self._log.processor()
-            self._log.add(what, number, began, ended - cpu)
-            if self._tasks:
-                self._log.lasting(self._what, number, ended)
-
-
-class GeneratorHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """The version that a generator serves, whether it may, and how many samples it draws."""
-
-    version: int | None
-    ready: bool
-    running: int
 
 
 class VllmGenerator:
@@ -154,12 +108,8 @@ class VllmGenerator:
         self._no_exact.set()
         self._running: set[asyncio.Task[Any]] = set()
         self._work = WorkLog(processor_with_descendants)
-        self._generating = SharedSpan(self._work, "generate")
-
-    @property
-    def version(self) -> int | None:
-        """The version that serves requests which name none; None before the first."""
-        return self._served
+        self._drawing = 0
+        """The requests that are drawn: one span of work, from the first to the last, which updates divide."""
 
     @endpoint(idempotent=True)
     async def generate(self, request: SamplingRequest) -> list[Completion]:
@@ -203,11 +153,6 @@ class VllmGenerator:
                 raise failure from error
             self._served, self._digests, self._failure = version, digests, None
         return version
-
-    async def health(self) -> GeneratorHealth:
-        """The state of this generator."""
-        ready = self._failure is None and self._served is not None
-        return GeneratorHealth(version=self._served, ready=ready, running=len(self._running))
 
     async def work(self) -> WorkReport:
         """What this generator did since the last call, and the processor time of vLLM's processes with its own."""
@@ -269,10 +214,15 @@ class VllmGenerator:
             asyncio.ensure_future(self._draw(prompt, seed, request))
             for prompt, seed in zip(prompts, request.seeds, strict=True)
         ]
+        self._drawing += 1
+        if self._drawing == 1:
+            self._work.lasting("generate", version, self._work.processor())
         try:
-            with self._generating.doing(version):
-                return list(await asyncio.gather(*drawing))
+            return list(await asyncio.gather(*drawing))
         finally:
+            self._drawing -= 1
+            if not self._drawing:
+                self._work.lasting("generate", None, self._work.processor())
             for each in drawing:
                 each.cancel()
             await asyncio.wait(drawing)
@@ -343,12 +293,19 @@ class VllmGenerator:
             with contextlib.suppress(Exception):
                 await engine.finish_weight_update()
         await engine.pause_generation(mode=self._config.on_update, clear_cache=False)
-        with self._generating.paused("update", version):
+        began, cpu = time.monotonic(), self._work.processor()
+        self._work.lasting("generate", None, cpu)
+        try:
             await engine.start_weight_update()
             left = max(0.001, deadline - time.monotonic())
             await engine.update_weights(WeightTransferUpdateRequest(update_info={"version": version, "timeout": left}))
             await engine.finish_weight_update(weight_version=str(version))
             await engine.resume_generation()
+        finally:
+            ended = self._work.processor()
+            self._work.add("update", version, began, ended - cpu)
+            if self._drawing:
+                self._work.lasting("generate", version, ended)
 
     async def _failed(self, version: int, error: Exception) -> HoldfastError:
         """Cut off what is being drawn; vLLM stays paused, so it draws nothing with a mixture."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from holdfast.rl.environments import messages
 from holdfast.rl.environments.environment import Action, Observation, State
-from holdfast.rl.environments.messages import MalformedMessage, TextFields
+from holdfast.rl.environments.messages import MalformedMessage
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 JSON = st.recursive(
@@ -26,26 +26,25 @@ JSON = st.recursive(
 FIELDS = st.dictionaries(TEXT.filter(lambda name: name not in RESERVED), JSON, max_size=4)
 RESERVED = {"text", "metadata", "prompt", "episode_id", "step_count"}
 REWARDS = st.none() | st.floats(allow_nan=False, allow_infinity=False)
-NAMES = st.sampled_from([TextFields(), TextFields(action="prompt", observation="prompt")])
 
 
-@given(TEXT, FIELDS, NAMES)
-def test_an_action_arrives_as_it_was_sent(text: str, fields: dict[str, Any], names: TextFields) -> None:
+@given(TEXT, FIELDS)
+def test_an_action_arrives_as_it_was_sent(text: str, fields: dict[str, Any]) -> None:
     action = Action(text, fields)
-    request = messages.StepRequest(messages.action_to_wire(action, names))
+    request = messages.StepRequest(messages.action_to_wire(action))
     arrived = messages.decode_request(messages.encode(request))
     assert isinstance(arrived, messages.StepRequest)
-    assert messages.action_from_wire(arrived.data, names) == action
+    assert messages.action_from_wire(arrived.data) == action
 
 
-@given(TEXT, FIELDS, REWARDS, st.booleans(), NAMES)
+@given(TEXT, FIELDS, REWARDS, st.booleans())
 def test_an_observation_arrives_as_it_was_sent(
-    text: str, fields: dict[str, Any], reward: float | None, done: bool, names: TextFields
+    text: str, fields: dict[str, Any], reward: float | None, done: bool
 ) -> None:
     observation = Observation(text=text, fields=fields, reward=reward, done=done)
-    arrived = messages.decode_reply(messages.encode(messages.observation_to_wire(observation, names)))
+    arrived = messages.decode_reply(messages.encode(messages.observation_to_wire(observation)))
     assert isinstance(arrived, messages.ObservationReply)
-    assert messages.observation_from_wire(arrived.data, names) == observation
+    assert messages.observation_from_wire(arrived.data) == observation
 
 
 @given(st.none() | TEXT, st.integers(0, 2**31), FIELDS)

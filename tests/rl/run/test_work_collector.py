@@ -23,7 +23,6 @@ from holdfast.harness.cli.app import app
 from holdfast.harness.training.live_view import LiveView
 from holdfast.harness.training.report import RunFacts
 from holdfast.rl.actors.service import ReplicaStatus, ServiceStatus
-from holdfast.rl.generators.vllm.vllm_generator import SharedSpan
 from holdfast.rl.run.run_directory import RunDirectory, RunDirectoryUnusable, RunStatus, read_status
 from holdfast.rl.run.run_events import Activity, ProcessorTime, ProcessStarted, RunResumed
 from holdfast.rl.run.telemetry import RunTelemetry
@@ -57,32 +56,6 @@ def test_a_span_has_the_processor_time_of_its_own_thread_also_if_it_fails() -> N
     assert spans["generate"].number == 7 and spans["generate"].cpu >= 0.05
     assert spans["publish"].cpu < 0.05 <= spans["publish"].seconds, "waiting is no processor time"
     assert log.report().spans == (), "each span is reported once"
-
-
-def test_tasks_that_do_the_same_at_the_same_time_have_one_span_which_other_work_divides() -> None:
-    used = iter(range(100))
-    log = WorkLog(lambda: float(next(used)))
-    span = SharedSpan(log, "generate")
-
-    async def task(begin: asyncio.Event) -> None:
-        with span.doing(3):
-            await begin.wait()
-
-    async def body() -> None:
-        begin = asyncio.Event()
-        tasks = [asyncio.create_task(task(begin)) for _ in range(4)]
-        await asyncio.sleep(0)
-        with span.paused("update", 4):
-            await asyncio.sleep(0)
-        begin.set()
-        await asyncio.gather(*tasks)
-
-    asyncio.run(body())
-    assert [(each.what, each.number) for each in log.report().spans] == [
-        ("generate", 3),
-        ("update", 4),
-        ("generate", 4),
-    ]
 
 
 def test_the_processor_time_of_children_counts_where_they_do_the_work() -> None:
