@@ -203,6 +203,7 @@ def _copy(into: Path) -> Path:
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(300)
 def test_the_gate_finds_the_workload_that_became_slower_and_no_other(tmp_path: Path) -> None:
     slow = tmp_path / "slow"
     slow.mkdir()
