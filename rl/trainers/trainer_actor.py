@@ -22,12 +22,14 @@ from holdfast.rl.telemetry import TrainerStatus, WorkLog, WorkReport
 from holdfast.rl.trainers.training import Training
 from holdfast.store import WeightStore
 
-BATCH_SECONDS = 600.0
-"""Seconds that a trainer waits for a batch."""
+BATCH_SECONDS = 3600.0
+"""Seconds that a trainer waits for a batch: the longest time to generate one.
+
+The replay buffer ends a run sooner, if no group comes any more; this is for a driver that is lost with its host.
+"""
 
 CLOSE_SECONDS = 30.0
 """Seconds that `close` waits for the step that is being computed."""
-
 
 KEPT = 3
 """The number of newest batches and reports that are kept: members are at most one step apart, and have the next."""
