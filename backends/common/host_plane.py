@@ -171,6 +171,7 @@ class HostPlane(MemoryPlane):
         return empty(nbytes, torch.uint8)
 
     def improve(self, memory: torch.Tensor) -> None:
+        self._check_open()
         put_on_huge_pages(memory.data_ptr(), memory.nbytes, look=self._check_open)
 
     def is_lent(self, memory: torch.Tensor) -> bool:

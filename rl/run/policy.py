@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 from torch.nn.functional import cross_entropy
-from torch.nn.utils.rnn import pad_sequence
 
 from holdfast.ft.processes.zygote_client import call_in_fork
 from holdfast.rl.config.run_config import ModelConfig, RunConfig
@@ -204,4 +203,5 @@ def _rows(problems: Sequence[Problem], tokenizer: Tokenizer) -> tuple[torch.Tens
     pairs = [(tokenizer.encode(each.prompt), tokenizer.encode(each.answer)) for each in problems]
     tokens = [torch.tensor([*prompt, *answer], device="cpu") for prompt, answer in pairs]
     labels = [torch.tensor([*[IGNORED] * len(prompt), *answer], device="cpu") for prompt, answer in pairs]
-    return pad_sequence(tokens, batch_first=True), pad_sequence(labels, batch_first=True, padding_value=IGNORED)
+    padded = torch.nn.utils.rnn.pad_sequence
+    return padded(tokens, batch_first=True), padded(labels, batch_first=True, padding_value=IGNORED)

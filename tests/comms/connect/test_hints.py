@@ -137,7 +137,7 @@ def test_gloo_runs_with_the_threads_and_over_the_interface_that_are_named(tmp_pa
 def test_a_rank_without_spins_and_yields_waits_without_computing() -> None:
     def body(comm: Communicator) -> list[float]:
         used = []
-        for checks in (0, 10_000_000):
+        for checks in (0, 10_000_000) * 3:
             with comm.split([0, 1], hints={"spins": checks, "yields": 0}) as part:
                 part.barrier()
                 if part.rank == 0:
@@ -148,8 +148,8 @@ def test_a_rank_without_spins_and_yields_waits_without_computing() -> None:
         return used
 
     with LocalCluster(2, "shm") as cluster:
-        sleeping, spinning = cluster.run(body)[1]
-    assert sleeping < spinning / 3
+        used = cluster.run(body)[1]
+    assert sum(used[::2]) < sum(used[1::2]) / 2
 
 
 def test_an_op_may_name_its_algorithm() -> None:
