@@ -240,23 +240,30 @@ def test_no_module_beside_a_program_hides_an_installed_one() -> None:
     assert [str(path) for path in beside if path.stem in installed] == []
 
 
-TEXT_IMPORT = re.compile(r"^[ ]*from ((?:holdfast|support)[\w.]*) import (?:\(([\w\s,]+)\)|([\w, ]+))", re.MULTILINE)
+TEXT_IMPORT = re.compile(
+    r"^[ ]*from ((?:holdfast|support)(?:\.\w+)*) import (?:\(([\w\s,]+)\)|([\w, ]+))", re.MULTILINE
+)
 
 
-def test_programs_that_are_texts_import_names_that_exist() -> None:
-    """A type checker does not read them, and the tests that start them may run in the second tier alone."""
+def test_programs_that_no_type_checker_reads_import_names_that_exist() -> None:
+    """Texts, and the examples; the tests that start them may run in the second tier alone."""
     files = [*modules(), *(path.relative_to(ROOT) for path in TESTS.rglob("*.py"))]
     homes = {"support" if path == Path("tests/support/__init__.py") else _dotted(path): path for path in files}
+    programs = [(str(path.relative_to(ROOT)), path.read_text()) for path in (ROOT / "examples").rglob("*.py")]
+    programs += [
+        (f"{path}:{node.lineno}", node.value)
+        for path in files
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
     wrong = []
-    for path in files:
-        for node in ast.walk(parsed(path)):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                for found in TEXT_IMPORT.finditer(node.value):
-                    home = homes.get(found[1])
-                    known = _bound(parsed(home)) if home is not None else set()
-                    names = re.findall(r"(\w+)(?: as \w+)?", found[2] or found[3])
-                    missing = [name for name in names if name not in known and f"{found[1]}.{name}" not in homes]
-                    wrong += [f"{path}:{node.lineno}: {found[1]} has no {name}" for name in missing]
+    for place, program in programs:
+        for found in TEXT_IMPORT.finditer(program):
+            home = homes.get(found[1])
+            known = _bound(parsed(home)) if home is not None else set()
+            names = re.findall(r"(\w+)(?: as \w+)?", found[2] or found[3])
+            missing = [name for name in names if name not in known and f"{found[1]}.{name}" not in homes]
+            wrong += [f"{place}: {found[1]} has no {name}" for name in missing]
     assert not wrong, "\n".join(wrong)
 
 

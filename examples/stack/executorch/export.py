@@ -20,7 +20,7 @@ from holdfast.ft.console.units import coarse_seconds, counted
 from holdfast.rl.config.named_code import extra_python
 from holdfast.rl.config.run_config import GeneratorConfig, RunConfig, Sampling
 from holdfast.rl.data.episode import Prompt
-from holdfast.rl.generators.models import ModelSource, longest_sequence, save_model
+from holdfast.rl.generators.models import ModelSource, save_model
 from holdfast.rl.generators.transformers_generator import TransformersGenerator
 from holdfast.rl.run.evaluation import held_out_prompts
 from holdfast.rl.run.policy import task_of
@@ -86,7 +86,7 @@ def export_program(source: ModelSource, prompts: Sequence[Prompt], sampling: Sam
     source = msgspec.structs.replace(source, dtype="float32")
     with tempfile.TemporaryDirectory(prefix="holdfast-export-") as scratch, new_file(out) as draft:
         model = source.build()
-        length = min(longest_sequence(model), LONGEST)
+        length = min(source.longest_sequence(), LONGEST)
         save_model(model, Path(scratch) / "model")
         job = {
             "model": str(Path(scratch) / "model"),
