@@ -346,6 +346,7 @@ def test_an_agent_that_was_dropped_does_not_end_in_a_forked_child(
 
     def drops(pipe: Connection) -> None:
         gc.disable()
+        gc.freeze()  # what other tests have left in this process may wait for its threads when it is destroyed
         agent = NixlAgent(Transports.choose(one_host=True))
         circle: list[object] = [agent._api if closed else agent]
         circle.append(circle)
