@@ -14,7 +14,7 @@ import torch
 from holdfast.comms.errors import HoldfastError
 from holdfast.comms.memory_plane import MemoryPlane, Region
 from holdfast.store.catalog import fan_out
-from holdfast.store.catalog.client import CatalogClient, GroupClient
+from holdfast.store.catalog.client import CatalogClient, GroupClient, gone
 from holdfast.store.catalog.fan_out import LEAD, LEADERS, ServingCopy
 from holdfast.store.catalog.records import Catalog, Holder, PartKey, Replica, Shard, Version
 from holdfast.store.holding.memory_pool import MemoryPool
@@ -93,12 +93,13 @@ class HostCopies:
     def _share(self, catalog: Catalog, version: Version, shard: Shard, deadline: float) -> Replica | None:
         key, group = (version.number, shard.part, shard.digest), self._group(fan_out.group_of(self._reader.peer.host))
         found = self._ask(group, key, shard, (LEAD,), deadline)
-        if found is not None and found[0].source == LEAD:
+        if leads := found is not None and found[0].source == LEAD:
             seeds = tuple(each.holder for each in shard.replicas if not catalog.is_away(each.holder))
             is_latest = key[0] == catalog.latest  # no host begins to copy another version
             found = self._ask(self._group(LEADERS), key, shard, seeds, deadline) if is_latest else None
-        if found is None:
+        if found is None or (leads and found[0].handle is not None):  # the leaders have another store's copy
             self._withdraw(key)
+        if found is None:
             return None
         mine, replica = found
         if mine.handle is not None:
@@ -127,6 +128,9 @@ class HostCopies:
             at, now = group.change(lambda now: fan_out.request_copy(now, key, self._reader, seeds))
             copies = now.part(key).copies
             mine = next((each for each in copies if each.peer.host == self._reader.peer.host), None)
+            if mine is not None and mine.reader != self._reader.id and gone([mine.peer]):
+                group.remove_dead_readers()
+                continue
             if mine is not None and (mine.handle is not None or (mine.source and mine.reader == self._reader.id)):
                 there = (Replica(each.reader, each.handle) for each in copies if each.handle is not None)
                 return mine, next((each for each in (*there, *shard.replicas) if each.holder == mine.source), None)

@@ -322,6 +322,30 @@ def test_a_killed_reader_is_passed_over(fleet_of_readers: Fleet) -> None:
     assert readers.get(2, 1) == (1.0, readers.ids[1])
 
 
+def test_the_copy_of_a_killed_reader_is_made_anew_on_its_host(fleet_of_readers: Fleet) -> None:
+    readers = fleet_of_readers
+    readers.follow(FEW_HOSTS + 1)
+    readers.publish(1)
+    readers.get(1, 1)
+    readers.children[1].kill()
+    assert readers.get(2, 1) == (1.0, readers.publisher)
+    assert [each.reader for each in readers.copies(1) if each.handle is not None] == [readers.ids[2]]
+    assert readers.get(0, 1) == (1.0, readers.ids[2])
+
+
+def test_a_leader_whose_host_is_listed_among_the_leaders_leaves_no_request(fleet_of_readers: Fleet) -> None:
+    """Another process of its host was withdrawn from their group, and not from the group of leaders."""
+    readers = fleet_of_readers
+    readers.follow(FEW_HOSTS + 1)
+    readers.publish(1)
+    readers.get(1, 1)
+    number = group_of(readers.copies(1)[0].peer.host)
+    with contextlib.closing(GroupClient(readers.store.url, readers.store.name, number)) as group:
+        group.change(lambda now: remove_readers(now, {readers.ids[1]}))
+        assert readers.get(2, 1) == (1.0, readers.ids[1])
+        assert group.read()[1].parts == ()
+
+
 def test_a_reader_that_closes_takes_its_copies_along(fleet_of_readers: Fleet) -> None:
     readers = fleet_of_readers
     readers.follow(FEW_HOSTS + 1)
