@@ -112,13 +112,15 @@ def read_metadata(directory: Path) -> Metadata:
 
 def _faults(directory: Path, metadata: Metadata) -> Iterator[str]:
     """What torch's reader does not look for: files that are missing or short, and tensors that are not there whole."""
+    with disk_errors(directory):
+        there = {file.name: file.stat().st_size for file in directory.iterdir() if file.is_file()}
     for name, known in metadata.state_dict_metadata.items():
         if not isinstance(known, TensorStorageMetadata):
-            yield from _misplaced(directory, metadata, name, None, 0)
+            yield from _misplaced(there, metadata, name, None, 0)
             continue
         shape, boxes = tuple(known.size), list[Box]()
         for chunk in known.chunks:
-            yield from _misplaced(directory, metadata, name, chunk, known.properties.dtype.itemsize)
+            yield from _misplaced(there, metadata, name, chunk, known.properties.dtype.itemsize)
             boxes.append(tuple((at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True)))
             if not all(0 <= low <= high <= size for (low, high), size in zip(boxes[-1], shape, strict=True)):
                 yield f"{name!r} has a piece {boxes[-1]} outside of {shape}"
@@ -127,8 +129,9 @@ def _faults(directory: Path, metadata: Metadata) -> Iterator[str]:
 
 
 def _misplaced(
-    directory: Path, metadata: Metadata, name: str, chunk: ChunkStorageMetadata | None, itemsize: int
+    there: Mapping[str, int], metadata: Metadata, name: str, chunk: ChunkStorageMetadata | None, itemsize: int
 ) -> Iterator[str]:
+    """What is wrong with the place of a value or a piece, among files of these sizes."""
     place = metadata.storage_data.get(MetadataIndex(name, None if chunk is None else chunk.offsets))
     nbytes = 0 if chunk is None else math.prod(chunk.sizes) * itemsize
     if place is None or place.offset < 0:
@@ -137,9 +140,9 @@ def _misplaced(
         yield f"{name!r} was saved through an extension, which cannot be read here"
     elif Path(file := place.relative_path).name != file:
         yield f"{name!r} lies outside of the directory, in {file}"
-    elif not (directory / file).is_file():
+    elif file not in there:
         yield f"no file {file}"
-    elif (directory / file).stat().st_size < place.offset + place.length:
+    elif there[file] < place.offset + place.length:
         yield f"{file} is cut off"
     elif place.length < nbytes:
         yield f"{name!r} has too few bytes"
@@ -303,7 +306,7 @@ class DcpDirectory:
         self._mappings: dict[str, mmap.mmap] = {}
         known = self._metadata.state_dict_metadata
         tensors = {name: each for name, each in known.items() if isinstance(each, TensorStorageMetadata)}
-        self._values = known.keys() - tensors.keys()
+        self._values = [name for name in known if name not in tensors]
         wanted = tensors.keys() if self.record is None else self.record.checksums.keys()
         names = wanted if self.record is None else wanted | decode(self.record.skeleton).ties.keys()
         faults = [f"no {name}" for name in sorted(names - tensors.keys())]
@@ -329,7 +332,11 @@ class DcpDirectory:
             paths = msgspec.convert({"paths": data if isinstance(data, dict) else {}}, _Paths).paths
             if any(isinstance(key, int) and not 0 <= key < MOST_ITEMS for path in paths.values() for key in path):
                 raise CorruptData(f"{self.path / METADATA} has a list of more than {MOST_ITEMS} values")
-            return unflatten_state_dict(flat, {name: paths.get(name) or (name,) for name in flat})
+            places = {name: paths.get(name) or (name,) for name in flat}
+            taken = set(places.values())
+            if len(taken) < len(places) or any(path[:end] in taken for path in taken for end in range(1, len(path))):
+                raise CorruptData(f"{self.path / METADATA} has two values at one place of the state dict")
+            return unflatten_state_dict(flat, places)
 
     def read(self, name: str) -> torch.Tensor:
         """A tensor: a mapping of its file, if it was saved in one piece. It lasts as long as it is used."""
@@ -365,9 +372,9 @@ class DcpDirectory:
 
     def _value(self, name: str) -> Any:
         """A value that is not a tensor. Raises `Unsupported` for one of a type that torch does not take for safe."""
-        data = bytes(self._bytes(self._metadata.storage_data[MetadataIndex(name)]))
         try:
             with _damage(f"{name!r} in {self.path}"):
+                data = bytes(self._bytes(self._metadata.storage_data[MetadataIndex(name)]))
                 return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except CorruptData as error:
             if not isinstance(error.__cause__, Refused):

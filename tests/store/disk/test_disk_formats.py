@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.utils._pytree import tree_map
 
 from holdfast.comms.errors import CorruptData, HoldfastError, Mismatch, Unsupported
@@ -283,6 +285,43 @@ def test_a_checkpoint_cannot_run_code_by_a_value(store: WeightStore, tmp_path: P
     assert not (tmp_path / "ran").exists() and store.versions() == []
 
 
+def changed(directory: Path, change: Callable[[Metadata], object]) -> Path:
+    """A checkpoint of DCP with other metadata."""
+    path = directory / dcp.METADATA
+    metadata = pickle.loads(path.read_bytes())
+    change(metadata)
+    path.write_bytes(pickle.dumps(metadata))
+    return directory
+
+
+def test_values_of_a_checkpoint_come_in_its_order(tmp_path: Path) -> None:
+    """So each process that imports it publishes the same bytes."""
+    directory = save({f"value {number}": number for number in range(30)}, tmp_path / "theirs")
+    order: list[str] = []
+    changed(directory, lambda metadata: order.extend(metadata.state_dict_metadata))
+    assert list(DcpDirectory(directory).state({}, 0, 1)) == order
+
+
+@pytest.mark.parametrize("path", [("a",), ("a", 0), ("a", "b")], ids=str)
+def test_two_values_at_one_place_of_a_checkpoint_are_refused(tmp_path: Path, path: tuple[str | int, ...]) -> None:
+    directory = save({"a": torch.zeros(3), "z": torch.ones(())}, tmp_path / "theirs")
+    found = DcpDirectory(changed(directory, lambda metadata: metadata.planner_data.update(z=path)))
+    with pytest.raises(CorruptData, match="two values at one place"):
+        found.state({name: found.read(name) for name in found.sizes}, 0, 1)
+
+
+def test_a_value_in_an_empty_file_is_damaged(tmp_path: Path) -> None:
+    directory = save({"step": 3}, tmp_path / "theirs")
+    (directory / "empty").touch()
+
+    def elsewhere(metadata: Metadata) -> None:
+        ((index, place),) = metadata.storage_data.items()
+        metadata.storage_data[index] = replace(place, relative_path="empty", offset=0, length=0)
+
+    with pytest.raises(CorruptData, match=r"'step' in .* is damaged"):
+        DcpDirectory(changed(directory, elsewhere)).state({}, 0, 1)
+
+
 FUZZED = {"safetensors": (INDEX, "holdfast.json"), "dcp": (".metadata", "__0_0.distcp")}
 
 
@@ -346,7 +385,7 @@ def training_state() -> dict[str, Any]:
 
 
 def zeroed(state: dict[str, Any]) -> dict[str, Any]:
-    """A training state of the same structure, whose tensors and step are 0."""
+    """Copy the structure of a training state, with 0 for its tensors and its step."""
     found = tree_map(lambda each: torch.zeros_like(each) if isinstance(each, torch.Tensor) else each, state)
     return {**found, "step": 0}
 
