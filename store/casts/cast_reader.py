@@ -1,7 +1,7 @@
 """Reads a version in a cast: fewer bytes of its wider floating-point tensors, all others as they are.
 
-It asks the catalogue for the casts of parts, and waits until holders have packed them. A part whose form cannot be had
-is read whole, and cast here.
+It asks the catalogue for the casts of parts, and waits for holders to pack them, for half of its time at most. A part
+that has no form by then, or one that cannot be read, is read whole and cast here.
 """
 
 from __future__ import annotations
@@ -71,6 +71,11 @@ class CastVersionReader(VersionReader):
             return True
         return stored.dtype in ("float32", "float64") and dtype.is_floating_point and dtype.itemsize > 1
 
+    def prepare(self, targets: Mapping[str, Sequence[BoxTarget]]) -> None:
+        """Wait for the forms of all that the targets take, before one of them is changed."""
+        wanted = [target for each in targets.values() for target in each]
+        self._obtain({copy.part for copy in self._copies_of(wanted) if self._is_cast(copy)})
+
     def fill(self, wanted: Sequence[BoxTarget], into: Mapping[str, torch.Tensor]) -> None:
         """See `VersionReader.fill`."""
         plain, cast = list[BoxTarget](), defaultdict[int, list[BoxCopy]](list)
@@ -111,9 +116,12 @@ class CastVersionReader(VersionReader):
             form = self._form(catalog, shard)
             if form is None or form.handle is None:
                 self._forms[part] = None
-                _log.warning("%s is read whole, and cast here: no holder has packed it", self._sources[part].what)
             else:
                 self._forms[part] = form, self._source(catalog, shard, form)
+        if lacking := ", ".join(str(part) for part in missing if self._forms[part] is None):
+            _log.warning(
+                "version %d part %s is read whole, and cast here: no holder has packed it", self.number, lacking
+            )
 
     def _requested(self, catalog: Catalog, shards: Collection[Shard]) -> Catalog:
         for shard in shards:

@@ -392,6 +392,7 @@ class Targets:
         locals_ = self._flat.locals
         copied = arrangement.staged if not self._atomic else arrangement.names
         into = {name: locals_[name] for name in arrangement.names} | {name: _copy_of(locals_[name]) for name in copied}
+        reader.prepare(arrangement.targets)
         self._check_doubtful(reader, arrangement, locals_, into)
         self.mixed = tuple(dict.fromkeys((*self.mixed, *(() if self._atomic else arrangement.direct))))
         done = {name for group in arrangement.doubtful for name in group}

@@ -108,6 +108,9 @@ class VersionReader:
         """Whether all parts were mapped, or were not read."""
         return all(source.is_mapped for source in self._sources)
 
+    def prepare(self, targets: Mapping[str, Sequence[BoxTarget]]) -> None:
+        """Wait for what `fill` needs besides the parts. Nothing, unless the reader asked for a cast."""
+
     def fill(self, wanted: Sequence[BoxTarget], into: Mapping[str, torch.Tensor]) -> ReadPlan | None:
         """Fill the boxes of local tensors, by name, that `wanted` says. See `has_rows` for what tensors can be filled.
 

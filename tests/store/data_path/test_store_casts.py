@@ -18,10 +18,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from holdfast.comms.codecs import float8_blocks as fp8
 from holdfast.comms.errors import CorruptData, Mismatch
-from holdfast.store import AsyncWeightStore, Slice, WeightStore
+from holdfast.store import AsyncWeightStore, CallCancelled, Slice, WeightStore
 from holdfast.store.casts import cast_reader
 from holdfast.store.casts.cast_reader import CastVersionReader
 from holdfast.store.casts.wire_cast import CastName, EncodedTensor, WireCast
+from holdfast.store.catalog import part_casts
 from support.waiting import eventually
 from support.weights.layouts import as_rank
 
@@ -385,6 +386,31 @@ def test_a_part_for_whose_form_there_is_no_room_is_cast_by_the_reader(
     tight.delete(1)
     tight.get(2, into, cast="bf16")
     assert len(forms(tight, 2)) == 1, "the next reader asks anew"
+
+
+def test_parts_that_are_cast_by_the_reader_are_logged_together(
+    store: WeightStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    for part in (0, 1):
+        store.publish(1, {f"w{part}": torch.ones(1000)}, part=part, parts=2)
+    with cast_here():
+        store.load(1, cast="bf16")
+    (message,) = [each for each in caplog.messages if "cast here" in each]
+    assert message.startswith("version 1 part 0, 1 is read whole")
+
+
+def test_a_get_that_is_cancelled_while_it_waits_for_a_form_changes_nothing(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cancelled(*_: object) -> None:
+        raise CallCancelled("a get")
+
+    store.publish(1, {"w": torch.ones(1000)})
+    into = {"w": torch.zeros(1000)}
+    monkeypatch.setattr(part_casts, "request_cast", cancelled)
+    with pytest.raises(CallCancelled) as raised:
+        store.get(1, into, cast="bf16")
+    assert raised.value.mixed == () and into["w"]._version == 0
 
 
 @pytest.mark.parametrize("fault", ["wrong bytes", "gone"])
