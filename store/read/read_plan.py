@@ -128,7 +128,7 @@ def dense_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
 def _whole_names(
     layout: RegionLayout, wanted: Sequence[BoxTarget], into: Sequence[tuple[str, LocalTensor]]
 ) -> tuple[str, ...] | None:
-    """The names of whole tensors of a part that fill dense targets, in their order; None if anything else is wanted."""
+    """The names of the wanted tensors, in the targets' order, if whole tensors fill dense targets; else None."""
     if [target.into for target in wanted] != [name for name, _ in into]:
         return None
     for target, (_, memory) in zip(wanted, into, strict=True):

@@ -116,7 +116,7 @@ VALUES = torch.randn(1 << 12, 256, generator=torch.Generator().manual_seed(1))
 
 
 def a_holder(pipe: Connection, url: str) -> None:
-    """Publish version 1 on a host of its own over ucx; pack forms of it once the pipe says so, until it says None."""
+    """Publish version 1 on another host over ucx, and pack forms of it once the pipe says so. None ends it."""
     os.environ.update({"UCX_TLS": "tcp,self", liveness.HOST: "south"})
     liveness.this_host.cache_clear()
     may_pack, encode = threading.Event(), WireCast.encode
