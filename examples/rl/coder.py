@@ -7,18 +7,20 @@ The problems are families of small functions, each with a number that the seed c
 any problems: copy it for yours.
 
 The code cannot forge the verdict, because it never meets the expected result. Each test is a run of its own. The code
-gets the input of that test and says what it makes of it; the comparison is done outside, on encoded text. Whatever else
-the code does (it exits, patches `assert`, searches the memory of its process), no test passes without the right answer.
-That stops objects that equal everything, and values that are built to keep the comparison busy.
+gets the input of that test and says what it makes of it; the comparison is done outside, as Python's `==` does it, with
+a tolerance for floats. Whatever else the code does (it exits, patches `assert`, searches the memory of its process), no
+test passes without the right answer. That stops objects that equal everything, and values that are built to keep the
+comparison busy.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
+import math
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +31,20 @@ from holdfast.rl.environments.environment import Action, Environment, Observatio
 from holdfast.rl.environments.sandbox import Limits, Sandbox, SandboxError, SandboxResult
 from holdfast.rl.environments.sandbox.limits import MEBIBYTE, Reason
 from holdfast.rl.errors import EpisodeOver, UnknownEnvironment
+
+RELATIVE, ABSOLUTE = 1e-9, 1e-12
+"""Two floats that differ by no more than these are equal, and NaN equals NaN.
+
+Compared exactly are an int and a float, elements of sets, and keys.
+"""
+
+_DEEPEST = 100
+"""Of nested containers: a value that is deeper equals nothing."""
+
+_MOST_IN_KEY = 1000
+"""Elements of a container within a set or a key: the code may choose them so that their hashes collide."""
+
+_SCALARS = (bool, int, float, str, bytes, type(None))
 
 
 def encode(value: Any) -> Any:
@@ -88,34 +104,67 @@ def call(code, function, arguments):
 
 
 def equals(encoded: bytes, expected: object) -> bool:
-    """True if a run's encoded value is this plain data, whatever the order of sets and dicts. Any text may come.
-
-    The texts are compared, so nothing of the run's is made: 1 is not 1.0, and floats have equal bits.
-    """
-    with suppress(ValueError, TypeError, RecursionError):
-        return bool(_in_order(json.loads(encoded)) == _in_order(encode(expected)))
+    """True if a run's encoded value equals plain data. Any text may come as `encoded`."""
+    with suppress(ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
+        return _same(json.loads(encoded), expected, _DEEPEST)
     return False
 
 
-def is_plain(value: object) -> bool:
+def is_plain(value: object, depth: int = _DEEPEST) -> bool:
     """True if a value survives the way into a run and out of it."""
-    with suppress(LookupError, RecursionError):
-        encoded = encode(value)
-        return bool(_in_order(encode(decode(encoded))) == _in_order(encoded))
+    if type(value) in _SCALARS:
+        return True
+    if not depth:
+        return False
+    if isinstance(value, dict) and type(value) is dict:
+        return all(is_plain(each, depth - 1) for pair in value.items() for each in pair)
+    if isinstance(value, list | tuple | set | frozenset) and type(value) in (list, tuple, set, frozenset):
+        return all(is_plain(each, depth - 1) for each in value)
     return False
 
 
-def _in_order(encoded: Any) -> Any:
-    """An encoded value with its sets and dicts in one order."""
-    if not isinstance(encoded, list):
-        return encoded
-    kind, content = encoded
-    if kind == "dict":
-        return [kind, sorted(([_in_order(key), _in_order(item)] for key, item in content), key=json.dumps)]
-    if not isinstance(content, list):
-        return encoded
-    items = [_in_order(each) for each in content]
-    return ["set", sorted(items, key=json.dumps)] if kind in ("set", "frozenset") else [kind, items]
+def _same(got: Any, wanted: Any, depth: int) -> bool:
+    """Whether an encoded value equals a plain one. Nothing larger than `wanted` is decoded."""
+    if not depth:
+        return False
+    if isinstance(wanted, _SCALARS):
+        return _is_scalar(got) and _equal(decode(got), wanted)
+    kind, items = got
+    if not isinstance(items, list) or len(items) != len(wanted):
+        return False
+    if isinstance(wanted, dict):
+        found = {_key(key): item for key, item in items}
+        same = kind == "dict" and found.keys() == wanted.keys()
+        return same and all(_same(found[key], wanted[key], depth - 1) for key in wanted)
+    if isinstance(wanted, set | frozenset):
+        return kind in ("set", "frozenset") and frozenset(map(_key, items)) == wanted
+    return bool(kind == type(wanted).__name__) and all(
+        _same(mine, yours, depth - 1) for mine, yours in zip(items, wanted, strict=True)
+    )
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether scalars are equal, but for the rounding of floats."""
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=RELATIVE, abs_tol=ABSOLUTE) or (one != one and other != other)
+    return bool(one == other)
+
+
+def _is_scalar(encoded: Any) -> bool:
+    return not isinstance(encoded, list | dict) or (
+        isinstance(encoded, list) and encoded[0] in ("int", "float", "bytes")
+    )
+
+
+def _key(encoded: Any) -> Hashable:
+    """The hashable value behind a text. Raises ValueError for one that is none, or too large."""
+    if _is_scalar(encoded):
+        scalar: Hashable = decode(encoded)
+        return scalar
+    kind, items = encoded
+    if kind not in ("tuple", "frozenset") or len(items) > _MOST_IN_KEY:
+        raise ValueError("not hashable")
+    return tuple(map(_key, items)) if kind == "tuple" else frozenset(map(_key, items))
 
 
 _TIMEOUTS = 2
@@ -152,6 +201,16 @@ class CallTest(msgspec.Struct, frozen=True):
                 )
 
 
+class OutputTest(msgspec.Struct, frozen=True):
+    """The program reads `stdin` and must print `expected`; space at the ends of lines does not count."""
+
+    stdin: str
+    expected: str
+
+
+CodeTest = CallTest | OutputTest
+
+
 class Verdict(msgspec.Struct, frozen=True):
     """What one test found. `reason` is None if the test was not run any more."""
 
@@ -176,7 +235,7 @@ class SolutionResult(msgspec.Struct, frozen=True):
 
 
 def run_tests(
-    solution: str, tests: Sequence[CallTest], limits: Limits | None = None, *, sandbox: Sandbox
+    solution: str, tests: Sequence[CodeTest], limits: Limits | None = None, *, sandbox: Sandbox
 ) -> SolutionResult:
     """Run each test with the limits given, one after the other.
 
@@ -196,16 +255,26 @@ def run_tests(
     return SolutionResult(tuple(verdicts))
 
 
-def _run(solution: str, test: CallTest, limits: Limits, sandbox: Sandbox) -> Verdict:
+def _run(solution: str, test: CodeTest, limits: Limits, sandbox: Sandbox) -> Verdict:
     for _ in range(_TRIES):
-        call = json.dumps([solution, test.function, encode(test.arguments)])
-        result = sandbox.run(f"{_CALL}\ncall(*json.loads({call!r}))", "", limits)
+        if isinstance(test, CallTest):
+            call = json.dumps([solution, test.function, encode(test.arguments)])
+            result = sandbox.run(f"{_CALL}\ncall(*json.loads({call!r}))", "", limits)
+        else:
+            result = sandbox.run(solution, test.stdin, limits)
         if result.reason != "lost":
             break
     else:
         raise SandboxLost(_TRIES)
-    right = equals(result.value, test.expected)
+    if isinstance(test, CallTest):
+        right = equals(result.value, test.expected)
+    else:
+        right = _lines(result.stdout) == _lines(test.expected)
     return Verdict(right and result.reason == "ok", result.reason, "" if right else _last_line(result))
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
 def _last_line(result: SandboxResult) -> str:
@@ -249,6 +318,10 @@ def _words(source: random.Random) -> tuple[object, ...]:
     return (" ".join("".join(source.choices("abcxyz", k=source.randint(1, 12))) for _ in range(source.randint(1, 8))),)
 
 
+def _runs(source: random.Random) -> tuple[object, ...]:
+    return ("".join(source.choice("abc") * source.randint(1, 12) for _ in range(source.randint(0, 6))),)
+
+
 FAMILIES = {
     "multiples": ProblemFamily(
         "numbers", "the sum of the numbers that {k} divides", "sum(n for n in numbers if n % {k} == 0)", _numbers
@@ -257,6 +330,24 @@ FAMILIES = {
         "numbers",
         "the list rotated to the left by {k} places",
         "[numbers[(i + {k}) % len(numbers)] for i in range(len(numbers))]",
+        _numbers,
+    ),
+    "chunks": ProblemFamily(
+        "numbers",
+        "a list of lists: the numbers in pieces of {k}, the last one perhaps shorter",
+        "[numbers[i:i + {k}] for i in range(0, len(numbers), {k})]",
+        _numbers,
+    ),
+    "clamped": ProblemFamily(
+        "numbers",
+        "the list with each number below -{k} replaced by -{k} and each above {k} by {k}",
+        "[max(-{k}, min({k}, n)) for n in numbers]",
+        _numbers,
+    ),
+    "largest": ProblemFamily(
+        "numbers",
+        "the {k} largest numbers in descending order; all of them if there are fewer",
+        "sorted(numbers, reverse=True)[:{k}]",
         _numbers,
     ),
     "remainders": ProblemFamily(
@@ -268,15 +359,30 @@ FAMILIES = {
     "digits": ProblemFamily(
         "number", "the sum of its decimal digits, times {k}", "{k} * sum(map(int, str(number)))", _number
     ),
+    "powers": ProblemFamily(
+        "number",
+        "the largest power of {k} that is at most the number, or 0 for 0",
+        "max(({k} ** i for i in range(21) if {k} ** i <= number), default=0)",
+        _number,
+    ),
+    "long_words": ProblemFamily(
+        "text", "how many of its words have more than {k} letters", "sum(len(w) > {k} for w in text.split())", _words
+    ),
     "shifted": ProblemFamily(
         "text",
         "the text with each letter moved on by {k} in the alphabet, z being followed by a; spaces stay",
         "''.join(chr((ord(c) - 97 + {k}) % 26 + 97) if c != ' ' else c for c in text)",
         _words,
     ),
-    "every": ProblemFamily("text", "every {k}th character, beginning with the first", "text[::{k}]", _words),
+    "long_runs": ProblemFamily(
+        "text",
+        "a list of the characters that begin a run of at least {k} equal ones, in order",
+        "[c for c, run in __import__('itertools').groupby(text) if len(list(run)) >= {k}]",
+        _runs,
+    ),
+    "every": ProblemFamily("text", "every {k}th character, beginning with the first", "text[::{k}]", _runs),
 }
-"""Each with the numbers 2 to 9, and any number of tests."""
+"""Each with the numbers 2 to 9: some hundred tasks, and any number of tests of each."""
 
 
 def coding_problem(seed: int, tests: int = 8) -> CodingProblem:

@@ -15,7 +15,8 @@ truth have (Jaffe, Nadler and Kluger 2015, arXiv:1407.7644), for different i, j,
     third moment (i, j, k)  = p (1 - p) (1 - 2p) d_i d_j d_k
 
 The first is a matrix of rank one off its diagonal, which gives a_i = sqrt(p (1 - p)) d_i; with these, the second gives
-p, so no labels and no class balance are needed. Give it no copies of a verifier: they count as so many witnesses.
+p, so no labels and no class balance are needed. Pairs with a covariance far above the fit are dependent: they are
+left out of both, and verifiers that are linked by such pairs share one voice.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ Matrix = NDArray[np.float64]
 _LEAST_ANSWERS = 50
 _LEAST_SKILL = 0.05
 """Verifiers with a smaller correlation with the truth are dropped, as are those that always vote alike."""
+_DEPENDENT = 0.12
+"""The correlation beyond the fit from which on two verifiers count as dependent; at least 4 standard errors."""
 
 
 class NotIdentifiable(HoldfastError):
@@ -51,7 +54,7 @@ class NotIdentifiable(HoldfastError):
         self.reason = reason
         super().__init__(
             f"the verifiers' weights cannot be estimated: {reason}; use more answers, or at least three verifiers that "
-            "are better than chance"
+            "are better than chance and not copies of each other"
         )
 
 
@@ -91,46 +94,92 @@ def estimate(votes: Sequence[Sequence[bool]]) -> VerifierWeights:
             raise NotIdentifiable(f"{len(kept)} of {table.shape[1]} verifiers tell right from wrong")
         centred = table[:, kept] - rates[kept]
         covariance = centred.T @ centred / len(table)
-        skills = _skills(covariance)
+        apart, skills = _rank_one(covariance, len(table))
         strength = skills / np.sqrt(np.diag(covariance))
         if strength.min() >= _LEAST_SKILL:
             break
         del kept[int(strength.argmin())]
-    right = _right_share(centred, skills)
-    return _weights(table.shape[1], kept, rates[kept], skills / math.sqrt(right * (1.0 - right)), right)
+    right = _right_share(centred, skills, apart)
+    return _weights(table.shape[1], kept, rates[kept], skills / math.sqrt(right * (1.0 - right)), right, apart)
 
 
-def _skills(covariance: Matrix) -> Matrix:
-    """The a with a_i a_j nearest to the covariances of different verifiers, by damped alternating least squares."""
+def _rank_one(covariance: Matrix, answers: int) -> tuple[NDArray[np.bool_], Matrix]:
+    """Pairs that are independent given the truth, and a with a_i a_j near the covariance of each of these pairs.
+
+    Of several explanations, the one with the fewest dependent pairs counts: one may trust a block of copies, and take
+    the good verifiers, which agree with each other, for dependent.
+    """
+    others = ~np.eye(len(covariance), dtype=bool)
     scale = np.sqrt(np.diag(covariance))
     correlation = covariance / np.outer(scale, scale)
-    fit: Matrix = np.linalg.eigh(correlation)[1][:, -1]
-    np.fill_diagonal(correlation, 0.0)
+    limit = max(_DEPENDENT, 4.0 / math.sqrt(answers))
+
+    def misfit(fit: Matrix) -> float:
+        return float(np.minimum(np.abs(correlation - np.outer(fit, fit)), limit)[others].sum())
+
+    best, best_pairs = _least_squares(correlation, others, np.linalg.eigh(correlation)[1][:, -1]), others
+    for start in range(len(correlation)):
+        fit = _least_deviations(correlation, start)
+        apart = others & (correlation - np.outer(fit, fit) < limit)
+        if apart.sum(1).min() >= 2:
+            fit = _least_squares(correlation, apart, fit)
+            if misfit(fit) < misfit(best):
+                best, best_pairs = fit, apart
+    return best_pairs, (best if best.sum() >= 0 else -best) * scale
+
+
+def _least_squares(correlation: Matrix, apart: NDArray[np.bool_], fit: Matrix) -> Matrix:
+    """The least squares fit of a_i a_j to the pairs in `apart`, near `fit`, by damped alternating updates."""
+    used = np.where(apart, correlation, 0.0)
     for _ in range(200):
-        fit = 0.5 * fit + 0.5 * (correlation @ fit) / np.maximum((fit * fit).sum() - fit * fit, 1e-12)
-    return (fit if fit.sum() >= 0 else -fit) * scale
+        fit = 0.5 * fit + 0.5 * (used @ fit) / np.maximum(apart @ (fit * fit), 1e-12)
+    return fit
 
 
-def _right_share(centred: Matrix, skills: Matrix) -> float:
-    """The share of right answers, by the third moments."""
+def _least_deviations(correlation: Matrix, start: int) -> Matrix:
+    """A local minimum of the absolute deviations of a_i a_j, near the explanation that trusts verifier `start`."""
+    fit: Matrix = correlation[start].copy()
+    fit[start] = 0.0
+    fit[start] = max(float(np.abs(fit).max()), 1e-6)
+    fit /= math.sqrt(float(fit[start]))
+    for _ in range(30):
+        for one in range(len(fit)):
+            used = (np.arange(len(fit)) != one) & (np.abs(fit) > 1e-9)
+            if used.any():
+                fit[one] = _weighted_median(correlation[one, used] / fit[used], np.abs(fit[used]))
+    return fit
+
+
+def _weighted_median(values: Matrix, weights: Matrix) -> float:
+    order = np.argsort(values)
+    reached = np.cumsum(weights[order])
+    return float(values[order][int(np.searchsorted(reached, reached[-1] / 2.0))])
+
+
+def _right_share(centred: Matrix, skills: Matrix, apart: NDArray[np.bool_]) -> float:
+    """The share of right answers, by the third moments of verifiers that are independent in pairs."""
     over = under = 0.0
     for one, two, three in itertools.combinations(range(len(skills)), 3):
-        moment = float((centred[:, one] * centred[:, two] * centred[:, three]).mean())
-        product = float(skills[one] * skills[two] * skills[three])
-        over, under = over + moment * product, under + product * product
+        if apart[one, two] and apart[one, three] and apart[two, three]:
+            moment = float((centred[:, one] * centred[:, two] * centred[:, three]).mean())
+            product = float(skills[one] * skills[two] * skills[three])
+            over, under = over + moment * product, under + product * product
     skew = over / under if under > 0 else 0.0
     return min(0.95, max(0.05, 0.5 * (1.0 - skew / math.sqrt(skew * skew + 4.0))))
 
 
-def _weights(many: int, kept: Sequence[int], rates: Matrix, gaps: Matrix, right: float) -> VerifierWeights:
+def _weights(
+    many: int, kept: Sequence[int], rates: Matrix, gaps: Matrix, right: float, apart: NDArray[np.bool_]
+) -> VerifierWeights:
     hits, alarms, ones, zeros = ([0.5] * many, [0.5] * many, [0.0] * many, [0.0] * many)
+    voices = _linked(apart)
     for place, verifier in enumerate(kept):
         alarm = float(rates[place] - right * gaps[place])
         hit = min(0.99, max(0.01, alarm + float(gaps[place])))
         alarm = min(0.99, max(0.01, alarm))
         hits[verifier], alarms[verifier] = hit, alarm
-        ones[verifier] = math.log(hit / alarm)
-        zeros[verifier] = math.log((1.0 - hit) / (1.0 - alarm))
+        ones[verifier] = math.log(hit / alarm) / voices[place]
+        zeros[verifier] = math.log((1.0 - hit) / (1.0 - alarm)) / voices[place]
     return VerifierWeights(
         right=right,
         hits=tuple(hits),
@@ -139,6 +188,13 @@ def _weights(many: int, kept: Sequence[int], rates: Matrix, gaps: Matrix, right:
         for_zero=tuple(zeros),
         dropped=tuple(each for each in range(many) if each not in kept),
     )
+
+
+def _linked(apart: NDArray[np.bool_]) -> list[int]:
+    """For each verifier, how many are linked with it by dependent pairs, itself included."""
+    near = (~apart).astype(np.int64)
+    reached = np.linalg.matrix_power(near, len(near)) > 0
+    return [int(row.sum()) for row in reached]
 
 
 class WeakVerifierEnsemble:

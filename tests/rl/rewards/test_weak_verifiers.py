@@ -1,4 +1,4 @@
-"""Weights without labels: near the true ones, and better than a majority vote."""
+"""Weights without labels: near the true ones, better than a majority vote, and not fooled by copies."""
 
 from __future__ import annotations
 
@@ -62,6 +62,23 @@ def test_the_ensemble_beats_a_majority_vote_of_unequal_verifiers() -> None:
         gains.append(accuracy(estimate(votes.tolist()), truth, votes) - majority(truth, votes))
     assert min(gains) > 0.0
     assert float(np.mean(gains)) > 0.08
+
+
+def test_copies_of_a_weak_verifier_do_not_outvote_the_good_ones() -> None:
+    """Four verifiers that share nine votes in ten are one voice; the majority vote believes them."""
+    skills = [(0.88, 0.15), (0.85, 0.2), (0.8, 0.2), (0.75, 0.3), (0.7, 0.25), (0.6, 0.4)]
+    gains = []
+    for seed in SEEDS:
+        truth, votes = draw(seed, 0.5, skills)
+        random = np.random.default_rng(1000 + seed)
+        _, others = draw(seed, 0.5, [(0.6, 0.4)] * 3)
+        copies = np.where(random.random(others.shape) < 0.9, votes[:, 5:], others)
+        votes = np.concatenate([votes, copies], 1)
+        found = estimate(votes.tolist())
+        gains.append(accuracy(found, truth, votes) - majority(truth, votes))
+        assert sum(found.for_one[5:]) < found.for_one[0]
+    assert min(gains) > 0.0
+    assert float(np.mean(gains)) > 0.1
 
 
 def test_degenerate_verifiers_are_dropped() -> None:

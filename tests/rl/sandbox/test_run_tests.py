@@ -16,14 +16,9 @@ from holdfast.rl.config.named_code import load_code
 from holdfast.rl.environments.sandbox import Limits, Sandbox, SandboxError
 from support.source_tree import ROOT
 
-example_code: Any = sys.modules[load_code(f"{ROOT / 'examples' / 'rl' / 'coder.py'}:run_tests").__module__]
-CallTest, encode, equals, run_tests = (
-    example_code.CallTest,
-    example_code.encode,
-    example_code.equals,
-    example_code.run_tests,
-)
-is_plain = example_code.is_plain
+coder: Any = sys.modules[load_code(f"{ROOT / 'examples' / 'rl' / 'coder.py'}:run_tests").__module__]
+CallTest, OutputTest, encode = coder.CallTest, coder.OutputTest, coder.encode
+equals, is_plain, run_tests = coder.equals, coder.is_plain, coder.run_tests
 
 SECRET = 987654321987654321
 TESTS = (CallTest("f", (2,), SECRET), CallTest("f", (3,), SECRET + 1))
@@ -68,6 +63,8 @@ CHEATS = {
 @pytest.mark.parametrize("cheat", CHEATS)
 def test_a_cheat_passes_no_test(cheat: str, sandbox: Sandbox) -> None:
     assert run_tests(CHEATS[cheat], TESTS, LIMITS, sandbox=sandbox).passed == 0
+    printed = (OutputTest("2\n", f"{SECRET}\n"),)
+    assert run_tests(CHEATS[cheat], printed, LIMITS, sandbox=sandbox).passed == 0
 
 
 def test_the_reward_is_the_share_of_tests_that_passed(sandbox: Sandbox) -> None:
@@ -75,6 +72,12 @@ def test_the_reward_is_the_share_of_tests_that_passed(sandbox: Sandbox) -> None:
     result = run_tests("def double(x):\n    return 2 * x if x else None", tests, sandbox=sandbox)
     assert [verdict.passed for verdict in result.verdicts] == [False, True, True, True]
     assert result.fraction == 0.75
+
+
+def test_a_program_is_judged_by_what_it_prints(sandbox: Sandbox) -> None:
+    tests = [OutputTest("1 2\n", "3"), OutputTest("5 5\n", "10\n"), OutputTest("1 1\n", "3")]
+    result = run_tests("print(sum(map(int, input().split())), ' ')", tests, sandbox=sandbox)
+    assert [verdict.passed for verdict in result.verdicts] == [True, True, False]
 
 
 def test_what_fails_says_why(sandbox: Sandbox) -> None:
@@ -115,9 +118,11 @@ def test_a_value_equals_itself_after_the_way_out(value: object) -> None:
 
 
 @given(plain, plain)
-def test_a_value_that_passes_for_another_equals_it(one: object, other: object) -> None:
-    sent = json.dumps(encode(one))
-    assert not equals(sent.encode(), other) or one == other or "nan" in sent
+def test_values_are_equal_as_python_compares_them(one: object, other: object) -> None:
+    if one == other:
+        assert equals(json.dumps(encode(one)).encode(), other)
+    elif "float" not in json.dumps([encode(one), encode(other)]):
+        assert not equals(json.dumps(encode(one)).encode(), other)
 
 
 class Colour(enum.IntEnum):
@@ -138,17 +143,25 @@ EQUAL: list[tuple[object, object]] = [
     (Colour.RED, 3),
     (Word("a"), "a"),
     (bytearray(b"a"), b"a"),
+    (True, 1),
+    ({1.0, 2}, {1, 2.0}),
     (frozenset({1}), {1}),
-    ({1: "a", "b": 2, (1, 2): 3, None: 4}, {"b": 2, None: 4, (1, 2): 3, 1: "a"}),
-    ({frozenset({1, 9}), 7}, {7, frozenset({9, 1})}),
+    ({1.0: "a", "b": 2, (1, 2): 3, None: 4}, {"b": 2.0, None: 4, (1.0, 2): 3, 1: "a"}),
+    (0.1 + 0.2, 0.3),
+    ([0.1 + 0.2], [0.3]),
+    ({(0.3, "x"): [0.1 + 0.2]}, {(0.3, "x"): [0.3]}),
     (float("nan"), float("nan")),
+    (10.0**12, 10**12),
 ]
 UNEQUAL: list[tuple[object, object]] = [
+    (1e12 + 10, 10**12),
+    (10**12, 1e12 + 10),
+    (float(10**17 + 1), 10**17 + 1),
     (2.9999999999999996, 3),
-    (1.0, 1),
     ((1, 2), [1, 2]),
     ("a", b"a"),
-    ({"set": [2, 1]}, {"set": [1, 2]}),
+    ({0.1, 0.2}, {0.1, 0.3}),
+    ({0.1 + 0.2, 7}, {0.3, 7}),
     ({"a": 1}, {"a": 2}),
     ({"a": 1}, {"a": 1, "b": 1}),
     ([1], [1, 1]),
@@ -163,7 +176,7 @@ def test_a_right_answer_passes_whatever_its_type_is_called(value: object, expect
 
 
 @pytest.mark.parametrize(("value", "expected"), UNEQUAL)
-def test_a_wrong_answer_does_not_pass(value: object, expected: object) -> None:
+def test_only_floats_are_rounded(value: object, expected: object) -> None:
     assert not equals(json.dumps(encode(value)).encode(), expected)
 
 
