@@ -152,7 +152,9 @@ def _sockets_to(port: int, copies: contextlib.ExitStack) -> dict[int, socket.soc
         with contextlib.suppress(OSError):
             if not str(entry.readlink()).startswith("socket:"):
                 continue
-            each = copies.enter_context(socket.socket(fileno=os.dup(int(entry.name))))
-            if each.family in (socket.AF_INET, socket.AF_INET6) and each.getpeername()[1] == port:
-                found[os.fstat(each.fileno()).st_ino] = each
+            with contextlib.ExitStack() as unless_kept:  # a copy that stays open would keep the other end waiting
+                each = unless_kept.enter_context(socket.socket(fileno=os.dup(int(entry.name))))
+                if each.family in (socket.AF_INET, socket.AF_INET6) and each.getpeername()[1] == port:
+                    found[os.fstat(each.fileno()).st_ino] = each
+                    copies.enter_context(unless_kept.pop_all())
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import select
 import socket
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from holdfast import comms
 from holdfast.comms.connect import KnownMembers, connect_members
 from holdfast.comms.rendezvous import meeting_place as places
 from holdfast.comms.rendezvous import tcp
-from holdfast.comms.rendezvous.meeting_store import MeetingStore, fetch
+from holdfast.comms.rendezvous.meeting_store import MeetingStore, StoreSilent, fetch
 from holdfast.comms.rendezvous.offer_exchange import Offer, decode_offer
 from holdfast.comms.system.keys import Seal, create_key
 from holdfast.comms.transport.base import Peer
@@ -127,6 +128,23 @@ def test_a_store_whose_process_is_stopped_is_a_timeout(port: int, start: Callabl
     with pytest.raises(comms.OpTimeout):
         comms.connect("inproc", rank=1, size=2, rendezvous=client, timeout=1.0)
     assert time.monotonic() - began < PATIENCE
+
+
+def _dial_in_vain(silent: socket.socket) -> None:
+    with pytest.raises(StoreSilent):
+        tcp.dial("127.0.0.1", silent.getsockname()[1], 5.0)
+
+
+def test_a_socket_that_is_closed_while_another_one_connects_ends_for_its_peer() -> None:
+    own, other = socket.socketpair()
+    with socket.create_server(("127.0.0.1", 0)) as silent, own, other:
+        connecting = threading.Thread(target=_dial_in_vain, args=(silent,))
+        connecting.start()
+        assert select.select([silent], [], [], PATIENCE)[0], "it connects"
+        own.close()
+        assert select.select([other], [], [], PATIENCE)[0] and other.recv(1) == b""
+        assert connecting.is_alive(), "not only when the attempt is over"
+        connecting.join(PATIENCE)
 
 
 def test_losing_the_store_is_an_error_at_once(port: int) -> None:
