@@ -183,6 +183,9 @@ class _Handshake:
         except UcxError as error:
             explained = explain(error, rank, self._worker.over)
             if error.status != libucp.ERR_UNREACHABLE:
+                self._check_live(
+                    time.monotonic()
+                )  # the shared memory of a rank that gave up is gone, for another death
                 raise explained from error
             self._unreached = explained  # the worker may be gone; its rank may still publish a new address
             return False
