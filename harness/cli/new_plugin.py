@@ -79,13 +79,11 @@ def files(name: str) -> dict[str, str]:
         "Filebox": name.title().replace("_", ""),
         "filebox": name,
     }
-    written = {}
-    for source in sorted(TEMPLATES.glob("*.template")):
-        text = source.read_text(encoding="utf-8")
-        for word, other in words.items():
-            text = text.replace(word, other)
-        written[source.stem.replace("filebox", name)] = text
-    return written
+
+    def named(text: str) -> str:
+        return re.sub("|".join(words), lambda found: words[found[0]], text)
+
+    return {named(each.stem): named(each.read_text(encoding="utf-8")) for each in sorted(TEMPLATES.glob("*.template"))}
 
 
 def distribution(name: str) -> str:

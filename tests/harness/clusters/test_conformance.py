@@ -149,6 +149,13 @@ def test_the_package_is_formatted_and_typed(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_a_name_with_that_of_the_template_in_it_is_written_once() -> None:
+    written = files("my_filebox")
+    assert sorted(written) == ["holdfast_my_filebox.py", "pyproject.toml", "test_holdfast_my_filebox.py"]
+    assert 'my_filebox = "holdfast_my_filebox"' in written["pyproject.toml"]
+    assert "class MyFileboxTransport(" in written["holdfast_my_filebox.py"]
+
+
 def test_it_says_what_to_do_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     done = said("new-plugin", "paper_mail")
