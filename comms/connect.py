@@ -500,22 +500,27 @@ def _join(
 
 def _connect(connect: Callable[[Context], Transport], context: Context) -> Transport:
     """Connect the transport. The journal records this as the communicator's op number 0."""
-    journal, began = context.journal, time.monotonic()
-    if journal is not None:
-        journal.enter("connect", 0, 0, None, None, -1)
-    failure: BaseException | None = None
+    journal = context.journal
+    if journal is None:
+        return _connect_or_time_out(connect, context)
+    journal.enter("connect", 0, 0, None, None, -1)
+    try:
+        transport = _connect_or_time_out(connect, context)
+    except BaseException as error:
+        journal.leave(error)
+        raise
+    journal.leave(None)
+    return transport
+
+
+def _connect_or_time_out(connect: Callable[[Context], Transport], context: Context) -> Transport:
+    began = time.monotonic()
     try:
         return connect(context)
-    except BaseException as error:
-        failure = error
-        if isinstance(error, TimeoutError) and not isinstance(error, HoldfastError):
-            failure = OpTimeout("connect", 0, time.monotonic() - began)
-            raise failure from error
-        raise
-    finally:
-        if journal is not None:
-            journal.leave(failure)
-        del failure  # breaks the cycle of the error and this frame, which is in its traceback
+    except TimeoutError as error:
+        if isinstance(error, HoldfastError):
+            raise
+        raise OpTimeout("connect", 0, time.monotonic() - began) from error
 
 
 def _release_rank(identity: tuple[str, str, int], place: places.MeetingPlace | None, nonce: str) -> None:

@@ -130,8 +130,9 @@ def _issue(
         )
 
     def body(deadline: float) -> None:
-        flat, given = packed(target).view(-1), packed(tensor).view(-1)
-        in_place = tensor is target or extent(flat) == extent(parts(given, comm.size)[comm.rank])
+        flat = packed(target).view(-1)
+        given = flat if tensor is target else packed(tensor).view(-1)
+        in_place = given is flat or extent(flat) == extent(parts(given, comm.size)[comm.rank])
         if not in_place and overlapping([given], [flat]):
             given = given.clone()
         lost = None if feedback is None else feedback.begin(given.numel())

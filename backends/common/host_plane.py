@@ -412,7 +412,7 @@ class _OwnRegion:
             raise region_closed(os.getpid())
 
 
-class _RemoteRegion:
+class _TableRegion:
     """A region found in the table of another process. For one thread at a time."""
 
     def __init__(self, plane: str, address: TableAddress) -> None:
@@ -432,7 +432,7 @@ class _RemoteRegion:
             raise region_closed(self._pid)
 
 
-class _Reader(_RemoteRegion):
+class _Reader(_TableRegion):
     """A region to read from."""
 
     def __init__(self, plane: str, address: TableAddress, reuse: Callable[[_Reader, bool], None]) -> None:
@@ -455,7 +455,7 @@ class _Reader(_RemoteRegion):
         self._reuse(self, unharmed)
 
 
-class _Writer(_RemoteRegion):
+class _Writer(_TableRegion):
     """A region to write to: each block is written under a lock that the owner's `close` waits for."""
 
     def __init__(self, plane: str, address: TableAddress) -> None:

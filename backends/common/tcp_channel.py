@@ -1,4 +1,4 @@
-"""Connections for the windows of transports whose own messages do not serve: those of gloo and MPI.
+"""TCP connections for the windows of gloo and MPI.
 
 gloo's receives cannot be polled or given up; MPI's messages need a thread that polls. Each pair of ranks has a TCP
 connection here. A rank accepts those that know the secret which it told the others over the transport. One thread
@@ -211,8 +211,11 @@ def _dial(rank: int, card: bytes, me: int, watch: PeerWatch, deadline: float) ->
     address, secret, port = _CARD.unpack(card)
     host = address.rstrip(b"\0").decode()
     try:
-        connection = socket.create_connection((host, port), max(deadline - time.monotonic(), 0.001))
-        connection.sendall(_HELLO.pack(secret, me))
+        with contextlib.ExitStack() as if_it_fails:
+            connection = socket.create_connection((host, port), max(deadline - time.monotonic(), 0.001))
+            if_it_fails.enter_context(connection)
+            connection.sendall(_HELLO.pack(secret, me))
+            if_it_fails.pop_all()
         return connection
     except OSError as error:
         watch.look()

@@ -211,7 +211,8 @@ def _sizes(value: bytes) -> tuple[int, int] | None:
 def connect_group(context: Context, liveness: Liveness) -> tuple[Any, list[OwnedDescriptor]]:
     """Make the group, which accepts no further connections; returns it, and duplicates of its own. Collective.
 
-    Raises `OpTimeout` at the deadline, `PeerFailed`, and what `context.over` returns."""
+    Raises `OpTimeout` at the deadline, `PeerFailed`, and what `context.over` returns.
+    """
     for number in itertools.count():
         made = _Attempt(context, liveness, number).run()
         if made is not None:

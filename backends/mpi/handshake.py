@@ -35,7 +35,8 @@ class _MpiProcess(msgspec.Struct, frozen=True):
 def create_group(context: Context, liveness: Liveness) -> tuple[MPI.Intracomm, str, tuple[int, ...]]:
     """Make the communicator; collective. Returns it, its name, and the process of each rank in MPI_COMM_WORLD.
 
-    Raises `Mismatch`, `OpTimeout`, `PeerFailed`."""
+    Raises `Mismatch`, `OpTimeout`, `PeerFailed`.
+    """
     world = MPI.COMM_WORLD
     failed = world.Get_failed()
     card = _MpiProcess(os.environ.get("PMIX_NAMESPACE", ""), world.rank, failed.size > 0, uuid.uuid4().hex)

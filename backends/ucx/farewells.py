@@ -56,14 +56,14 @@ class HelloReceived(msgspec.Struct, frozen=True, tag="met"):
     worker: bytes
 
 
-class Farewell(msgspec.Struct, frozen=True, tag="farewell"):
+class WorkerFarewell(msgspec.Struct, frozen=True, tag="farewell"):
     """The last message of a rank. `aborted`: it ends the communicator for all; else it has closed it."""
 
     aborted: bool
     why: str
 
 
-Notice = WorkerHello | HelloReceived | Farewell
+Notice = WorkerHello | HelloReceived | WorkerFarewell
 
 
 class Tags:
@@ -116,7 +116,7 @@ class Notices:
         self._request = 0
         self.hellos: dict[int, WorkerHello] = {}
         self.mets: dict[int, HelloReceived] = {}
-        self.left: dict[int, tuple[Farewell, float]] = {}
+        self.left: dict[int, tuple[WorkerFarewell, float]] = {}
         self._corrupt: CorruptData | None = None
         self._listen()
 
@@ -188,7 +188,7 @@ class Notices:
             return
         self._said = True
         why = why.encode()[: _NOTE_BYTES - 64].decode(errors="ignore")
-        kept = self._ffi.from_buffer(msgspec.msgpack.encode(Farewell(aborted, why)))
+        kept = self._ffi.from_buffer(msgspec.msgpack.encode(WorkerFarewell(aborted, why)))
         requests = [self._send(endpoint, kept) for endpoint in endpoints]
         self._worker.progress()
         if [each for each in requests if not self._worker.finish(each, _SEND_SECONDS / len(requests))]:

@@ -198,7 +198,7 @@ def test_a_malformed_notice_ends_the_epoch_and_a_later_farewell_is_heard(cluster
             transport = comm.transport
             assert isinstance(transport, UcxTransport)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(farewells, "Farewell", lambda aborted, why: {"type": "what nobody says"})
+                patch.setattr(farewells, "WorkerFarewell", lambda aborted, why: {"type": "what nobody says"})
                 transport.notices.send_farewell([transport.links[1].endpoint], True, "")
             transport.notices._said = False
             comm.abort("called off")

@@ -55,8 +55,10 @@ def load() -> Tuning:
     try:
         file = path()
         return msgspec.json.decode(file.read_bytes(), type=Tuning)
-    except (FileNotFoundError, NotADirectoryError, PermissionError, RuntimeError) as error:  # no home: RuntimeError
-        log.info("link constants: defaults, for there is no file of measured ones: %s", error)
+    except (FileNotFoundError, NotADirectoryError):
+        return Tuning()
+    except (PermissionError, RuntimeError) as error:  # RuntimeError: this user has no home
+        log.info("link constants: defaults, for the file of measured ones cannot be read: %s", error)
         return Tuning()
     except (OSError, msgspec.MsgspecError) as error:
         raise CorruptData(
