@@ -376,12 +376,16 @@ class Child:
 
     def _died(self, deaths: object) -> None:
         if self._reaping is None:
-            if how := how_killed(self.pid):
+            # Of one whose memory is still being freed. One that has ended is reaped at once, and its output says more.
+            if self._process.alive() and (how := how_killed(self.pid)):
                 self.died.set_result(how)
             self._reaping = asyncio.create_task(self._reap())
 
     async def _reap(self) -> None:
-        code = await asyncio.to_thread(self._exit_code)  # the kernel may take 100 ms more to free its memory
+        code = None
+        while code is None:  # the kernel may take 100 ms more to free its memory, or long for that of a device
+            with contextlib.suppress(TimeoutError):
+                code = await asyncio.to_thread(self._exit_code)
         self._watch.close()
         if not self.died.done():
             self.died.set_result(self._process.epitaph())

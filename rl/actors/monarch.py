@@ -230,7 +230,8 @@ class MonarchEngine(Engine):
         expected = self._forks.expect(token, partial(self._start_proc, order))
         procs = self.spawn_procs(monarch_actor.this_host(), order.name, {}, token, self._forks.path)
         try:
-            child = await asyncio.wait_for(expected, START_SECONDS)
+            async with asyncio.timeout(START_SECONDS):
+                child = await expected
         except BaseException as error:
             await asyncio.shield(stop_procs(procs))
             if isinstance(error, TimeoutError):
@@ -334,7 +335,10 @@ class RemoteHost:
                     await self._take_back()
 
     async def _until_silent(self) -> None:
-        """Beat until it is away: counted, so that a pause of this process is not taken for one of the host."""
+        """Return once the host has answered no beat for the time of silence.
+
+        Missed beats are counted, not seconds: a pause of this process is not taken for one of the host.
+        """
         missed, interval, time = 0, self.engine.silence / _BEATS, asyncio.get_running_loop().time
         while missed < _BEATS:
             began, pause = time(), min(interval, 0.25)

@@ -105,6 +105,13 @@ async def test_an_actor_that_cannot_be_made_is_an_error_at_its_start(
     assert told == []
 
 
+async def test_an_interpreter_that_dies_before_its_actor_is_made_leaves_its_last_words(make_engine: MakeEngine) -> None:
+    async with make_engine() as engine:
+        environ = {"PYTHONPATH": str(TESTS)}
+        with pytest.raises(ActorStartFailed, match=r"SIGKILL; the end of its output:\n(?s:.*)no such device"):
+            await engine.start("stillborn", Stillborn, "die", environ=environ, python=sys.executable)
+
+
 async def test_a_kill_fails_all_calls_in_flight_at_once_and_is_told_once(make_engine: MakeEngine) -> None:
     told: list[str] = []
     async with make_engine() as engine:
