@@ -140,7 +140,7 @@ async def running(*works: Work) -> AsyncIterator[Spawn]:
                 spawn(work)
             try:
                 yield spawn
-            except Exception as error:
+            except BaseException as error:
                 if not any(each.done() and not each.cancelled() and each.exception() for each in begun):
                     failure = error  # a group of errors has the block's last
                 raise

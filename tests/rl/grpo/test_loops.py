@@ -20,7 +20,7 @@ from holdfast.rl.data.prompts import CharacterTokenizer, Problem, PromptSource
 from holdfast.rl.data.replay_buffer import Batch, BufferState, FailedGroup, ReplayBuffer, StalenessRule, StepReport
 from holdfast.rl.errors import OtherVersion
 from holdfast.rl.grpo.batch import BatchColumns, collate
-from holdfast.rl.grpo.loop import asynchronous, generate_episode, play_episodes, synchronous
+from holdfast.rl.grpo.loop import asynchronous, generate_episode, play_episodes, running, synchronous
 from holdfast.rl.grpo.loss import loss
 from holdfast.rl.rewards.judge import Judge
 from holdfast.rl.rewards.reward import Criterion, ExactMatch, JudgedAnswer, Rubric
@@ -375,6 +375,25 @@ class BrokenGenerator(ToyCluster):
 async def test_an_error_of_a_service_ends_the_loop_as_itself(kind: type[ToyCluster], bound: int) -> None:
     with pytest.raises(Broken):
         await train(kind(), range(4), bound)
+
+
+async def test_a_block_that_is_cancelled_stays_cancelled_whatever_the_works_beside_it_raise_then() -> None:
+    async def work() -> None:
+        try:
+            await asyncio.sleep(60.0)
+        finally:
+            raise Broken
+
+    async def block() -> None:
+        async with running(work):
+            await asyncio.sleep(60.0)
+
+    task = asyncio.create_task(block())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 def test_the_algorithm_fits_on_a_few_pages_and_knows_nothing_of_processes() -> None:
