@@ -101,7 +101,8 @@ class RunServices:
 
     def processes(self, role: str) -> dict[tuple[str, int], str]:
         """The replicas of a role that serve, by `this_host` of their hosts and pid. May be called from any thread."""
-        replicas = self._services[role].status().replicas
+        service = self._services.get(role)
+        replicas = () if service is None else service.status().replicas  # it is not all started yet
         return {(self.engine.host_identity(each.host), each.pid): each.name for each in replicas if each.ready}
 
     def status(self) -> tuple[ServiceStatus, ...]:

@@ -184,6 +184,21 @@ def test_a_holder_of_another_host_with_the_same_pid_is_not_taken_for_the_lost_on
         assert restored.versions == 1, "the copy of the other holder counts"
 
 
+async def test_a_holder_that_is_lost_while_the_others_start_ends_no_run(store: WeightStore, tmp_path: Path) -> None:
+    told = list[Event]()
+    with RunDirectory(tmp_path / "run").open() as directory:
+        telemetry = RunTelemetry(directory, (told.append,))
+        async with LocalEngine() as engine, asyncio.timeout(30.0):
+            config = configured()
+            holders = Holders(config, RunServices(config, engine, telemetry=telemetry), store, telemetry)
+            async with running(holders.watch):
+                holder = ReplicaStatus(name="holder-0", slot=0, host="", pid=1, health="lost", load=0, restarts=0)
+                holders.hear(ReplicaEvent(time=0.0, replica=holder, kind="lost"))
+                while not told:
+                    await asyncio.sleep(0.01)
+    assert [type(each) for each in told] == [CopiesRestored]
+
+
 def request(token: int, *, samples: int = 2, version: int | None = 0) -> SamplingRequest:
     return SamplingRequest(
         prompts=((token,),),
