@@ -7,7 +7,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Coroutine, Iterable
-from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlsplit, urlunsplit
 
@@ -179,11 +178,12 @@ class PooledServer:
 
 
 class EnvironmentPool:
-    """Leases sessions at the server with the fewest, at most `limit` at each, and frees each of them in any case.
+    """Leases sessions at the server with the fewest of them, and frees each session however it ends.
 
-    A call of an environment may take `timeout` seconds; a reset, which may have to wait for a place, `wait` more. A
-    session that fails marks its server as down, unless the failure is one of that episode alone. From then on a task
-    in the background looks whether it takes connections again; until then it gets no session.
+    There are at most `limit` at a server. A call of an environment may take `timeout` seconds; a reset, which may have
+    to wait for a place, `wait` more. A session that fails marks its server as down, unless the failure is one of that
+    episode alone. From then on a task in the background looks whether it takes connections again; until then it gets no
+    session.
 
     With `keep`, a session that is freed stays open for the next lease: a connection costs more than a short episode.
     Its place stays taken at the server, so keep none at servers that others use too.
@@ -280,17 +280,15 @@ class EnvironmentPool:
         self._keep = False
         for server in self._servers.values():
             self._drop_idle(server)
-        for probe in self._probes:
-            probe.cancel()
         while waiting := self._probes | self._closing:
+            for probe in self._probes:  # a session that fails meanwhile begins another one
+                probe.cancel()
             await asyncio.wait(waiting)
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     def _client(self, server: PooledServer) -> EnvironmentClient:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
-from types import TracebackType
 from typing import Literal, Self, TypeVar
 
 from holdfast.rl.environments.environment import Action, Observation, State, checked
@@ -59,9 +58,7 @@ class EnvironmentSession(ABC):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     async def _observe(self, call: str, body: Callable[[], Awaitable[Observation]]) -> Observation:

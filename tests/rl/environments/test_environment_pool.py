@@ -230,6 +230,17 @@ async def test_a_session_that_is_kept_plays_the_next_episode_and_ends_with_its_s
             assert pool.servers[0].in_use == 0
 
 
+async def test_a_pool_closes_although_a_session_fails_meanwhile() -> None:
+    pool = EnvironmentPool(["ws://127.0.0.1:9"])
+    [server] = pool.servers
+    pool.release(server, EnvironmentClient(server.url))
+    closing = asyncio.create_task(pool.close())
+    await asyncio.sleep(0)
+    assert not closing.done()
+    pool.release(server, EnvironmentClient(server.url), EnvironmentDied(server.url, "connect", "it is away"))
+    await asyncio.wait_for(closing, PATIENCE)
+
+
 async def test_a_pool_without_servers_is_refused() -> None:
     with pytest.raises(UnknownEnvironment):
         EnvironmentPool([])
