@@ -43,7 +43,11 @@ class WorkReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a trainer: its rank in `epoch` (None: a spare), and the updates that it knows to be committed."""
+    """The state of a trainer.
+
+    `rank` is its rank in `epoch`, None for a spare. `committed` is the number of updates that it knows to be committed,
+    `newest_batch` the first update of the newest batch that it has.
+    """
 
     pid: int
     rank: int | None
@@ -105,8 +109,10 @@ class WorkLog:
                 if span is None or began - span.began >= FOLD_SECONDS:
                     span = self._calls[what] = WorkSpan(what, 0, began, 0.0, 0.0)
                     self._spans.append(span)
+                ended = max(ended, span.began + span.seconds)
+                span.began = min(span.began, began)  # it may have begun long before one that ended sooner
                 span.number += 1
-                span.seconds = max(span.seconds, ended - span.began)
+                span.seconds = ended - span.began
                 span.cpu += cpu
 
     def report(self) -> WorkReport:

@@ -398,3 +398,15 @@ def test_calls_of_several_sessions_at_the_same_time_are_one_span() -> None:
         list(threads.map(lambda _: call(), range(2)))
     [span] = work.report().spans
     assert span.number == 2 and 0.1 <= span.seconds < 60.0
+
+
+def test_a_span_begins_with_its_first_call_also_if_a_later_one_ends_sooner() -> None:
+    work, began = WorkLog(), time.monotonic()
+    with work.calling("step"):
+        time.sleep(0.01)
+        later = time.monotonic()
+        with work.calling("step"):
+            pass
+    ended = time.monotonic()
+    [span] = work.report().spans
+    assert span.number == 2 and began <= span.began < later <= span.began + span.seconds <= ended
