@@ -134,7 +134,7 @@ class Sampling(_Section, frozen=True, kw_only=True):
     """The temperature."""
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Draw from the likeliest tokens of this total."""
-    stop: tuple[Annotated[int, Meta(ge=0)], ...] = ()
+    stop: tuple[Count, ...] = ()
     """Token numbers that end a completion."""
 
     @property

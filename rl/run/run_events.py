@@ -15,7 +15,7 @@ class RunEvent(msgspec.Struct, frozen=True, tag_field="kind", kw_only=True, forb
 
 
 class ProcessStarted(RunEvent, frozen=True, tag="process_started"):
-    """A process can do its work, `seconds` after it was started. `replaces` names the dead one whose work it has.
+    """A process can do its work, `seconds` after its start. `replaces` names the dead process whose work it took over.
 
     `host` is the address of its host; empty for the driver's. Process `pid` is another one on each host.
     `clock` and `wall` are what the host's monotonic clock and its wall clock showed at `time`; only the driver says it.

@@ -64,9 +64,9 @@ class TrainerEnded(HoldfastError):
 
 
 class TrainerLeftOut(TrainerEnded):
-    """The others train without this one: they took it for dead, or it could not join for a reason that passes.
+    """The other trainers go on without this one, and its process must be replaced.
 
-    Its process must be replaced.
+    They took it for dead, or it could not join them for a reason that passes.
     """
 
     retryable = True
@@ -187,7 +187,7 @@ class TrainerActor:
             await asyncio.shield(asyncio.wrap_future(news))
 
     def _reply_to(self, step: int) -> tuple[StepReport | None] | None:
-        """The report of the batch that begins with `step`, or None in its place; None while it must be waited for."""
+        """What `train` returns for the batch that begins with `step`, in a tuple; None while it must wait."""
         if step in self._reports:
             return (self._reports[step],)
         later = sum(each > step for each in self._batches)
@@ -195,7 +195,7 @@ class TrainerActor:
         return (None,) if over or later > 1 else None
 
     def _tell(self) -> None:
-        """Wake all who wait for a change; `_changed` is held."""
+        """Wake the endpoints that wait for a change, and the thread of the steps. The caller holds `_changed`."""
         self._changed.notify_all()
         news, self._news = self._news, Future()
         news.set_result(None)
