@@ -75,13 +75,15 @@ def open_pidfd(peer: Peer) -> int | None:
         if error.errno in (errno.EPERM, errno.ENOSYS):
             raise PidfdsRefused(error.errno, error.strerror) from error
         raise
+    ours = False
     try:
-        if start_time(peer.pid) == peer.started:
-            return fd
+        ours = start_time(peer.pid) == peer.started
     except ProcessLookupError:
         pass
-    os.close(fd)
-    return None
+    finally:  # it raises where this process has no descriptor for a look at the peer
+        if not ours:
+            os.close(fd)
+    return fd if ours else None
 
 
 def is_gone(peer: Peer) -> bool:

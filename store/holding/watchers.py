@@ -92,7 +92,13 @@ class DeathWatcher:
         peers = tuple(wanted)
         with contextlib.closing(Liveness(peers, -1)) as processes:
             while self._wanted is wanted and not self._closing.is_set():
-                if ended := {peers[number] for number in processes.dead()} - reported:
+                try:
+                    ended = {peers[number] for number in processes.dead()} - reported
+                except OSError:  # out of descriptors: a look at a process needs only one, for a moment
+                    if gone := frozenset(filter(is_gone, peers)):
+                        self._report(gone)
+                    raise
+                if ended:
                     self._report(frozenset(ended))
                     reported |= ended
                 processes.wait(self._wake)

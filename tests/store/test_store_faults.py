@@ -5,9 +5,13 @@ A register that is away for less than a store's timeout costs waiting, and nothi
 
 from __future__ import annotations
 
+import contextlib
 import os
+import queue
 import random
+import resource
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,12 +24,15 @@ import pytest
 import torch
 
 from holdfast.comms.errors import Mismatch
+from holdfast.comms.transport.base import Peer
+from holdfast.comms.transport.liveness import start_time, this_host
 from holdfast.ft.registers import RegisterAway
 from holdfast.ft.registers.etcd import OtherCluster
 from holdfast.store import NoSuchVersion, StoreTimeout, WeightStore
 from holdfast.store.catalog.client import Cancellation
 from holdfast.store.catalog.records import Catalog
 from holdfast.store.errors import CallCancelled
+from holdfast.store.holding.watchers import DeathWatcher
 from support.children import Child
 from support.samples.store_processes import Holders, a_publisher
 from support.waiting import PATIENCE, eventually
@@ -49,6 +56,28 @@ def read(store: WeightStore, version: int, size: int = 10_000) -> float:
 
 def pids(store: WeightStore, version: int) -> set[int]:
     return {holder.pid for holder in store.holders(version)}
+
+
+def test_a_death_is_reported_where_descriptors_run_out() -> None:
+    """The watcher gets one descriptor for two processes: it looks at both."""
+    reported: queue.Queue[frozenset[Peer]] = queue.Queue()
+    with contextlib.ExitStack() as stack:
+        sleepers = [stack.enter_context(subprocess.Popen(["sleep", "60"])) for _ in range(2)]
+        for sleeper in sleepers:
+            stack.callback(sleeper.kill)
+        watcher = DeathWatcher(reported.put)
+        stack.callback(watcher.close)
+        peers = [Peer(this_host(), sleeper.pid, start_time(sleeper.pid)) for sleeper in sleepers]
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, limits[1]))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        watcher.start()
+        watcher.watch(peers)
+        for sleeper, peer in zip(sleepers, peers, strict=True):
+            sleeper.kill()
+            eventually(lambda peer=peer: peer in reported.get(timeout=PATIENCE))
 
 
 def test_the_newest_holder_dies_and_nothing_is_lost(url: str, holders: Holders, start: Callable[..., Child]) -> None:

@@ -347,6 +347,16 @@ def test_every_version_that_is_due_stays_until_one_process_has_copied_it(steps: 
     assert finished == sorted(set(finished)), "none is copied again"
 
 
+def test_a_second_writer_is_too_late() -> None:
+    catalog = Catalog()
+    for retainer in RETAINERS[:2]:
+        catalog = disk_copies.join(catalog, retainer)
+    catalog = disk_copies.claim(published(catalog, 1), 1, RETAINERS[0])
+    assert disk_copies.claimed(catalog, RETAINERS[0]) == (1,)
+    for late in (disk_copies.claim, disk_copies.finish, disk_copies.give_up):
+        assert late(catalog, 1, RETAINERS[1]) == catalog
+
+
 def test_without_a_retainer_nothing_stays_for_the_disk() -> None:
     catalog = disk_copies.join(Catalog(), RETAINERS[0])
     for number in range(5):
