@@ -359,15 +359,18 @@ class RemoteHost:
             at = await whereabouts(self.address)
             if at == self._at:
                 await self._observer.beat.call_one()
+        before = self._observer_procs
         if at != self._at:
-            before = self._observer_procs
             await self._attach(_ATTACH_SECONDS)
-            await stop_procs(before)
-        async with asyncio.timeout(_KILL_SECONDS):
-            for pid, started in tuple(self._unfenced):
-                await self._observer.kill.call_one(pid, started)
-                self._unfenced.discard((pid, started))
-        self._away = ""
+        try:
+            async with asyncio.timeout(_KILL_SECONDS):
+                for pid, started in tuple(self._unfenced):
+                    await self._observer.kill.call_one(pid, started)
+                    self._unfenced.discard((pid, started))
+            self._away = ""
+        finally:  # last: it may take all of its time where the old observer is gone
+            if before is not self._observer_procs:
+                await stop_procs(before)
 
 
 async def stop_procs(procs: Any, seconds: float = _STOP_SECONDS) -> None:
