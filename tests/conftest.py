@@ -106,6 +106,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini("leak_patience", "seconds that what still ends has at the end of a session", default="15")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out of the second tier a property of the first that states its number of examples: it would be the same."""
+    if config.getoption("--hypothesis-profile", None) != "thorough":
+        return
+    every = settings.get_profile("thorough").max_examples
+
+    def repeats(item: pytest.Item) -> bool:
+        own = getattr(getattr(item, "obj", None), "_hypothesis_internal_use_settings", None)
+        return own is not None and own.max_examples != every and item.get_closest_marker("thorough") is None
+
+    if again := [item for item in items if repeats(item)]:
+        config.hook.pytest_deselected(items=again)
+        items[:] = [item for item in items if not repeats(item)]
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
     _open_what_stays_open()
     _start.append(Snapshot.take())

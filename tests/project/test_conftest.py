@@ -133,3 +133,23 @@ def test_children_of_tests_in_the_background_start_with_default_dispositions() -
     done = subprocess.run(command, capture_output=True, text=True, cwd=TESTS, timeout=60.0, check=True)
     ignored = int(done.stdout, 16)
     assert not ignored & (1 << 1 | 1 << 2 | 1 << 0), "SIGINT is 2, SIGQUIT 3, SIGHUP 1"
+
+
+PROPERTIES = """
+    from hypothesis import given, settings, strategies as st
+
+    @given(st.booleans())
+    def test_of_both_tiers(_):
+        pass
+
+    @settings(max_examples=5)
+    @given(st.booleans())
+    def test_of_the_first(_):
+        pass
+"""
+
+
+@pytest.mark.thorough
+def test_the_second_tier_leaves_out_properties_that_state_their_number_of_examples(tmp_path: Path) -> None:
+    done = session(tmp_path, PROPERTIES, "--hypothesis-profile", "thorough", "--collect-only", "-q")
+    assert "test_of_both_tiers" in done.stdout and "1 deselected" in done.stdout, done.stdout

@@ -110,7 +110,13 @@ def test_the_reference_lists_every_environment_variable_kind_of_event_and_metric
     pytest.importorskip("prometheus_client", reason="pip install 'holdfast[metrics]'")
     assert listed("environment.md") == generate.environment_variables()
     assert all(f"| `{kind}` | " in generate.events() for kind in ("installed", "committed", "gap", "fault"))
-    assert "| `holdfast_steps_committed_total` | counter | `how` |" in generate.metrics()
+    table = generate.metrics()
+    for row in (
+        "| `holdfast_epoch` | gauge |",
+        "| `holdfast_steps_committed_total` | counter | `how` |",
+        "| `holdfast_op_seconds` | histogram | `op` |",
+    ):
+        assert row in table
 
 
 def test_the_reference_has_every_field_of_a_run_with_its_default(generate: ModuleType) -> None:
@@ -120,7 +126,15 @@ def test_the_reference_has_every_field_of_a_run_with_its_default(generate: Modul
     for section in msgspec.structs.astuple(RunConfig()):
         for name in getattr(section, "__struct_fields__", ()):
             assert f"`{name}`" in tables
-    assert "| `clip_low` | number > 0 < 1 | `0.2` | The ratio is clipped from below at 1 minus this. |" in tables
+    for row in (
+        "| `seed` | whole number >= 0 | `0` | Decides the initial weights, the data order and all samples. |",
+        "| `clip_low` | number > 0 < 1 | `0.2` | The ratio is clipped from below at 1 minus this. |",
+        '| `mode` | `"synchronous"`, `"asynchronous"` | `"asynchronous"` |',
+        "| `stop` | list of whole number | `[]` | Token numbers that end a completion. |",
+        "## `[[reward]]`",
+        '| `dr_grpo` | `scale_rewards = "none"`, `aggregate = "sum"` |',
+    ):
+        assert row in tables
 
 
 def test_the_reference_has_every_command_and_error(generate: ModuleType) -> None:

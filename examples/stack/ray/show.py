@@ -26,7 +26,7 @@ tensor_transport.register()
 
 
 @ray.remote(enable_tensor_transport=True)
-class Owner:
+class TensorOwner:
     """Makes tensors, which stay with it, or go to Ray's object store."""
 
     def __init__(self, nbytes: int) -> None:
@@ -48,7 +48,7 @@ class Owner:
 
 
 @ray.remote(enable_tensor_transport=True)
-class Reader:
+class TensorReader:
     def take(self, made: dict[str, Any]) -> bool:
         value = made["value"]
         return all(int(made[name][0]) == int(made[name][-1]) == value for name in "ab")
@@ -56,7 +56,7 @@ class Reader:
 
 def transfers(mebibytes: int, rounds: int) -> None:
     """Print how long it takes until the reader has what the owner has made; then the owner dies."""
-    owner, reader = Owner.remote(mebibytes << 20), Reader.remote()  # type: ignore[attr-defined]
+    owner, reader = TensorOwner.remote(mebibytes << 20), TensorReader.remote()  # type: ignore[attr-defined]
     ways = {"holdfast": owner.over_holdfast, "object store": owner.over_store}
     times: dict[str, list[float]] = {way: [] for way in ways}
     for turn in range(rounds + 1):

@@ -75,7 +75,7 @@ def end_once(step: int, kill_step: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-class KillOnce(TrainerCallback):
+class EndOnce(TrainerCallback):
     """`end_once` at the end of a step, before its checkpoint is written."""
 
     def __init__(self, step: int) -> None:
@@ -87,7 +87,7 @@ class KillOnce(TrainerCallback):
 
 def train(made: Any, asked: argparse.Namespace) -> tuple[torch.nn.Module, list[float]]:
     """Train, from the newest checkpoint if there is one."""
-    made.add_callback(KillOnce(asked.kill_step))
+    made.add_callback(EndOnce(asked.kill_step))
     made.train(resume_from_checkpoint=get_last_checkpoint(asked.directory))
     return made.model, [each["loss"] for each in made.state.log_history if "loss" in each]
 

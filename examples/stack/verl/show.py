@@ -46,14 +46,14 @@ class EngineWorker(Worker):  # type: ignore[misc]
         return getattr(self.engine, method)(*args, **kwargs)
 
 
-class Trainer(EngineWorker):
+class TrainerWorker(EngineWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # type: ignore[untyped-decorator]
     async def update_weights(self, global_steps: int, mode: str) -> dict[str, Any]:
         await self.engine.send_weights(iter(weights(global_steps).items()), global_steps=global_steps)
         return {}
 
 
-class Rollout(EngineWorker):
+class RolloutWorker(EngineWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # type: ignore[untyped-decorator]
     async def update_weights(self, global_steps: int) -> None:
         received = self.engine.receive_weights(global_steps=global_steps)
@@ -67,7 +67,7 @@ class Rollout(EngineWorker):
         )
 
 
-class Replica(SimpleNamespace):
+class RolloutReplica(SimpleNamespace):
     """A rollout replica, as the manager sees it: its workers, and calls that pause and resume it."""
 
     async def _nothing(self, **_: Any) -> None: ...
@@ -91,8 +91,8 @@ def main() -> None:
             update_weights_bucket_megabytes=4,
             engine_kwargs={"holdfast": {"url": f"sqlite://{directory}/weights.sqlite"}},
         )
-        trainers, rollouts = group(Trainer, config, 2), group(Rollout, config, 2)
-        replicas = [Replica(workers=[worker]) for worker in rollouts.workers]
+        trainers, rollouts = group(TrainerWorker, config, 2), group(RolloutWorker, config, 2)
+        replicas = [RolloutReplica(workers=[worker]) for worker in rollouts.workers]
         manager = CheckpointEngineManager(config, trainers, replicas)
         for step in (1, 2, 2):  # a step that is done again has a version of its own
             began = time.perf_counter()

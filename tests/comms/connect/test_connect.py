@@ -340,6 +340,14 @@ def test_all_ranks_name_the_rank_without_the_backend_and_can_connect_later(
     assert in_named_threads(2, body) == [3.0, 3.0]
 
 
+def test_all_ranks_report_a_backend_that_is_unknown_on_one_rank(tmp_path: Path) -> None:
+    def body(rank: int) -> Any:
+        name = "shm,pigeon" if rank else "shm,gloo"
+        return comms.connect(name, rank=rank, size=2, rendezvous=f"file://{tmp_path}/meeting", timeout=10.0)
+
+    assert all(isinstance(error, comms.Mismatch) for error in in_threads(2, body))
+
+
 def test_ranks_that_gave_up_at_different_times_meet_again(tmp_path: Path) -> None:
     where = f"file://{tmp_path}/meeting"
     for _ in range(2):

@@ -149,7 +149,7 @@ def test_a_rank_without_spins_and_yields_waits_without_computing() -> None:
 
     with LocalCluster(2, "shm") as cluster:
         used = cluster.run(body)[1]
-    assert sum(used[::2]) < sum(used[1::2]) / 2
+    assert sum(used[::2]) < sum(used[1::2]) / 3
 
 
 def test_an_op_may_name_its_algorithm() -> None:

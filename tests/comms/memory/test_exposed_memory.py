@@ -217,6 +217,16 @@ def test_views_of_one_base_all_get_their_bytes_or_nothing_changes(
         assert [name for name in state if bits(into[name]) != bits(state[name])] == []
 
 
+def test_views_that_interleave_without_a_common_byte_are_filled(store: WeightStore) -> None:
+    state = {"left": torch.randn(500, 300), "right": torch.randn(500, 400), "conjugate": torch.randn(5, 2).cfloat()}
+    base, pairs = torch.zeros(500, 700), torch.zeros(5, 2, dtype=torch.complex64)
+    number = next(version)
+    store.publish(number, state)
+    store.get(number, {"left": base[:, :300], "right": base[:, 300:], "conjugate": pairs.conj()})
+    assert torch.equal(base, torch.cat([state["left"], state["right"]], 1))
+    assert torch.equal(pairs.conj(), state["conjugate"])
+
+
 def test_a_real_part_and_its_whole_agree_or_are_refused(store: WeightStore) -> None:
     whole = torch.randn(9, dtype=torch.complex64)
     number, wrong = next(version), next(version)

@@ -71,7 +71,7 @@ Make = Callable[[], torch.Tensor]
 
 
 def holding(nbytes: int) -> torch.Tensor:
-    """A tensor of 16 bytes whose storage has fewer."""
+    """A tensor of 16 bytes with `nbytes` of storage, which are fewer."""
     tensor = torch.ones(COUNT)
     tensor.untyped_storage().resize_(nbytes)
     return tensor

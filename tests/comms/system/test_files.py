@@ -73,6 +73,18 @@ def test_a_number_that_names_another_file_is_neither_closed_nor_woken(kind: str,
     os.close(number)
 
 
+def test_close_closes_once() -> None:
+    owned = OwnedDescriptor(os.eventfd(0))
+    owned.wake()
+    assert os.eventfd_read(owned) == 1
+    owned.close()
+    again = OwnedDescriptor(os.eventfd(0))
+    assert again == owned, "the number is free"
+    owned.close()
+    assert again.ours and not owned.ours
+    again.close()
+
+
 @pytest.mark.parametrize("other", [*OTHERS, "nothing"])
 def test_a_living_process_is_not_dead_because_its_pidfd_was_closed(other: str, tmp_path: Path) -> None:
     """Its end is noticed all the same."""

@@ -4,16 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import pytest
 import torch
 
 from holdfast import comms
 from holdfast.comms import Communicator, Recv, ReduceOp, Send
+from holdfast.ft import Session
 from holdfast.harness import LocalCluster
 from holdfast.store import WeightStore
+from support.samples.tally import assert_exact, cluster, start_with_spares, tally_up
 
 CPU = torch.device("cpu")
+
+
+def tally_up_under_other_settings(session: Session, gate: str) -> dict[str, Any]:
+    torch.set_default_device("meta")
+    torch.set_default_dtype(torch.float64)
+    torch.use_deterministic_algorithms(True)
+    return tally_up(session, gate=gate)
+
+
+@pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=pytest.mark.thorough)])
+def test_a_whole_session_runs_under_another_default_device_and_dtype(backend: str) -> None:
+    with cluster(2, backend, spares=1, fault="commit.before_prepare:5:1:3") as ranks:
+        job = start_with_spares(ranks, tally_up_under_other_settings)
+        assert_exact(job, job.results(), 2)
 
 
 def every_op(comm: Communicator) -> bool:

@@ -383,7 +383,7 @@ def sources(events: list[dict[str, Any]]) -> list[str]:
 def test_parts_of_killed_ranks_are_restored_and_the_weights_are_the_same(
     size: int, spares: int, how: Any, left: int, expected: Any, undisturbed: Any, tmp_path: Path
 ) -> None:
-    """From a copy on a neighbour, from a replica of HSDP, or from the checkpoint if all of these are lost."""
+    """Sources: a copy on a neighbour, a replica of HSDP, or the checkpoint if all of these are lost."""
     results, events = run(size, spares, **{**how, **({"saved": str(tmp_path / "saved")} if "saved" in how else {})})
     assert [result["weights"] for result in results] == [undisturbed["weights"]] * left, "bit by bit"
     assert sources(events) == expected if expected else "checkpoint" not in sources(events)
@@ -424,7 +424,7 @@ def test_a_new_job_continues_from_the_newest_checkpoint(tmp_path: Path, undistur
 def test_tensor_parallel_shards_are_restored_or_redistributed(
     spares: int, killed: tuple[int, ...], left: int, pair: Any
 ) -> None:
-    """A spare gets those of a rank back; if of each of two pairs a rank dies, one pair is left."""
+    """A spare gets the shards of a dead rank. Of two pairs that lose a rank each, one pair is left."""
     results, events = run(4, spares, kind="data", kills={3: killed})
     assert [result["weights"] for result in results] == [pair] * left
     assert not spares or sources(events).count("neighbour") == 1

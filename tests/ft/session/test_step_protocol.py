@@ -1,4 +1,4 @@
-"""The protocol of steps without processes: whatever fails wherever, no committed step is lost or done twice."""
+"""The protocol of steps, without processes: no failure loses a committed step or repeats it."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ FALLIBLE = (
 
 
 class ModelJob:
-    """Runs the protocols of all ranks one request at a time, in the order and with the faults that a tape gives."""
+    """Runs the protocols of all ranks one request at a time; a tape gives the order and the faults."""
 
     def __init__(self, size: int, on_death: OnDeath = "rebuild") -> None:
         self.job = structs.replace(JOB, on_death=on_death)
@@ -686,32 +686,40 @@ def story(requests: Iterable[protocol.ProtocolRequest]) -> list[str]:
     told = []
     for request in requests:
         match request:
-            case protocol.CollectVotes(_, name, vote):
-                told.append(f"{name}: {'has prepared' if vote.prepared else 'lacks'} {vote.done}")
+            case protocol.CollectVotes(view, name, vote):
+                told.append(f"{name}: {'has prepared' if vote.prepared else 'lacks'} {vote.done}, in {view.epoch}")
             case protocol.RecordStep(StepPrepared(step=step) | StepAborted(step=step) as event):
                 told.append(f"{event.kind} {step}")
             case protocol.CommitStep(event, in_epoch):
-                told.append(f"commits {event.step}, {event.how}{' and holds its epoch' if in_epoch else ''}")
+                held = f" and holds epoch {in_epoch}" if in_epoch else ""
+                told.append(f"commits {event.step} in {event.epoch}, {event.how}{held}")
             case protocol.Settled(committed, over):
                 told.append(f"tells {committed}{', the end' if over else ''}")
-            case protocol.BreakEpoch() | protocol.Connect() | protocol.AwaitBarrier():
+            case (
+                protocol.BreakEpoch()
+                | protocol.Connect()
+                | protocol.TransferState()
+                | protocol.RestoreState()
+                | protocol.AwaitBarrier()
+            ):
                 told.append(type(request).__name__)
     return told
 
 
-VOTED, OPEN = "open step: has prepared 0", "open step: lacks 0"
+VOTED, OPEN = "open step: has prepared 0, in 2", "open step: lacks 0, in 2"
+COMMITS = "commits 0 in 2, recovered"
 AGAIN = ["BreakEpoch", "Connect"]
 
 
 @pytest.mark.parametrize(
     ("done", "fails_at", "on_death", "expected", "then"),
     [
-        (0, protocol.AwaitBarrier, "go_on", [VOTED, "commits 0, recovered", "tells True"], (1, 2)),
-        (0, protocol.StageState, "go_on", ["prepared 0", VOTED, "commits 0, recovered", "tells True"], (1, 2)),
-        (0, protocol.RunBody, "go_on", [OPEN, *AGAIN, "aborted_step 0", "tells False"], (0, 3)),
-        (0, protocol.AwaitBarrier, "finish_step", [VOTED, "commits 0, recovered", *AGAIN, "tells True"], (1, 3)),
+        (0, protocol.AwaitBarrier, "go_on", [VOTED, COMMITS, "tells True"], (1, 2)),
+        (0, protocol.StageState, "go_on", ["prepared 0", VOTED, COMMITS, "tells True"], (1, 2)),
+        (0, protocol.RunBody, "go_on", [OPEN, *AGAIN, "aborted_step 0", "tells False", "RestoreState"], (0, 3)),
+        (0, protocol.AwaitBarrier, "finish_step", [VOTED, COMMITS, *AGAIN, "tells True", "RestoreState"], (1, 3)),
         (0, protocol.StepBoundary, "go_on", [OPEN], (0, 2)),
-        (1, protocol.StepBoundary, "go_on", ["open step: lacks 1"], (1, 2)),
+        (1, protocol.StepBoundary, "go_on", ["open step: lacks 1, in 2"], (1, 2)),
     ],
 )
 def test_an_open_step_is_committed_in_a_degraded_epoch_or_done_again_over_a_new_communicator(
@@ -726,7 +734,7 @@ def test_an_open_step_is_committed_in_a_degraded_epoch_or_done_again_over_a_new_
     assert story(alone.go_to(protocol.RunBody)) == expected
     assert alone.request == protocol.RunBody(then[0]) and alone.view.epoch == then[1]
     if then == (1, 2):  # it goes on; a barrier would have a dead member
-        steps = ["prepared 1", "step 1: has prepared 1", "commits 1, normal and holds its epoch"]
+        steps = ["prepared 1", "step 1: has prepared 1, in 2", "commits 1 in 2, normal and holds epoch 2"]
         assert story(alone.go_to(protocol.Settled)) == steps
 
 

@@ -93,7 +93,7 @@ def assert_exact(job: Job, results: list[dict[str, Any]], ranks: int, steps: int
 
 
 def contract_in(folder: Path, **more: Any) -> dict[str, Any]:
-    """The arguments with which a session joins the job whose key and register are in a folder."""
+    """The arguments of a session that joins the job of a folder, which has its key and its register."""
     key = folder / "job.key"
     if not key.exists():
         create_key(key)
