@@ -19,7 +19,7 @@ from holdfast.ft.console.units import counted
 from holdfast.ft.processes.zygote_client import shut_down
 from holdfast.harness.training.driver import train_here
 from holdfast.rl.config.run_config import RunConfig
-from holdfast.rl.config.toml import dump, parse_config
+from holdfast.rl.config.toml import parse_config
 from holdfast.rl.run.run_events import Evaluated, Event, StepTrained
 
 MODES = {"synchronous": 0, "asynchronous": 1}
@@ -40,7 +40,7 @@ class ModeFigures(msgspec.Struct, frozen=True, kw_only=True):
 def configuration(mode: str, steps: int, every: int, seed: int) -> RunConfig:
     """The run that is measured."""
     return parse_config(
-        dump(
+        msgspec.toml.encode(
             {
                 "seed": seed,
                 "steps": steps,
@@ -52,7 +52,7 @@ def configuration(mode: str, steps: int, every: int, seed: int) -> RunConfig:
                 "generator": {"replicas": 1},
                 "evaluation": {"every": every},
             }
-        ),
+        ).decode(),
         "modes",
     )
 

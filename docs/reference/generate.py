@@ -251,9 +251,8 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
 
 
 def _written(value: object) -> str:
-    from holdfast.rl.config.toml import dump
 
-    return dump({"value": list(value) if isinstance(value, tuple) else value}).removeprefix("value = ").strip()
+    return msgspec.toml.encode({"value": value}).decode().removeprefix("value = ").strip()
 
 
 LIBRARIES = {

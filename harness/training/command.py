@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 from rich.console import Console
@@ -23,12 +23,16 @@ from holdfast.harness.training.report import episode_rows, processor_line, repor
 from holdfast.rl.config.named_code import load_code
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.config.toml import load_config, placed
-from holdfast.rl.generators.models import ModelSource
+from holdfast.rl.generators.models import ModelSource, save_model
 from holdfast.rl.run.evaluation import HeldOutAnswer, VersionEvaluation, evaluate_source
 from holdfast.rl.run.policy import policy_source, tokenizer_of
 from holdfast.rl.run.run_directory import RunDirectory
-from holdfast.rl.run.saved_versions import SavedVersions, export_file, export_folder
+from holdfast.rl.run.saved_versions import SavedVersions
 from holdfast.rl.trainers.training import weights_digest
+from holdfast.store.interop.disk_copy import new_directory, new_file
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 SHOWN_GROUPS = 500
 """The most groups on the page of episodes: the newest ones."""
@@ -222,3 +226,28 @@ def export_version(directory: Path, version: str, to: str, out: Path) -> str:
     else:
         export_file(model, {"run": str(directory.absolute()), "version": str(number), "digest": digest}, out)
     return f"{said}; weights {digest[:16]}"
+
+
+def export_folder(model: PreTrainedModel, tokenizer: str, out: Path) -> None:
+    """Write a new folder with the model, and with the tokenizer of the folder `tokenizer` if that is not empty.
+
+    It appears whole or not at all. Raises `CopyFailed`.
+    """
+    with new_directory(out.absolute()) as draft:
+        save_model(model, draft)
+        if tokenizer:
+            from transformers import AutoTokenizer
+
+            make: Any = AutoTokenizer
+            make.from_pretrained(tokenizer, local_files_only=True).save_pretrained(draft)
+
+
+def export_file(model: PreTrainedModel, metadata: Mapping[str, str], out: Path) -> None:
+    """Write a new file of safetensors, with `metadata` in its header. Tied weights are in it once.
+
+    It appears whole or not at all. Raises `CopyFailed`.
+    """
+    from safetensors.torch import save_model as save_file
+
+    with new_file(out) as draft:
+        save_file(model, str(draft), {"format": "pt", **metadata})

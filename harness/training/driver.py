@@ -10,7 +10,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from holdfast.comms.errors import HoldfastError, describe
 from holdfast.ft.console.units import counted
@@ -22,8 +22,12 @@ from holdfast.harness.training import PRELOAD
 from holdfast.rl.actors.engine import Engine, LocalEngine
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.run.run_directory import RunDirectory
-from holdfast.rl.run.telemetry import Observer, TensorBoard
+from holdfast.rl.run.run_events import Evaluated, Event, StepTrained, WeightsServed
+from holdfast.rl.run.telemetry import Observer
 from holdfast.rl.run.training_run import RunResult, TrainingRun
+
+if TYPE_CHECKING:
+    from tensorboardX import SummaryWriter
 
 
 def engine_of(config: RunConfig, logs: Path) -> Engine:
@@ -42,6 +46,40 @@ def engine_of(config: RunConfig, logs: Path) -> Engine:
     why = f"the run is on {counted(len(hosts), 'host')}"
     listen = choose_address(os.environ.get("HOLDFAST_INTERFACE", ""), why, local_addresses())
     return MonarchEngine(logs=logs, preload=PRELOAD, listen=listen, silence=config.engine.silence)
+
+
+class TensorBoard:
+    """An observer that writes scalars as TensorBoard reads them, by step. Close it after use."""
+
+    def __init__(self, path: Path) -> None:
+        from tensorboardX import SummaryWriter
+
+        self._writer: SummaryWriter = SummaryWriter(str(path), flush_secs=5)
+
+    def __call__(self, event: Event) -> None:
+        add = self._writer.add_scalar
+        match event:
+            case StepTrained():
+                step = event.step + 1  # as versions are counted: the committed steps
+                add("train/reward", event.reward, step)
+                add("train/loss", event.loss, step)
+                add("train/gradient_norm", event.gradient_norm, step)
+                add("train/tokens", event.tokens, step)
+                add("train/staleness", max(event.staleness, default=0), step)
+                add("trainers/size", event.size, step)
+                add("trainers/epoch", event.epoch, step)
+            case Evaluated():
+                if event.reward is not None:
+                    add("evaluation/reward", event.reward, event.version)
+                add("evaluation/failed", event.failed, event.version)
+            case WeightsServed():
+                add("weights/seconds_to_served", event.seconds, event.version)
+            case _:
+                return
+
+    def close(self) -> None:
+        """Write what is left. Idempotent."""
+        self._writer.close()
 
 
 def train_here(

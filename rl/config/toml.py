@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import math
 import re
 import tomllib
@@ -242,12 +241,7 @@ MAY_CHANGE: frozenset[Key] = frozenset(
 
 def resolved(config: RunConfig) -> str:
     """The whole configuration as TOML, with every default; read again it is equal."""
-    return dump(msgspec.to_builtins(config))
-
-
-def dump(document: Mapping[str, object]) -> str:
-    """A document of tables, arrays of tables and plain values as TOML."""
-    return "\n".join(_table(document, "")) + "\n"
+    return msgspec.toml.encode(config).decode()
 
 
 _PATHS = (("model", "path"), ("data", "train"), ("data", "held_out"), ("generator", "python"), ("trainer", "python"))
@@ -278,30 +272,3 @@ def check_unchanged(begun: RunConfig, now: RunConfig) -> None:
     ]
     if differences:
         raise ConfigChanged(differences)
-
-
-def _table(values: Mapping[str, object], name: str) -> Iterator[str]:
-    tables = {key: value for key, value in values.items() if isinstance(value, Mapping) or _is_array(value)}
-    for key, value in values.items():
-        if key not in tables:
-            yield f"{key} = {_plain(value)}"
-    for key, value in tables.items():
-        full = f"{name}.{key}" if name else key
-        for each in [value] if isinstance(value, Mapping) else value:  # type: ignore[attr-defined]
-            yield ""
-            yield f"[{full}]" if isinstance(value, Mapping) else f"[[{full}]]"
-            yield from _table(each, full)
-
-
-def _is_array(value: object) -> bool:
-    return isinstance(value, list | tuple) and bool(value) and all(isinstance(each, Mapping) for each in value)
-
-
-def _plain(value: object) -> str:
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, Sequence):
-        return f"[{', '.join(map(_plain, value))}]"
-    return repr(value)

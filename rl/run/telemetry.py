@@ -1,4 +1,4 @@
-"""The events of a run: collected from its processes, and sent to its directory, to TensorBoard and to observers."""
+"""The events of a run: collected from its processes, and sent to its directory and to observers."""
 
 from __future__ import annotations
 
@@ -13,23 +13,15 @@ from collections.abc import (
     Mapping,
 )
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from holdfast.rl.grpo.loop import running
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import (
     Activity,
-    Evaluated,
     Event,
     ProcessorTime,
-    StepTrained,
-    WeightsServed,
 )
 from holdfast.rl.telemetry import WorkReport
-
-if TYPE_CHECKING:
-    from tensorboardX import SummaryWriter
 
 Observer = Callable[[Event], None]
 
@@ -121,37 +113,3 @@ class RunTelemetry:
         self.emit(
             Activity(time=began, process=process, role=role, what=what, number=number, seconds=self.now() - began)
         )
-
-
-class TensorBoard:
-    """An observer that writes scalars as TensorBoard reads them, by step. Close it after use."""
-
-    def __init__(self, path: Path) -> None:
-        from tensorboardX import SummaryWriter
-
-        self._writer: SummaryWriter = SummaryWriter(str(path), flush_secs=5)
-
-    def __call__(self, event: Event) -> None:
-        add = self._writer.add_scalar
-        match event:
-            case StepTrained():
-                step = event.step + 1  # as versions are counted: the committed steps
-                add("train/reward", event.reward, step)
-                add("train/loss", event.loss, step)
-                add("train/gradient_norm", event.gradient_norm, step)
-                add("train/tokens", event.tokens, step)
-                add("train/staleness", max(event.staleness, default=0), step)
-                add("trainers/size", event.size, step)
-                add("trainers/epoch", event.epoch, step)
-            case Evaluated():
-                if event.reward is not None:
-                    add("evaluation/reward", event.reward, event.version)
-                add("evaluation/failed", event.failed, event.version)
-            case WeightsServed():
-                add("weights/seconds_to_served", event.seconds, event.version)
-            case _:
-                return
-
-    def close(self) -> None:
-        """Write what is left. Idempotent."""
-        self._writer.close()

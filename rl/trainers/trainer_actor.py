@@ -19,7 +19,7 @@ from holdfast.rl.data.replay_buffer import BufferState, StepReport
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.grpo.batch import EncodedBatch
 from holdfast.rl.telemetry import TrainerStatus, WorkLog, WorkReport
-from holdfast.rl.trainers.training import Training
+from holdfast.rl.trainers.training import BadBatch, Training
 from holdfast.store import WeightStore
 
 BATCH_SECONDS = 3600.0
@@ -39,17 +39,6 @@ LOOK_SECONDS = 0.05
 
 T = TypeVar("T")
 Numbered = TypeVar("Numbered", EncodedBatch, StepReport)
-
-
-class NoBatch(HoldfastError):
-    """The batch of a step did not come in time."""
-
-    def __init__(self, step: int, seconds: float, newest: int | None) -> None:
-        self.step, self.seconds, self.newest = step, seconds, newest
-        has = "none has come" if newest is None else f"the newest is that of step {newest}"
-        super().__init__(
-            f"the batch of step {step} did not come within {seconds:.3g} s: {has}; send it to all trainers"
-        )
 
 
 class TrainerEnded(HoldfastError):
@@ -240,7 +229,8 @@ class TrainerActor:
                     return self._batches[step]
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise NoBatch(step, BATCH_SECONDS, max(self._batches, default=None))
+                    has = f"the newest is that of step {max(self._batches)}" if self._batches else "none has come"
+                    raise BadBatch(step, f"it did not come within {BATCH_SECONDS:.3g} s: {has}")
                 self._changed.wait(min(left, LOOK_SECONDS))
                 if self._closed:
                     raise TrainerEnded("it was closed")

@@ -33,7 +33,7 @@ Take = Callable[[int, Callable[[], None]], EncodedBatch]
 
 
 class BadBatch(HoldfastError):
-    """A batch that cannot be trained on; the step is not committed."""
+    """A batch that cannot be trained on, or did not come; the step is not committed."""
 
     def __init__(self, step: int, why: str) -> None:
         self.step, self.why = step, why
@@ -115,7 +115,7 @@ class Training:
         """Do the session's steps until all batches are committed and their last version is published.
 
         Returns the digest of the last weights, "" for a spare that was not needed. Raises `NonFiniteLoss`, `BadBatch`,
-        `NoBatch`, and the errors of the session and the store.
+        and the errors of the session and the store.
         """
         config, begun, digest = self._config, False, ""
         torch.set_num_threads(1)

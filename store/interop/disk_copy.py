@@ -60,6 +60,25 @@ def new_directory(path: Path, *, alone: bool = False) -> Iterator[Path]:
         sync(path.parent)
 
 
+@contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """Yield a hidden path beside `path` for a file, which is moved to `path` once it is on the disk.
+
+    After an error no file is left. Raises `CopyFailed` if `path` exists or cannot be made.
+    """
+    with disk_errors(path):
+        if path.exists():
+            raise CopyFailed(path, "it exists already; name a new file")
+        draft = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        try:
+            yield draft
+            sync(draft)
+            draft.rename(path)
+        finally:
+            draft.unlink(missing_ok=True)
+        sync(path.parent)
+
+
 def remove_leftovers(path: Path, *, alone: bool) -> None:
     """Remove the unfinished directories that dead processes of this host, or `alone` any, have left for `path`."""
     pattern = re.compile(rf"\.{re.escape(path.name)}\.([0-9a-f]+)-([0-9]+)-([0-9]+)-[0-9]+\.partial")

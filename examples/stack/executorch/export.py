@@ -24,7 +24,7 @@ from holdfast.rl.generators.models import ModelSource, save_model
 from holdfast.rl.generators.transformers_generator import TransformersGenerator
 from holdfast.rl.run.evaluation import held_out_prompts
 from holdfast.rl.run.policy import task_of
-from holdfast.rl.run.saved_versions import new_file
+from holdfast.store.interop.disk_copy import new_file
 
 COMPARED_PROMPTS = 200
 """How many held-out prompts a program is compared with the model on, at most."""

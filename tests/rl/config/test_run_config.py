@@ -20,7 +20,6 @@ from holdfast.rl.config.named_code import extra_python
 from holdfast.rl.config.run_config import PRESETS, CriterionConfig, Objective, RunConfig
 from holdfast.rl.config.toml import (
     check_unchanged,
-    dump,
     load_config,
     parse_config,
     placed,
@@ -298,10 +297,6 @@ def test_the_options_of_an_environment_are_a_table(options: dict[str, Any]) -> N
     config = parse_config(GUESS, "run.toml")
     config = msgspec.structs.replace(config, environment=msgspec.structs.replace(config.environment, arguments=options))
     assert parse_config(resolved(config), "resolved.toml") == config
-
-
-def test_tables_within_tables_are_written_too() -> None:
-    assert dump({"a": {"b": {"c": 1}}, "x": True}) == "x = true\n\n[a]\n\n[a.b]\nc = 1\n"
 
 
 def test_a_resume_may_change_how_many_processes_work_but_not_what_they_compute() -> None:

@@ -15,10 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.comms.errors import CorruptData
+from holdfast.harness.training.driver import TensorBoard
 from holdfast.rl.data.episode import Group, Prompt
 from holdfast.rl.run.run_directory import RunDirectory, RunDirectoryUnusable, RunInUse
 from holdfast.rl.run.run_events import Activity, CopiesRestored, Evaluated, Event, ProcessLost, StepTrained
-from holdfast.rl.run.telemetry import RunTelemetry, TensorBoard
+from holdfast.rl.run.telemetry import RunTelemetry
 from support.children import Child
 from support.rl.small_batches import episode
 

@@ -24,7 +24,8 @@ from holdfast.rl.grpo.batch import EncodedBatch
 from holdfast.rl.run.evaluation import BestVersion, read_best
 from holdfast.rl.run.trainer_processes import TrainerGroup
 from holdfast.rl.trainers.layouts import NonFiniteLoss
-from holdfast.rl.trainers.trainer_actor import NoBatch, TrainerActor, TrainerEnded, TrainerLeftOut
+from holdfast.rl.trainers.trainer_actor import TrainerActor, TrainerEnded, TrainerLeftOut
+from holdfast.rl.trainers.training import BadBatch
 from holdfast.store import WeightStore
 from support.rl.small_batches import episode, objective, random_batch, tiny_llama, trainer_config
 from support.waiting import PATIENCE
@@ -181,7 +182,7 @@ async def test_the_steps_wait_for_a_batch_and_get_one_of_the_newest(
     assert not replies[2].done() and (await trainer.status()).newest_batch == 3
     monkeypatch.setattr("holdfast.rl.trainers.trainer_actor.BATCH_SECONDS", 0.0)
     assert trainer._take(1, over).step == 1
-    with pytest.raises(NoBatch, match=r"the batch of step 0 did not come .* the newest is that of step 3"):
+    with pytest.raises(BadBatch, match=r"the batch of step 0 .* did not come .* the newest is that of step 3"):
         trainer._take(0, over)
     trainer.close()
     for reply in replies[2:]:
