@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 
 import pytest
@@ -13,9 +12,9 @@ import torch
 
 from holdfast.comms.errors import HoldfastError, Mismatch
 from holdfast.store import WeightStore
-from holdfast.store.catalog.records import Catalog, Shard
+from holdfast.store.catalog.records import Shard
 from support.children import Child
-from support.samples.store_processes import Holders
+from support.samples.store_processes import Holders, a_publisher
 from support.waiting import eventually
 
 
@@ -23,32 +22,12 @@ def a_part(number: int) -> dict[str, torch.Tensor]:
     return {f"part {number}": torch.full((300,), float(number))}
 
 
-def a_publisher_of_a_part(pipe: Connection, url: str, point: str, hold: bool) -> None:
-    """Publish part 0 of version 1, close the store, and die at `point`.
-
-    "killed" is before closing, "leaving" is between the two steps of closing. With "closed" and no death the process
-    stays, without a store.
-    """
-    store = WeightStore(url, hold=hold)
-    store.publish(1, a_part(0), part=0, parts=2)
-    if point == "killed":
-        pipe.send(point)
-        os.kill(os.getpid(), signal.SIGKILL)
-    if point == "leaving":
-        change = store._catalog_client.change
-
-        def leave_and_die(transition: Callable[[Catalog], Catalog]) -> tuple[int, Catalog]:
-            change(transition)
-            pipe.send(point)
-            os.kill(os.getpid(), signal.SIGKILL)
-            raise AssertionError
-
-        store._catalog_client.change = leave_and_die  # type: ignore[method-assign]
-    store.close()
-    pipe.send(point)
-    if point == "killed after closing":
-        os.kill(os.getpid(), signal.SIGKILL)
-    pipe.recv()
+def publish_and_reach(start: Callable[..., Child], url: str, point: str, hold: bool) -> None:
+    """Let a process publish part 0 of version 1, and reach a point of its end."""
+    publisher = start(partial(a_publisher, parts=2, hold=hold), url, 1, partial(a_part, 0), point)
+    assert publisher.hear() == point
+    if point != "closed":
+        publisher.kill()
 
 
 @pytest.mark.parametrize(
@@ -56,22 +35,19 @@ def a_publisher_of_a_part(pipe: Connection, url: str, point: str, hold: bool) ->
     [
         ("closed", True),
         ("leaving", True),
-        ("killed after closing", False),
-        ("killed", True),
+        ("gone", False),
+        ("returned", True),
         pytest.param("closed", False, marks=pytest.mark.thorough),
         pytest.param("leaving", False, marks=pytest.mark.thorough),
-        pytest.param("killed after closing", True, marks=pytest.mark.thorough),
-        pytest.param("killed", False, marks=pytest.mark.thorough),
+        pytest.param("gone", True, marks=pytest.mark.thorough),
+        pytest.param("returned", False, marks=pytest.mark.thorough),
     ],
 )
 def test_a_part_whose_publish_has_returned_outlives_its_store(
     url: str, holders: Holders, start: Callable[..., Child], point: str, hold: bool
 ) -> None:
     holders(2)
-    publisher = start(a_publisher_of_a_part, url, point, hold)
-    assert publisher.hear() == point
-    if point != "closed":
-        publisher.kill()
+    publish_and_reach(start, url, point, hold)
     with WeightStore(url, hold=False) as store:
         with pytest.raises(Mismatch, match=r"part 0 is published with other bytes.*use a new number, or a fence"):
             store.publish(1, a_part(2), part=0, parts=2)
@@ -81,14 +57,13 @@ def test_a_part_whose_publish_has_returned_outlives_its_store(
         assert all(bool((into[f"part {number}"] == number).all()) for number in (0, 1))
 
 
-@pytest.mark.parametrize("point", ["closed", "killed"])
+@pytest.mark.parametrize("point", ["closed", "returned"])
 def test_a_part_without_a_publisher_outlives_its_holders_one_after_the_other(
     url: str, holders: Holders, start: Callable[..., Child], point: str
 ) -> None:
     """A replica that dies leaves one, which is copied before the version is complete."""
     living = holders(2)
-    publisher = start(a_publisher_of_a_part, url, point, False)
-    assert publisher.hear() == point
+    publish_and_reach(start, url, point, hold=False)
     for _ in range(3):
         with WeightStore(url, hold=False) as store:
             eventually(lambda: len(store._catalog_client.remove_dead_holders()[1].keeping(_part(store))) == 2)

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -36,22 +37,7 @@ from holdfast.store.holding.watchers import DeathWatcher
 from support.children import Child
 from support.samples.store_processes import Holders, a_publisher
 from support.waiting import PATIENCE, eventually
-
-
-def weights(value: float, size: int = 10_000) -> dict[str, torch.Tensor]:
-    return {"a": torch.full((size,), float(value)), "b": torch.full((7,), float(value))}
-
-
-def ones() -> dict[str, torch.Tensor]:
-    return weights(1.0)
-
-
-def read(store: WeightStore, version: int, size: int = 10_000) -> float:
-    """The one value that all elements of a version have."""
-    into = weights(-1, size)
-    assert store.get(version, into, timeout=10) == version
-    (value,) = set(into["a"].tolist()) | set(into["b"].tolist())
-    return float(value)
+from support.weights.state_dicts import value_in, weights
 
 
 def pids(store: WeightStore, version: int) -> set[int]:
@@ -80,27 +66,6 @@ def test_a_death_is_reported_where_descriptors_run_out() -> None:
             eventually(lambda peer=peer: peer in reported.get(timeout=PATIENCE))
 
 
-def test_the_newest_holder_dies_and_nothing_is_lost(url: str, holders: Holders, start: Callable[..., Child]) -> None:
-    others = holders(2)
-
-    def publisher(pipe: Connection) -> None:
-        with WeightStore(url) as store:
-            store.publish(5, weights(5))
-            pipe.send("published")
-            pipe.recv()
-
-    newest = start(publisher)
-    newest.hear()
-    with WeightStore(url, hold=False) as reader:
-        before = pids(reader, 5)
-        assert newest.pid in before and len(before) == 2
-        newest.kill()
-        assert read(reader, 5) == 5.0
-        eventually(lambda: pids(reader, 5) == {other.pid for other in others})
-        assert reader.latest() == 5
-        assert read(reader, 5) == 5.0
-
-
 @pytest.mark.parametrize("point", ["copied", "announced"])
 def test_a_publisher_that_dies_leaves_nothing_and_the_next_may_publish(
     url: str, holders: Holders, start: Callable[..., Child], point: str
@@ -108,38 +73,13 @@ def test_a_publisher_that_dies_leaves_nothing_and_the_next_may_publish(
     """The publisher asks for more replicas than there are processes, so it dies before the version is visible."""
     holders(1)
     with WeightStore(url) as store:
-        publisher = start(a_publisher, url, 3, ones, point, 4)
+        publisher = start(partial(a_publisher, replicas=4), url, 3, weights, point)
         assert publisher.hear() == point
         publisher.kill()
         with pytest.raises(NoSuchVersion):
-            read(store, 3)
+            value_in(store, 3)
         store.publish(3, weights(2.0))
-        assert store.versions() == [3] and read(store, 3) == 2.0
-
-
-def publish_a_part(
-    pipe: Connection, url: str, part: int, value: float, point: str, replicas: int = 2, fence: int | None = None
-) -> None:
-    """Publish one of two parts of version 1, and die by SIGKILL at `point`, or "after" the call has returned."""
-
-    def observe(kind: str, fields: dict[str, object]) -> None:
-        if kind == point:
-            pipe.send(kind)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    store = WeightStore(url, replicas=replicas, observe=observe)
-    store.publish(1, {"ab"[part]: torch.full((9,), value)}, part=part, parts=2, fence=fence)
-    observe("after", {})
-    pipe.send("published")
-    pipe.recv()
-    store.close()
-
-
-def two_parts(store: WeightStore) -> tuple[list[float], list[float]]:
-    """The bytes of both parts of version 1."""
-    into = {"a": torch.zeros(9), "b": torch.zeros(9)}
-    assert store.get(1, into, timeout=10) == 1
-    return into["a"].tolist(), into["b"].tolist()
+        assert store.versions() == [3] and value_in(store, 3) == 2.0
 
 
 def test_publishers_die_one_after_the_other_and_those_who_start_anew_complete_the_version(
@@ -147,26 +87,16 @@ def test_publishers_die_one_after_the_other_and_those_who_start_anew_complete_th
 ) -> None:
     """The first dies after its part was published, the second before; a third brings the second's bytes."""
     living = holders(2)
-    for part, point, replicas in ((0, "after", 2), (1, "announced", 4), (1, "after", 2)):
-        publisher = start(publish_a_part, url, part, float(part), point, replicas)
+    for part, point, replicas in ((0, "returned", 2), (1, "announced", 4), (1, "returned", 2)):
+        state = partial(dict, [("ab"[part], torch.full((9,), float(part)))])
+        publisher = start(partial(a_publisher, replicas=replicas, part=part, parts=2), url, 1, state, point)
         assert publisher.hear() == point
         publisher.kill()
+    into = {"a": torch.zeros(9), "b": torch.zeros(9)}
     with WeightStore(url, hold=False) as reader:
-        assert two_parts(reader) == ([0.0] * 9, [1.0] * 9)
+        assert reader.get(1, into, timeout=10) == 1
+        assert (into["a"].tolist(), into["b"].tolist()) == ([0.0] * 9, [1.0] * 9)
         eventually(lambda: pids(reader, 1) == {holder.pid for holder in living})
-
-
-def test_a_later_fence_begins_a_dead_publishers_version_anew(
-    url: str, holders: Holders, start: Callable[..., Child]
-) -> None:
-    with WeightStore(url) as store:
-        holders(1)
-        dying = start(publish_a_part, url, 0, 1.0, "after")
-        dying.hear()
-        dying.kill()
-        for part, name in enumerate("ab"):
-            store.publish(1, {name: torch.full((9,), 2.0)}, part=part, parts=2, fence=1)
-        assert two_parts(store) == ([2.0] * 9, [2.0] * 9)
 
 
 def test_a_read_survives_the_death_of_a_holder(url: str, holders: Holders) -> None:
@@ -215,7 +145,7 @@ def test_a_stopped_holder_can_still_be_read_and_the_next_in_turn_makes_the_repli
             assert living[1].pid in pids(store, version)
         living[1].stop()
         with WeightStore(url, hold=False) as reader:
-            assert read(reader, 3) == 3.0
+            assert value_in(reader, 3) == 3.0
         for holder in living:
             holder.resume()
 
@@ -228,11 +158,11 @@ def test_wrong_bytes_are_found_and_the_replica_is_made_anew(url: str, holders: H
         (mine,) = (each for each in store.holders(1) if each.pid == os.getpid())
         for kept in store._replica_holder._kept.values():
             kept.memory[100:104] = 99
-        assert read(store, 1) == 4.0, "a process reads its own replica first, and then the other one"
+        assert value_in(store, 1) == 4.0, "a process reads its own replica first, and then the other one"
         assert ("replica_corrupt", {"version": 1, "part": 0, "holder": mine.id}) in happened
         eventually(lambda: pids(store, 1) == {holder.pid, os.getpid()})
         holder.kill()
-        assert read(store, 1) == 4.0, "what was wrong was copied anew"
+        assert value_in(store, 1) == 4.0, "what was wrong was copied anew"
 
 
 def test_a_dead_process_pins_nothing(url: str, start: Callable[..., Child]) -> None:
@@ -275,7 +205,7 @@ def test_one_of_two_publishers_that_disagree_wins(url: str, start: Callable[...,
             values = [value for number, value in won if number == version and value is not None]
             assert len(values) <= 1
             if version in reader.versions():
-                assert read(reader, version) == values[0]
+                assert value_in(reader, version) == values[0]
     for rival in rivals:
         rival.tell("end")
     for rival in rivals:
@@ -296,9 +226,9 @@ def test_holders_die_at_random_and_no_version_is_lost(url: str, holders: Holders
             victim = living.pop(dice.randrange(3))
             killer = Killer(victim.pid, dice.random() * 0.01)
             store.publish(version, weights(version, size), timeout=10)
-            assert read(store, version, size) == version
+            assert value_in(store, version, size) == version
             killer.join()
-            assert read(store, version, size) == version
+            assert value_in(store, version, size) == version
             living += holders(1)
             eventually(lambda number=version: len(pids(store, number)) >= 2)
             assert store.latest() == version
@@ -311,10 +241,10 @@ def test_a_publish_that_times_out_is_withdrawn(url: str, holders: Holders) -> No
             store.publish(1, weights(1), timeout=0.2)
         assert store.versions() == []
         with pytest.raises(NoSuchVersion, match="nobody published"):
-            read(store, 1)
+            value_in(store, 1)
         holders(1)
         store.publish(1, weights(2))
-        assert read(store, 1) == 2.0
+        assert value_in(store, 1) == 2.0
 
 
 def test_listeners_are_told_of_lost_versions(url: str, holders: Holders) -> None:
@@ -332,7 +262,7 @@ def test_listeners_are_told_of_lost_versions(url: str, holders: Holders) -> None
         for holder in living:
             holder.kill()
         with pytest.raises(NoSuchVersion, match="all its holders are gone"):
-            read(store, 3)
+            value_in(store, 3)
         assert lost == [2, 3] and store.versions() == [] and store.latest() is None
 
 
@@ -402,7 +332,7 @@ def test_the_same_bytes_published_anew_right_after_they_were_deleted_stay(
         assert has_read.wait(5.0)
         store.publish(1, weights(4.0))
         assert has_acted.is_set()
-        assert read(store, 1) == 4.0
+        assert value_in(store, 1) == 4.0
 
 
 STATE = {"a": torch.ones(8)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -12,34 +11,25 @@ import torch
 from msgspec.structs import replace
 
 from holdfast.comms.memory_plane import Handle
-from holdfast.comms.transport import liveness
 from holdfast.comms.transport.base import Peer
-from holdfast.comms.work import Work
 from holdfast.store import WeightStore
 from holdfast.store.casts import cast_reader
 from holdfast.store.casts.wire_cast import CastName, EncodedTensor, WireCast
 from holdfast.store.catalog import transitions
 from holdfast.store.catalog.part_casts import announce_cast, casts_of, request_cast, withdraw_cast
-from holdfast.store.catalog.records import CastForm, Catalog, Holder, Replica, Shard, Version
+from holdfast.store.catalog.records import CastForm, Catalog, Holder
 from support.children import Child
+from support.samples.store_processes import count_reads, move_to_host
 from support.waiting import eventually
+from support.weights.catalogs import DIGEST, announced, copied, joined
 
-DIGEST = b"d" * 16
 HOLDERS = [Holder(name, Peer(f"host {name}", 100 + number, 1)) for number, name in enumerate("abc")]
-
-
-def handle(holder: str) -> Handle:
-    return Handle("shm", holder.encode(), 1000)
 
 
 @pytest.fixture
 def catalog() -> Catalog:
     """Version 1, of which three holders have the only part."""
-    found = Catalog(holders=tuple(HOLDERS))
-    shard = Shard(0, DIGEST, 960, "a", (Replica("a", handle("a")),))
-    found = transitions.announce(found, Version(1, 1, 3, None, False, ()), shard, 2)
-    for name in "bc":
-        found = transitions.replicated(found, 1, 0, DIGEST, Replica(name, handle(name)))
+    found = copied(announced(joined(*HOLDERS), "a", replicas=3), "b", "c")
     assert found.latest == 1
     return found
 
@@ -56,7 +46,7 @@ def form(catalog: Catalog, cast: str = "bf16") -> CastForm:
 
 
 def packed(catalog: Catalog, maker: str) -> CastForm:
-    return CastForm("bf16", maker, b"f" * 16, 400, handle(f"form of {maker}"))
+    return CastForm("bf16", maker, b"f" * 16, 400, Handle("shm", maker.encode(), 1000))
 
 
 def test_one_holder_is_asked_once(catalog: Catalog) -> None:
@@ -117,8 +107,7 @@ VALUES = torch.randn(1 << 12, 256, generator=torch.Generator().manual_seed(1))
 
 def a_holder(pipe: Connection, url: str) -> None:
     """Publish version 1 on another host over ucx, and pack forms of it once the pipe says so. None ends it."""
-    os.environ.update({"UCX_TLS": "tcp,self", liveness.HOST: "south"})
-    liveness.this_host.cache_clear()
+    move_to_host("south")
     may_pack, encode = threading.Event(), WireCast.encode
 
     def waiting(cast: WireCast, source: torch.Tensor, into: EncodedTensor) -> None:
@@ -151,17 +140,9 @@ def reader(holder: Child, url: str) -> Iterator[WeightStore]:
 
 def bytes_of(store: WeightStore, cast: CastName | None) -> tuple[int, torch.Tensor]:
     """The bytes that a get moves from another host, and what it got."""
-    moved, plane, into = [], store._plane, {"w": torch.zeros_like(VALUES)}
-    read = plane.read
-
-    def counted(handle: Handle, into: torch.Tensor, offset: int = 0, *, timeout: float = 30.0) -> Work:
-        moved.append(into.nbytes)
-        return read(handle, into, offset, timeout=timeout)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plane, "read", counted)
-        store.get(1, into, cast=cast)
-    return sum(moved), into["w"]
+    sizes, into = count_reads(store._plane), {"w": torch.zeros_like(VALUES)}
+    store.get(1, into, cast=cast)
+    return sum(sizes), into["w"]
 
 
 def is_packed(store: WeightStore) -> bool:

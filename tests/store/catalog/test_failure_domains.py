@@ -5,7 +5,6 @@ Hosts notice by their own turns that another one no longer beats; no clock is co
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
@@ -15,8 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from holdfast.comms.memory_plane import Handle
-from holdfast.comms.transport import liveness
 from holdfast.comms.transport.base import Peer
 from holdfast.ft.registers import open_cell
 from holdfast.store import StoreTimeout, WeightStore
@@ -29,11 +26,12 @@ from holdfast.store.catalog.failure_domains import (
     why_unsafe,
     with_beat,
 )
-from holdfast.store.catalog.records import Catalog, Holder, Reader, Replica, Shard, Spread, Version
+from holdfast.store.catalog.records import Catalog, Holder, Reader, Version
 from support.children import Child
+from support.samples.store_processes import move_to_host
+from support.weights.catalogs import DIGEST, announced, copied, joined, replica
 
 HOSTS = ("north", "south", "west")
-NORTH, SOUTH, MATE = (Holder(name, Peer(name[:5], pid, 1)) for pid, name in enumerate(("north", "south", "north mate")))
 
 
 class World:
@@ -85,117 +83,80 @@ def test_beats_of_hosts_without_holders_are_forgotten() -> None:
 # -- what follows in the catalogue
 
 
-def replica_of(holder: Holder) -> Replica:
-    return Replica(holder.id, Handle("shm", holder.id.encode(), 100))
+def holders(**hosts: int) -> Catalog:
+    """A catalogue with so many holders on each host, called north0, north1, south0, ..."""
+    names = [(host, number) for host, count in hosts.items() for number in range(count)]
+    return joined(*(Holder(f"{host}{number}", Peer(host, 100 + at, 7)) for at, (host, number) in enumerate(names)))
 
 
-def published(*holders: Holder, replicas: int = 2) -> Catalog:
-    """Version 1 in the first `replicas` of these holders; the first has published it."""
-    catalog = Catalog()
-    for holder in holders:
-        catalog = transitions.join(catalog, holder)
-    first = Shard(0, b"x" * 16, 50, holders[0].id, (replica_of(holders[0]),))
-    catalog = transitions.announce(catalog, Version(1, 1, replicas, None, False, ()), first, 2)
-    for holder in holders[1:replicas]:
-        catalog = transitions.replicated(catalog, 1, 0, b"x" * 16, replica_of(holder))
-    assert catalog.visible() == (1,)
-    return catalog
+def on_two_hosts(**hosts: int) -> Catalog:
+    """The catalogue with version 1, which north0 has published and south0 has copied."""
+    return copied(announced(holders(**hosts), "north0", replicas=2), "south0")
 
 
-def holders_of(catalog: Catalog) -> list[str]:
+def kept_by(catalog: Catalog) -> list[str]:
     return [each.holder for each in catalog.versions[0].shards[0].replicas]
 
 
+def missed_by(catalog: Catalog, holder: str) -> list[int]:
+    return [shard.part for _, shard, _ in transitions.missing(catalog, holder)]
+
+
+def turns(catalog: Catalog) -> dict[str, int]:
+    version = catalog.versions[0]
+    return {holder.id: turn for holder, turn in candidates(catalog, version, version.shards[0])}
+
+
 def test_replicas_of_a_host_that_is_away_are_made_elsewhere_and_dropped_then() -> None:
-    catalog = transitions.hosts_away(published(NORTH, SOUTH, MATE), {"south"})
-    assert [holder.id for holder in catalog.holders] == [NORTH.id, SOUTH.id, MATE.id], "it may be needed"
-    assert [shard.part for _, shard, _ in transitions.missing(catalog, MATE.id)] == [0]
-    after = transitions.replicated(catalog, 1, 0, b"x" * 16, replica_of(MATE))
-    assert holders_of(after) == [NORTH.id, MATE.id]
-    assert after.holder(SOUTH.id) is None and after.away == ()
-    again = transitions.join(after, SOUTH)
-    assert [shard.part for _, shard, _ in transitions.missing(again, SOUTH.id)] == [0], "it moves there"
+    before = on_two_hosts(north=2, south=1)
+    catalog = transitions.hosts_away(before, {"south"})
+    assert [holder.id for holder in catalog.holders] == ["north0", "north1", "south0"], "it may be needed"
+    assert missed_by(catalog, "north1") == [0]
+    after = copied(catalog, "north1")
+    assert kept_by(after) == ["north0", "north1"]
+    assert after.holder("south0") is None and after.away == ()
+    assert missed_by(transitions.join(after, before.holders[-1]), "south0") == [0], "it moves there"
 
 
 def test_a_host_that_comes_back_earlier_has_its_replicas_still() -> None:
-    catalog = transitions.hosts_away(published(NORTH, SOUTH), {"south"})
-    assert list(transitions.moved(published(NORTH, SOUTH), catalog)) == [("host_away", "south")]
+    before = on_two_hosts(north=1, south=1)
+    catalog = transitions.hosts_away(before, {"south"})
+    assert list(transitions.moved(before, catalog)) == [("host_away", "south")]
     back = transitions.host_back(catalog, "south")
-    assert back == transitions.join(transitions.remove_dead_holders(back, ()), SOUTH)
-    assert holders_of(back) == [NORTH.id, SOUTH.id] and back.safe(back.versions[0], back.versions[0].shards[0])
+    assert back == transitions.join(transitions.remove_dead_holders(back, ()), before.holders[-1])
+    assert kept_by(back) == ["north0", "south0"] and back.safe(back.versions[0], back.versions[0].shards[0])
     assert list(transitions.moved(catalog, back)) == [("host_back", "south")]
 
 
 def test_what_a_host_was_still_publishing_goes_with_it() -> None:
-    catalog = transitions.join(transitions.join(Catalog(), NORTH), SOUTH)
-    first = Shard(0, b"x" * 16, 50, SOUTH.id, (replica_of(SOUTH),))
-    catalog = transitions.announce(catalog, Version(1, 1, 2, None, False, ()), first, 2)
+    catalog = announced(holders(north=1, south=1), "south0", replicas=2)
     catalog = transitions.hosts_away(catalog, {"south"})
-    assert catalog.versions == () and [holder.id for holder in catalog.holders] == [NORTH.id]
+    assert catalog.versions == () and [holder.id for holder in catalog.holders] == ["north0"]
 
 
 def test_readers_of_a_host_that_is_away_do_not_hold_up_a_switch() -> None:
     """They are counted out, and must catch up when they are back."""
-    catalog = published(NORTH, SOUTH)
-    for holder in (NORTH, SOUTH):
+    catalog = on_two_hosts(north=1, south=1)
+    for holder in catalog.holders:
         reader = Reader(f"g {holder.id}", f"token {holder.id}", holder.id, holder.peer, switched=True)
         catalog = fleet.register(catalog, reader)
-    catalog = fleet.propose(catalog, "switch", 1, None, None, 10.0, NORTH.peer)
-    catalog = fleet.report(catalog, "g north", "token north", (1,), {1: (b"x" * 16,)})
+    catalog = fleet.propose(catalog, "switch", 1, None, None, 10.0, catalog.holders[0].peer)
+    catalog = fleet.report(catalog, "g north0", "token north0", (1,), {1: (DIGEST,)})
     assert catalog.switches[0].preparing
     catalog = transitions.hosts_away(catalog, {"south"})
-    assert catalog.switches[0].state == "committed" and catalog.switches[0].ready == ("g north",)
+    assert catalog.switches[0].state == "committed" and catalog.switches[0].ready == ("g north0",)
     assert [reader.must for reader in catalog.readers] == [1, 1]
 
 
-DIGEST = b"x" * 16
-
-
-def holders(**hosts: int) -> Catalog:
-    """A catalogue with so many holders on each host, called north0, north1, south0, ..."""
-    catalog = Catalog()
-    for host, count in hosts.items():
-        for number in range(count):
-            peer = Peer(host, 100 + len(catalog.holders), 7)
-            catalog = transitions.join(catalog, Holder(f"{host}{number}", peer))
-    return catalog
-
-
-def replica(holder: str) -> Replica:
-    return Replica(holder, Handle("shm", holder.encode(), 100))
-
-
-def announced(catalog: Catalog, publisher: str, spread: Spread, replicas: int = 2) -> Catalog:
-    """The catalogue after one store has announced version 1 and nothing is copied yet."""
-    shard = Shard(0, DIGEST, 50, publisher, (replica(publisher),))
-    return transitions.announce(catalog, Version(1, 1, replicas, None, False, (), spread), shard, 2)
-
-
-def copied(catalog: Catalog, holder: str) -> Catalog:
-    return transitions.replicated(catalog, 1, 0, DIGEST, replica(holder))
-
-
-def turns(catalog: Catalog) -> dict[str, int]:
-    version = catalog.version(1)
-    assert version is not None
-    return {holder.id: turn for holder, turn in candidates(catalog, version, version.shards[0])}
-
-
-def kept_by(catalog: Catalog) -> set[str]:
-    version = catalog.version(1)
-    assert version is not None
-    return {each.holder for each in version.shards[0].replicas}
-
-
 def test_holders_on_other_hosts_have_the_first_turns() -> None:
-    catalog = announced(holders(north=3, south=1, west=1), "north0", "processes", 3)
+    catalog = announced(holders(north=3, south=1, west=1), "north0", replicas=3, spread="processes")
     found = turns(catalog)
     assert {holder for holder, turn in found.items() if turn == 0} == {"south0", "west0"}
     assert {"north1", "north2"} < found.keys(), "they copy it if those on other hosts do not"
 
 
 def test_with_auto_a_part_is_published_once_it_is_on_as_many_hosts_as_there_are() -> None:
-    catalog = announced(holders(north=2, south=2), "north0", "auto")
+    catalog = announced(holders(north=2, south=2), "north0", replicas=2, spread="auto")
     assert "north1" not in turns(catalog)
     assert sorted(turns(catalog).values()) == [0, 1], "the second of the other host is the first one's reserve"
     assert copied(catalog, "north1") == catalog
@@ -204,66 +165,67 @@ def test_with_auto_a_part_is_published_once_it_is_on_as_many_hosts_as_there_are(
 
 def test_one_host_is_enough_with_processes_and_with_auto_if_there_is_no_other() -> None:
     for there, spread in ((holders(north=2), "auto"), (holders(north=2, south=1), "processes")):
-        assert copied(announced(there, "north0", spread), "north1").visible() == (1,)
+        assert copied(announced(there, "north0", replicas=2, spread=spread), "north1").visible() == (1,)
 
 
 def test_with_hosts_there_must_be_as_many_hosts_as_replicas() -> None:
-    catalog = announced(holders(north=3), "north0", "hosts")
+    catalog = announced(holders(north=3), "north0", replicas=2, spread="hosts")
     assert turns(catalog) == {} and copied(catalog, "north1") == catalog
     catalog = transitions.join(catalog, Holder("south0", Peer("south", 1, 1)))
     assert copied(catalog, "south0").visible() == (1,)
 
 
 def lack(catalog: Catalog) -> str:
-    version = catalog.version(1)
-    assert version is not None
-    return why_unsafe(catalog, version, version.shards[0])
+    return why_unsafe(catalog, catalog.versions[0], catalog.versions[0].shards[0])
 
 
 def test_what_a_part_lacks_is_said_with_what_would_help() -> None:
-    alone, pair = (announced(there, "north0", "hosts") for there in (holders(north=3), holders(north=2, south=1)))
+    alone, pair = (
+        announced(there, "north0", replicas=2, spread="hosts")
+        for there in (holders(north=3), holders(north=2, south=1))
+    )
     assert "on 1 host, and spread='hosts' needs 2; open it on more hosts" in lack(alone)
     assert "on 1 of 2 hosts; this store is open for holding in 3" in lack(pair), "two hosts are enough for two replicas"
     assert lack(pair).endswith("they are stopped, slow or cut off") and "away" not in lack(pair)
-    assert "ask for fewer replicas" in lack(announced(holders(north=1), "north0", "processes"))
+    assert "ask for fewer replicas" in lack(announced(holders(north=1), "north0", replicas=2, spread="processes"))
     assert "without those on 1 host away from the register" in lack(replace(pair, away=("south",)))
 
 
 def test_only_a_publisher_of_a_part_withdraws_it() -> None:
-    catalog = announced(holders(north=2), "north0", "processes")
+    catalog = announced(holders(north=2), "north0", replicas=2, spread="processes")
     assert transitions.withdraw(catalog, 1, 0, "north1") == catalog
     assert transitions.withdraw(catalog, 1, 0, "north0").versions == ()
 
 
 def test_replicas_move_to_a_host_that_joins_later() -> None:
-    catalog = copied(announced(holders(north=3), "north0", "auto"), "north1")
+    catalog = copied(announced(holders(north=3), "north0", replicas=2, spread="auto"), "north1")
     catalog = transitions.join(catalog, Holder("south0", Peer("south", 1, 1)))
     assert turns(catalog) == {"south0": 0}
     assert catalog.visible() == (1,), "what is published stays published"
-    assert kept_by(copied(catalog, "south0")) == {"north0", "south0"}
+    assert kept_by(copied(catalog, "south0")) == ["north0", "south0"]
 
 
 def test_a_part_waits_for_a_host_only_while_a_holder_stays_there() -> None:
-    catalog = announced(holders(north=3, south=1), "north0", "auto")
+    catalog = announced(holders(north=3, south=1), "north0", replicas=2, spread="auto")
     left = copied(transitions.leave(catalog, "south0"), "north2")
     died = copied(transitions.remove_dead_holders(catalog, {Peer("south", 103, 7)}), "north2")
     assert left.visible() == died.visible() == (1,)
 
 
 def test_a_holder_departs_when_its_part_has_a_replica_on_another_host_again() -> None:
-    catalog = copied(announced(holders(north=2, south=2), "north0", "auto"), "south0")
+    catalog = copied(announced(holders(north=2, south=2), "north0", replicas=2, spread="auto"), "south0")
     catalog = transitions.leave(catalog, "south0")
     assert not transitions.may_depart(catalog, "south0")
     assert transitions.may_depart(copied(catalog, "south1"), "south0")
 
 
 def test_a_holder_departs_when_no_other_can_copy_its_parts() -> None:
-    catalog = copied(announced(holders(north=1, south=1), "north0", "hosts"), "south0")
+    catalog = copied(announced(holders(north=1, south=1), "north0", replicas=2, spread="hosts"), "south0")
     assert transitions.may_depart(transitions.leave(catalog, "south0"), "south0")
 
 
 def test_the_first_publisher_of_a_version_decides_how_it_is_spread() -> None:
-    catalog = announced(holders(north=2, south=1), "north0", "processes")
+    catalog = announced(holders(north=2, south=1), "north0", replicas=2, spread="processes")
     again = replace(catalog.versions[0].shards[0], publisher="north1", replicas=(replica("north1"),))
     catalog = transitions.announce(catalog, Version(1, 1, 2, None, False, (), "hosts"), again, 2)
     assert catalog.visible() == (1,) and catalog.versions[0].spread == "processes"
@@ -272,27 +234,19 @@ def test_the_first_publisher_of_a_version_decides_how_it_is_spread() -> None:
 # -- stores on hosts, which an environment variable tells apart, over a memory plane that crosses hosts
 
 
-@pytest.fixture
-def across_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("UCX_TLS", "tcp,self")
-
-
 def a_holder_on(pipe: Connection, url: str, host: str) -> None:
-    os.environ.update({liveness.HOST: host, "UCX_TLS": "tcp,self"})
-    liveness.this_host.cache_clear()
+    move_to_host(host)
     pipe.recv()
     with WeightStore(url, plane="ucx") as held:
         pipe.send(held.versions())
         pipe.recv()
 
 
-def hosts_of(store: WeightStore) -> set[str]:
-    return {holder.peer.host.rpartition("/")[2] for holder in store.holders(1)}
-
-
-@pytest.mark.usefixtures("across_hosts")
-def test_publishing_for_several_hosts_fails_where_there_is_one(url: str, start: Callable[..., Child]) -> None:
+def test_publishing_for_several_hosts_fails_where_there_is_one(
+    url: str, start: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It says why, leaves nothing behind, and succeeds when a store on another host is opened."""
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
     other = start(a_holder_on, url, "south")
     with WeightStore(url, spread="hosts", plane="ucx") as store:
         with pytest.raises(StoreTimeout, match=r"1 of 2 processes keep part 0.*on 1 host, and spread='hosts' needs 2"):
@@ -301,12 +255,7 @@ def test_publishing_for_several_hosts_fails_where_there_is_one(url: str, start: 
         other.tell("open")
         other.hear()
         store.publish(1, {"a": torch.ones(9)})
-        assert len(hosts_of(store)) == 2
-
-
-def test_an_unknown_spread_is_refused(url: str) -> None:
-    with pytest.raises(ValueError, match="'auto', 'processes', 'hosts'"):
-        WeightStore(url, spread="racks")  # type: ignore[arg-type]
+        assert len({holder.peer.host for holder in store.holders(1)}) == 2
 
 
 # -- several stores in one register
@@ -326,7 +275,9 @@ def test_stores_of_different_names_know_nothing_of_each_other(url: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "a/b", ".", "-x", "a b", "é", "x" * 64, "a\n", 7])
-def test_a_name_that_cannot_be_one_is_refused(url: str, name: str) -> None:
+def test_a_name_or_a_spread_that_cannot_be_one_is_refused(url: str, name: str) -> None:
+    with pytest.raises(ValueError, match="'auto', 'processes', 'hosts'"):
+        WeightStore(url, spread=name)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="cannot name a store"):
         WeightStore(url, name=name)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -15,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.comms.errors import CorruptData
-from holdfast.comms.memory_plane import Handle
 from holdfast.comms.transport import liveness
 from holdfast.comms.transport.base import Peer
 from holdfast.store import WeightStore
@@ -37,19 +35,17 @@ from holdfast.store.catalog.fan_out import (
     request_copy,
     withdraw_copy,
 )
-from holdfast.store.catalog.records import Catalog, Holder, Reader, Replica, Shard
+from holdfast.store.catalog.records import Catalog, Holder, Reader
 from holdfast.store.data.manifest import Manifest
 from holdfast.store.read.part_source import PartSource, sources_for
 from support.children import Child
 from support.mutations import mutated
+from support.samples.store_processes import move_to_host
 from support.waiting import eventually
+from support.weights.catalogs import DIGEST, replica, shard
 
-KEY = (1, 0, b"x" * 16)
+KEY = (1, 0, DIGEST)
 SEEDS = ("north", "south")
-
-
-def handle(name: str) -> Handle:
-    return Handle("ucx", name.encode(), 100)
 
 
 def reader(number: int, host: str = "") -> Holder:
@@ -64,7 +60,7 @@ def requested(group: ReaderGroup, *readers: Holder, seeds: Sequence[str] = SEEDS
 
 def announced(group: ReaderGroup, *readers: Holder) -> ReaderGroup:
     for each in readers:
-        group = announce_copy(group, KEY, each.id, handle(each.id))
+        group = announce_copy(group, KEY, each.id, replica(each.id).handle)
     return group
 
 
@@ -127,14 +123,13 @@ def test_a_group_forgets_the_version_before() -> None:
 
 def test_only_readers_on_many_hosts_or_several_on_one_share_a_copy() -> None:
     north = Holder("north", Peer("north", 1, 1))
-    shard = Shard(0, KEY[2], 50, "north", (Replica("north", handle("north")),))
 
     def following(*hosts: str) -> Catalog:
         readers = [Reader(str(at), "", "", Peer(host, at, 1), switched=False) for at, host in enumerate(hosts)]
         return Catalog(holders=(north,), readers=tuple(readers))
 
     def shares(catalog: Catalog, host: str = "a") -> bool:
-        return fan_out.worthwhile(catalog, shard, host)
+        return fan_out.worthwhile(catalog, shard("north"), host)
 
     assert shares(following("a", "a")) and not shares(following("a", "b", "b"))
     assert shares(following(*"abcde")) and not shares(following(*"abcd", "north"))
@@ -144,15 +139,13 @@ def test_only_readers_on_many_hosts_or_several_on_one_share_a_copy() -> None:
 def test_a_reader_tries_its_own_memory_then_its_host() -> None:
     here, mate, other = Peer("west", 1, 1), Peer("west", 2, 1), Peer("east", 3, 1)
     holders = tuple(Holder(str(peer.pid), peer) for peer in (other, mate, here))
-    shard = Shard(0, KEY[2], 50, "3", tuple(Replica(each.id, handle(each.id)) for each in holders))
-    assert [each.holder for each in sources_for(Catalog(holders=holders), shard, here)] == ["1", "2", "3"]
+    found = sources_for(Catalog(holders=holders), shard("3", "2", "1"), here)
+    assert [each.holder for each in found] == ["1", "2", "3"]
 
 
 def test_readers_without_an_assigned_source_spread_over_all() -> None:
-    holders = tuple(Holder(name, Peer(name, 1, 1)) for name in "abcd")
-    shard = Shard(0, KEY[2], 50, "a", tuple(Replica(each.id, handle(each.id)) for each in holders))
-    catalog = Catalog(holders=holders)
-    first = Counter(sources_for(catalog, shard, reader(number).peer)[0].holder for number in range(200))
+    catalog = Catalog(holders=tuple(Holder(name, Peer(name, 1, 1)) for name in "abcd"))
+    first = Counter(sources_for(catalog, shard(*"abcd"), reader(number).peer)[0].holder for number in range(200))
     assert set(first) == {"a", "b", "c", "d"} and max(first.values()) < 100
 
 
@@ -212,8 +205,7 @@ def a_reader(pipe: Connection, url: str, host: str) -> None:
 
     Sends the id of its store, then for each version the value and the store it came from.
     """
-    os.environ.update({liveness.HOST: host, "UCX_TLS": "tcp,self"})
-    liveness.this_host.cache_clear()
+    move_to_host(host)
     sources: list[str] = []
     manifest = PartSource.manifest
 
@@ -310,11 +302,16 @@ def test_the_first_reader_reads_from_the_publisher_and_serves_the_next(fleet_of_
     assert readers.copies(3) == [], "copies follow the newest version"
 
 
-def test_a_killed_reader_is_passed_over(fleet_of_readers: Fleet) -> None:
+@pytest.fixture
+def readers(fleet_of_readers: Fleet) -> Fleet:
+    """A fleet in which it pays to share copies, and version 1."""
+    fleet_of_readers.follow(FEW_HOSTS + 1)
+    fleet_of_readers.publish(1)
+    return fleet_of_readers
+
+
+def test_a_killed_reader_is_passed_over(readers: Fleet) -> None:
     """No process of its host is left that could tell the others."""
-    readers = fleet_of_readers
-    readers.follow(FEW_HOSTS + 1)
-    readers.publish(1)
     readers.get(0, 1)
     readers.children[0].kill()
     assert readers.get(1, 1)[0] == 1.0
@@ -322,10 +319,7 @@ def test_a_killed_reader_is_passed_over(fleet_of_readers: Fleet) -> None:
     assert readers.get(2, 1) == (1.0, readers.ids[1])
 
 
-def test_the_copy_of_a_killed_reader_is_made_anew_on_its_host(fleet_of_readers: Fleet) -> None:
-    readers = fleet_of_readers
-    readers.follow(FEW_HOSTS + 1)
-    readers.publish(1)
+def test_the_copy_of_a_killed_reader_is_made_anew_on_its_host(readers: Fleet) -> None:
     readers.get(1, 1)
     readers.children[1].kill()
     assert readers.get(2, 1) == (1.0, readers.publisher)
@@ -333,11 +327,8 @@ def test_the_copy_of_a_killed_reader_is_made_anew_on_its_host(fleet_of_readers: 
     assert readers.get(0, 1) == (1.0, readers.ids[2])
 
 
-def test_a_leader_whose_host_is_listed_among_the_leaders_leaves_no_request(fleet_of_readers: Fleet) -> None:
+def test_a_leader_whose_host_is_listed_among_the_leaders_leaves_no_request(readers: Fleet) -> None:
     """Another process of its host was withdrawn from their group, and not from the group of leaders."""
-    readers = fleet_of_readers
-    readers.follow(FEW_HOSTS + 1)
-    readers.publish(1)
     readers.get(1, 1)
     number = group_of(readers.copies(1)[0].peer.host)
     with contextlib.closing(GroupClient(readers.store.url, readers.store.name, number)) as group:
@@ -346,10 +337,7 @@ def test_a_leader_whose_host_is_listed_among_the_leaders_leaves_no_request(fleet
         assert group.read()[1].parts == ()
 
 
-def test_a_reader_that_closes_takes_its_copies_along(fleet_of_readers: Fleet) -> None:
-    readers = fleet_of_readers
-    readers.follow(FEW_HOSTS + 1)
-    readers.publish(1)
+def test_a_reader_that_closes_takes_its_copies_along(readers: Fleet) -> None:
     readers.get(0, 1)
     readers.children[0].tell(None)
     readers.children[0].end()

@@ -18,27 +18,21 @@ from holdfast.store.catalog.failure_domains import candidates
 from holdfast.store.catalog.records import KEPT, Catalog, Holder, Pin, Reader, Replica, Shard, Spread, Version
 from holdfast.store.errors import NoSuchVersion
 from support.mutations import mutated
+from support.weights.catalogs import announced, copied, joined
 
-STORES = [Holder(f"holder{number}", Peer("north", 100 + number, 7)) for number in range(3)]
-
-
-@pytest.mark.parametrize("data", [b"", b"\xff", b"\x93\x01\xa1x\x03", Catalog(layout=4).encode()])
-def test_a_malformed_catalogue_is_refused(data: bytes) -> None:
-    with pytest.raises(CorruptData):
-        Catalog.decode(data)
+PEERS = [Peer(host, 100 + number, 7) for number, host in enumerate(("north", "north", "south", "west"))]
+HOLDERS = [Holder(f"holder{number}", PEERS[number % 4]) for number in range(5)]
+"""The last one is a second store in the process of the first."""
 
 
 @given(
     where=st.integers(0, 10_000), what=st.integers(0, 255), kind=st.sampled_from(["flip", "cut", "remove", "insert"])
 )
 def test_a_damaged_catalogue_is_read_as_a_catalogue_or_refused(where: int, what: int, kind: str) -> None:
-    catalog = transitions.join(transitions.join(Catalog(), STORES[0]), STORES[1])
-    replica = Replica(STORES[0].id, Handle("shm", b"region", 100))
-    first = Shard(0, b"x" * 16, 50, STORES[0].id, (replica,))
-    catalog = transitions.announce(catalog, Version(1, 1, 1, None, False, ()), first, 2)
-    catalog = transitions.pin(catalog, 1, "lease", STORES[1])
-    catalog = fleet.register(catalog, Reader("g0", "token", "store", STORES[2].peer, switched=True))
-    catalog = fleet.propose(catalog, "undecided", 1, ["g0", "g1"], 2, 5.0, STORES[0].peer)
+    catalog = announced(joined(HOLDERS[0], HOLDERS[1]), HOLDERS[0].id)
+    catalog = transitions.pin(catalog, 1, "lease", HOLDERS[1])
+    catalog = fleet.register(catalog, Reader("g0", "token", "store", HOLDERS[2].peer, switched=True))
+    catalog = fleet.propose(catalog, "undecided", 1, ["g0", "g1"], 2, 5.0, HOLDERS[0].peer)
     catalog = fleet.refuse(catalog, "g0", "token", 1, "it does not fit")
     (damaged,) = mutated([catalog.encode()], kind, where, what)
     try:
@@ -47,14 +41,24 @@ def test_a_damaged_catalogue_is_read_as_a_catalogue_or_refused(where: int, what:
         assert damaged != catalog.encode()
 
 
-def test_a_catalogue_of_another_release_is_refused() -> None:
-    with pytest.raises(CorruptData, match=r"layout 1, this release knows layout 3.*run one release in all processes"):
-        Catalog.decode(Catalog(layout=1).encode())
+OTHER_RELEASE = r"layout 1, this release knows layout 3.*run one release in all processes"
 
 
-PEERS = [Peer(host, 100 + number, 7) for number, host in enumerate(("north", "north", "south", "west"))]
-HOLDERS = [Holder(f"holder{number}", PEERS[number % 4]) for number in range(5)]
-"""The last one is a second store in the process of the first."""
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"", ""),
+        (b"\xff", ""),
+        (b"\x93\x01\xa1x\x03", ""),
+        (Catalog(layout=4).encode(), "layout 4"),
+        (Catalog(layout=1).encode(), OTHER_RELEASE),
+    ],
+)
+def test_a_malformed_catalogue_and_one_of_another_release_are_refused(data: bytes, why: str) -> None:
+    with pytest.raises(CorruptData, match=why):
+        Catalog.decode(data)
+
+
 SPREADS: tuple[Spread, ...] = ("auto", "hosts", "processes")
 """By the number of the version."""
 
@@ -417,22 +421,15 @@ TestCatalogue.settings = settings(stateful_step_count=40)
 
 
 def test_two_stores_of_one_process_are_one_process() -> None:
-    catalog = Catalog()
-    for holder in (HOLDERS[0], HOLDERS[4], HOLDERS[1]):
-        catalog = transitions.join(catalog, holder)
-    first = shard(HOLDERS[0], 1, 0, b"x" * 16)
-    catalog = transitions.announce(catalog, Version(1, 1, 2, None, False, ()), first, 2)
+    catalog = announced(joined(HOLDERS[0], HOLDERS[4], HOLDERS[1]), HOLDERS[0].id, replicas=2)
     assert not list(transitions.missing(catalog, HOLDERS[4].id))
-    catalog = transitions.replicated(catalog, 1, 0, b"x" * 16, replica(HOLDERS[4], 1, 0, b"x" * 16))
+    catalog = copied(catalog, HOLDERS[4].id)
     assert catalog.visible() == ()
-    catalog = transitions.replicated(catalog, 1, 0, b"x" * 16, replica(HOLDERS[1], 1, 0, b"x" * 16))
-    assert catalog.visible() == (1,)
+    assert copied(catalog, HOLDERS[1].id).visible() == (1,)
 
 
 def test_a_version_that_was_lost_and_published_anew_is_not_lost() -> None:
-    catalog = transitions.join(Catalog(lost=(1, 2)), HOLDERS[0])
-    first = shard(HOLDERS[0], 1, 0, b"x" * 16)
-    catalog = transitions.announce(catalog, Version(1, 1, 1, None, False, ()), first, 2)
+    catalog = announced(transitions.join(Catalog(lost=(1, 2)), HOLDERS[0]), HOLDERS[0].id)
     assert catalog.visible() == (1,) and catalog.lost == (2,)
     gone = transitions.remove_dead_holders(catalog, {HOLDERS[0].peer})
     assert list(transitions.ended(catalog, gone, HOLDERS[1].id)) == [("lost", 1)]

@@ -145,6 +145,11 @@ def on_the_device(cuda: FakeCuda, state: dict[str, Tensor]) -> dict[str, Tensor]
     return {name: each if "host" in name else cuda.put(each) for name, each in state.items()}
 
 
+@pytest.fixture
+def state(cuda: FakeCuda) -> dict[str, Tensor]:
+    return on_the_device(cuda, a_state())
+
+
 def blank(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: torch.zeros_like(each) for name, each in state.items()}
 
@@ -154,18 +159,20 @@ def check(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert [name for name in found if not torch.equal(found[name], expected[name])] == []
 
 
-@pytest.fixture
-def refusing(cuda: FakeCuda) -> None:
-    cuda.refusal = "out of memory"
-
-
-def missing() -> None:
-    raise ImportError("No module named 'triton'")
+def check_get(store: WeightStore, cuda: FakeCuda, version: int, expected: dict[str, Tensor], **options: bool) -> None:
+    """Get the latest version, which is `version`, into other tensors of the device."""
+    into = on_the_device(cuda, blank(expected))
+    assert store.get("latest", into, **options) == version
+    check(into, expected)
 
 
 @pytest.fixture
 def no_kernel(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host computes the checksums."""
+
+    def missing() -> None:
+        raise ImportError("No module named 'triton'")
+
     cuda.before_digest = missing
     monkeypatch.setattr(cuda_copies, "digests", digests := DeviceDigests(cuda))
     monkeypatch.setattr(weight_store, "digests", digests)
@@ -175,27 +182,28 @@ def publish_and_get(store: WeightStore, cuda: FakeCuda, state: dict[str, Any]) -
     """Three versions of a state on the device, each read into other tensors there."""
     for version in (1, 2, 3):
         store.publish(version, state)
-        into = on_the_device(cuda, blank(state))
-        store.get(version, into)
-        check(into, state)
+        check_get(store, cuda, version, state)
 
 
 @pytest.mark.parametrize("atomic", [False, True])
-def test_tensors_of_a_device_are_published_and_got(tmp_path: Path, cuda: FakeCuda, atomic: bool) -> None:
-    state = on_the_device(cuda, a_state())
-    with WeightStore(f"memory://{tmp_path}") as store:
-        store.publish(1, state)
-        assert cuda.digested == 5, "of the dense ones with pieces of their own: 3 of large, 1 of half, 1 of bytes"
-        check(store.load(1), state)
-        into = on_the_device(cuda, blank(state))
-        store.get(1, into, atomic=atomic)
-        check(into, state)
-        assert cuda.digested == (5 if atomic else 10), "an atomic get verifies copies on the host"
+def test_tensors_of_a_device_are_published_and_got(
+    cuda: FakeCuda, store: WeightStore, state: dict[str, Tensor], atomic: bool
+) -> None:
+    store.publish(1, state)
+    assert cuda.digested == 5, "of the dense ones with pieces of their own: 3 of large, 1 of half, 1 of bytes"
+    check(store.load(1), state)
+    check_get(store, cuda, 1, state, atomic=atomic)
+    assert cuda.digested == (5 if atomic else 10), "an atomic get verifies copies on the host"
 
 
 @pytest.mark.parametrize("fault", ["missing", "other checksums than xxhash", "other bytes"])
 def test_the_host_computes_checksums_where_the_device_cannot_and_says_so_once(
-    tmp_path: Path, cuda: FakeCuda, no_kernel: None, caplog: pytest.LogCaptureFixture, fault: str
+    cuda: FakeCuda,
+    no_kernel: None,
+    store: WeightStore,
+    state: dict[str, Tensor],
+    caplog: pytest.LogCaptureFixture,
+    fault: str,
 ) -> None:
     """Before the kernel is used, it is tried with pieces of awkward lengths."""
     if fault != "missing":
@@ -208,8 +216,7 @@ def test_the_host_computes_checksums_where_the_device_cannot_and_says_so_once(
             return lambda: sums ^ (sizes == sizes.max())
 
         cuda.digest = wrong  # type: ignore[method-assign]
-    state = on_the_device(cuda, a_state())
-    with caplog.at_level(logging.WARNING), WeightStore(f"memory://{tmp_path}") as store:
+    with caplog.at_level(logging.WARNING):
         publish_and_get(store, cuda, state)
         eventually(lambda: cuda_copies.digests.refused != "")
         store.publish(4, state | {"odd": state["odd"] + 1})
@@ -220,56 +227,47 @@ def test_the_host_computes_checksums_where_the_device_cannot_and_says_so_once(
     assert [why in holder.slow for holder in report.holders] == [True]
 
 
-def test_a_kernel_that_fails_leaves_its_checksums_to_the_host(tmp_path: Path, cuda: FakeCuda) -> None:
+def test_a_kernel_that_fails_leaves_its_checksums_to_the_host(
+    cuda: FakeCuda, store: WeightStore, state: dict[str, Tensor]
+) -> None:
     def fail() -> None:
         raise RuntimeError("CUDA error: out of memory")
 
     cuda.before_digest = fail
-    state = on_the_device(cuda, a_state())
-    with WeightStore(f"memory://{tmp_path}") as store:
-        store.publish(1, state)
-        into = on_the_device(cuda, blank(state))
-        store.get(1, into)
-        check(into, state)
+    store.publish(1, state)
+    check_get(store, cuda, 1, state)
     assert cuda_copies.digests.refused == "RuntimeError: CUDA error: out of memory"
 
 
-def test_bytes_that_change_on_the_way_to_a_device_are_not_taken(tmp_path: Path, cuda: FakeCuda) -> None:
-    state = {"large": torch.randn(1_200_001)}
-    into = on_the_device(cuda, blank(state))
-    with WeightStore(f"memory://{tmp_path}") as store:
-        store.publish(1, state)
-        cuda.before_digest = lambda: into["large"][5].add_(1)
-        with pytest.raises(CorruptData, match="wrong bytes"):
-            store.get(1, into)
+def test_bytes_that_change_on_the_way_to_a_device_are_not_taken(cuda: FakeCuda, store: WeightStore) -> None:
+    store.publish(1, {"large": torch.randn(1_200_001)})
+    into = cuda.put(torch.zeros(1_200_001))
+    cuda.before_digest = lambda: into[5].add_(1)
+    with pytest.raises(CorruptData, match="wrong bytes"):
+        store.get(1, {"large": into})
 
 
 def test_what_cannot_be_mapped_is_read_for_a_device(
-    tmp_path: Path, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+    cuda: FakeCuda, store: WeightStore, state: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(plane: InprocPlane, handle: Handle, *, lasting: bool) -> Tensor:
         raise Unsupported("mapping", "read it")
 
     monkeypatch.setattr(InprocPlane, "map", refuse)
-    state = on_the_device(cuda, a_state())
-    with WeightStore(f"memory://{tmp_path}") as store:
-        for version in (1, 2):
-            store.publish(version, state)
-            into = on_the_device(cuda, blank(state))
-            store.get(version, into)
-            check(into, state)
+    publish_and_get(store, cuda, state)
 
 
-def test_each_mapping_is_registered_once_and_until_it_goes(tmp_path: Path, cuda: FakeCuda) -> None:
-    state = on_the_device(cuda, a_state())
-    with WeightStore(f"memory://{tmp_path}") as store:
-        for version in range(1, 9):
-            store.publish(version, state)
-            store.get(version, on_the_device(cuda, blank(state)))
-        own, mapped = (sum(writable is kind for writable in cuda.registered.values()) for kind in (True, False))
-        assert 1 <= own <= 5, "the pool has the memory of two versions, of the next one, and two ahead"
-        assert 1 <= mapped <= own, "what is read is mapped once more, to be read alone"
-        assert cuda.times <= 10
+def test_each_mapping_is_registered_once_and_until_it_goes(
+    cuda: FakeCuda, store: WeightStore, state: dict[str, Tensor]
+) -> None:
+    for version in range(1, 9):
+        store.publish(version, state)
+        store.get(version, on_the_device(cuda, blank(state)))
+    own, mapped = (sum(writable is kind for writable in cuda.registered.values()) for kind in (True, False))
+    assert 1 <= own <= 5, "the pool has the memory of two versions, of the next one, and two ahead"
+    assert 1 <= mapped <= own, "what is read is mapped once more, to be read alone"
+    assert cuda.times <= 10
+    store.close()
     gc.collect()
     assert cuda.registered == {}
 
@@ -285,10 +283,10 @@ def test_what_is_expected_is_registered_before_it_is_published(tmp_path: Path, c
 
 
 def test_a_refusal_is_said_once_and_the_bytes_are_right(
-    tmp_path: Path, cuda: FakeCuda, refusing: None, caplog: pytest.LogCaptureFixture
+    cuda: FakeCuda, store: WeightStore, state: dict[str, Tensor], caplog: pytest.LogCaptureFixture
 ) -> None:
-    state = on_the_device(cuda, a_state())
-    with caplog.at_level(logging.WARNING), WeightStore(f"memory://{tmp_path}") as store:
+    cuda.refusal = "out of memory"
+    with caplog.at_level(logging.WARNING):
         publish_and_get(store, cuda, state)
         report = store.inspect().report()
     said = [each.getMessage() for each in caplog.records if "cudaHostRegister" in each.getMessage()]
@@ -320,13 +318,12 @@ def test_copies_are_over_before_an_error_leaves_the_call(cuda: FakeCuda) -> None
 
 
 def test_a_version_that_goes_while_it_is_copied_is_not_taken(
-    tmp_path: Path, cuda: FakeCuda, no_kernel: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cuda: FakeCuda, no_kernel: None, state: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The host's checksums hold for what the device got as long as the region is open."""
-    state = on_the_device(cuda, a_state())
     with WeightStore(f"memory://{tmp_path}", keep=1) as store:
         store.publish(1, state)
-        newer = on_the_device(cuda, {name: each.clone() for name, each in a_state().items()})
+        newer = on_the_device(cuda, a_state())
         newer["small"] += 1
 
         def supersede(*arguments: Any) -> Any:
@@ -335,9 +332,7 @@ def test_a_version_that_goes_while_it_is_copied_is_not_taken(
             return copy_and_digest(*arguments)
 
         monkeypatch.setattr(filling, "copy_and_digest", supersede)
-        into = on_the_device(cuda, blank(state))
-        assert store.get("latest", into) == 2
-        check(into, newer)
+        check_get(store, cuda, 2, newer)
 
 
 def test_rows_of_a_tensor_go_to_a_device(cuda: FakeCuda) -> None:
@@ -414,7 +409,9 @@ def unused() -> Events:
 
 
 @pytest.fixture
-def store(tmp_path: Path, ipc: FakeIpc, unused: Events) -> Iterator[WeightStore]:
+def copying(tmp_path: Path, ipc: FakeIpc, unused: Events) -> Iterator[WeightStore]:
+    """A store that keeps copies of parts on the device."""
+
     def observe(kind: str, fields: dict[str, object]) -> None:
         if kind == "device_copy_unused":
             unused.append(fields)
@@ -423,77 +420,79 @@ def store(tmp_path: Path, ipc: FakeIpc, unused: Events) -> Iterator[WeightStore]
         yield opened
 
 
-def test_a_reader_copies_within_the_device(store: WeightStore, cuda: FakeCuda, ipc: FakeIpc, unused: Events) -> None:
+def test_a_reader_copies_within_the_device(
+    copying: WeightStore, cuda: FakeCuda, ipc: FakeIpc, state: dict[str, Tensor], unused: Events
+) -> None:
     """Large tensors and runs of small ones; what goes to the host comes from the host."""
-    state = on_the_device(cuda, a_state())
     for version in range(1, 7):
         state["large"] += 1
-        store.publish(version, state)
-        into = on_the_device(cuda, blank(state))
-        store.get(version, into)
-        check(into, state)
-        check(store.load(version), state)
-    assert (store.device_reads.read, store.device_reads.unused, unused) == (6, 0, [])
+        copying.publish(version, state)
+        check_get(copying, cuda, version, state)
+        check(copying.load(version), state)
+    assert (copying.device_reads.read, copying.device_reads.unused, unused) == (6, 0, [])
     assert len(ipc.made) <= 3, "of the versions that are kept, and of the one that is published"
     assert ipc.opened == len(ipc.made), "each copy is opened once"
 
 
 def test_of_a_copy_on_the_device_only_host_tensors_are_read_from_the_host(
-    store: WeightStore, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+    copying: WeightStore, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    state = {"large": cuda.put(torch.randn(1 << 20)), "half": cuda.put(torch.randn(1 << 18))}
-    store.publish(1, state)
+    state = on_the_device(cuda, {"large": torch.randn(1 << 20), "half": torch.randn(1 << 18)})
+    copying.publish(1, state)
     monkeypatch.setattr(filling, "copy_and_digest", None)
-    into = on_the_device(cuda, blank(state))
-    store.get(1, into)
-    check(into, state)
+    check_get(copying, cuda, 1, state)
 
 
-@pytest.mark.parametrize("fault", ["refused", "damaged", "dead", "superseded"])
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        ("refused", "invalid device context"),
+        ("damaged", "pieces have wrong bytes"),
+        ("dead", "is gone"),
+        ("superseded", "closed"),
+    ],
+)
 def test_what_the_device_does_not_have_is_read_from_the_host(
-    store: WeightStore, cuda: FakeCuda, ipc: FakeIpc, unused: Events, fault: str, monkeypatch: pytest.MonkeyPatch
+    copying: WeightStore,
+    cuda: FakeCuda,
+    ipc: FakeIpc,
+    state: dict[str, Tensor],
+    unused: Events,
+    fault: str,
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    state = on_the_device(cuda, a_state())
-    store.publish(1, state)
+    copying.publish(1, state)
     expected, version = state, 1
     if fault == "refused":
-        ipc.failure = "invalid device context"
+        ipc.failure = why
     elif fault == "damaged":
         for memory in ipc.made.values():
             memory[3_000_000] ^= 1
     elif fault == "dead":
         monkeypatch.setattr(device_copies, "is_gone", lambda peer: True)
     else:
-        expected, version = {name: each.clone() for name, each in state.items()}, 3
-        on_the_device(cuda, expected)["half"] += 1
+        expected, version = on_the_device(cuda, a_state()), 3
+        expected["half"] += 1
 
         def supersede() -> None:
             cuda.before_digest = bool
             for number in (2, 3):
-                store.publish(number, expected)
+                copying.publish(number, expected)
 
         cuda.before_digest = supersede
-    into = on_the_device(cuda, blank(state))
-    assert store.get("latest", into) == version
-    check(into, expected)
-    why = {
-        "refused": "invalid device context",
-        "damaged": "pieces have wrong bytes",
-        "dead": "is gone",
-        "superseded": "closed",
-    }
-    assert store.device_reads.unused == len(unused) == 1
-    assert why[fault] in str(unused[0]["why"])
-    assert {"version", "part", "holder"} <= unused[0].keys()
+    check_get(copying, cuda, version, expected)
+    assert copying.device_reads.unused == len(unused) == 1
+    assert why in str(unused[0]["why"]) and {"version", "part", "holder"} <= unused[0].keys()
 
 
-def test_copies_on_a_device_go_with_their_versions(store: WeightStore, cuda: FakeCuda, ipc: FakeIpc) -> None:
+def test_copies_on_a_device_go_with_their_versions(copying: WeightStore, cuda: FakeCuda, ipc: FakeIpc) -> None:
     made = weakref.WeakSet[Tensor]()
     allocate = ipc.allocate
     ipc.allocate = lambda nbytes, device: made.add(found := allocate(nbytes, device)) or found  # type: ignore[method-assign,func-returns-value]
     for version in range(1, 5):
-        store.publish(version, {"w": cuda.put(torch.randn(1 << 20))})
-    store.close()
+        copying.publish(version, {"w": cuda.put(torch.randn(1 << 20))})
+    copying.close()
     ipc.made.clear()
     cuda._spans.clear()
     gc.collect()

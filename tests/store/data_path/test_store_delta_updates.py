@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from typing import Any
 
 import pytest
 import torch
@@ -15,13 +12,13 @@ from msgspec.structs import replace
 from holdfast.backends.inproc.transport import InprocPlane
 from holdfast.comms.errors import RegionGone, Unsupported
 from holdfast.comms.memory_plane import Handle
-from holdfast.comms.transport import liveness
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.work import Work
 from holdfast.store import WeightStore
 from holdfast.store.catalog.records import Catalog, DeltaOffer, Holder, Shard, Version
 from holdfast.store.catalog.transitions import COUNTS_FOR, RENEWED_AFTER, has_far_readers, note_far_read
 from support.children import Child
+from support.samples.store_processes import count_reads, move_to_host
 
 
 def at(catalog: Catalog, number: int) -> Catalog:
@@ -127,10 +124,16 @@ def nbytes(state: dict[str, torch.Tensor]) -> int:
     return sum(each.nbytes for each in state.values())
 
 
-def test_a_reader_of_the_version_before_reads_only_what_changed(store: WeightStore, wire: Wire) -> None:
+def read_first(store: WeightStore) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Version 1, and the tensors of a reader that has got it."""
     state, into = weights(), weights()
     store.publish(1, state)
     store.get(1, into)
+    return state, into
+
+
+def test_a_reader_of_the_version_before_reads_only_what_changed(store: WeightStore, wire: Wire) -> None:
+    state, into = read_first(store)
     assert wire.take() > nbytes(state)
     for version in (2, 3):
         step(state)
@@ -157,9 +160,7 @@ def test_a_reader_without_the_base_gets_the_whole(store: WeightStore, wire: Wire
 
 
 def test_a_reader_may_change_its_tensors_between_two_versions(store: WeightStore, wire: Wire) -> None:
-    state, into = weights(), weights()
-    store.publish(1, state)
-    store.get(1, into)
+    state, into = read_first(store)
     into["large"][5] = 100.0
     step(state)
     store.publish(2, state)
@@ -170,9 +171,8 @@ def test_a_reader_may_change_its_tensors_between_two_versions(store: WeightStore
 
 
 def test_a_prefetching_reader_makes_the_next_version_beside_the_one_it_serves(store: WeightStore, wire: Wire) -> None:
-    state, buffers = weights(), [weights(), weights()]
-    store.publish(1, state)
-    store.get(1, buffers[0])
+    state, first = read_first(store)
+    buffers = [first, weights()]
     for version in (2, 3, 4):
         served = {name: each.clone() for name, each in buffers[version % 2].items()}
         step(state)
@@ -186,9 +186,7 @@ def test_a_prefetching_reader_makes_the_next_version_beside_the_one_it_serves(st
 
 @pytest.mark.parametrize("where", [0, 60, -3, None], ids=["header", "sizes", "records", "gone"])
 def test_a_damaged_delta_is_never_taken_for_the_new_version(store: WeightStore, wire: Wire, where: int | None) -> None:
-    state, into = weights(), weights()
-    store.publish(1, state)
-    store.get(1, into)
+    state, into = read_first(store)
     step(state)
     store.publish(2, state)
     delta = offered(store, 2)
@@ -225,9 +223,7 @@ def test_a_delta_is_offered_only_where_it_pays(store: WeightStore) -> None:
 
 def test_no_delta_is_made_where_parts_are_mapped() -> None:
     with WeightStore("memory://mapped-parts") as store:
-        state, into = weights(), weights()
-        store.publish(1, state)
-        store.get(1, into)
+        state, into = read_first(store)
         step(state)
         store.publish(2, state)
         assert offered(store, 2) is None
@@ -235,31 +231,17 @@ def test_no_delta_is_made_where_parts_are_mapped() -> None:
         assert alike(state, into)
 
 
-@contextmanager
-def far_store(**options: Any) -> Iterator[tuple[WeightStore, list[int]]]:
-    """A store that reads over TCP, as on another host, and how many bytes each of its reads took."""
-    os.environ.update({liveness.HOST: "south", "UCX_TLS": "tcp,self"})
-    liveness.this_host.cache_clear()
-    with WeightStore(plane="ucx", **options) as store:
-        read, sizes = store._plane.read, list[int]()
-
-        def counted(handle: Handle, into: torch.Tensor, offset: int = 0, *, timeout: float = 30.0) -> Work:
-            sizes.append(into.nbytes)
-            return read(handle, into, offset, timeout=timeout)
-
-        store._plane.read = counted  # type: ignore[method-assign]
-        yield store, sizes
-
-
-def a_holder_that_counts(pipe: Connection, url: str) -> None:
-    """Keep replicas; send how many bytes have been read so far after each one."""
+def a_far_holder(pipe: Connection, url: str) -> None:
+    """Keep replicas on another host; send how many bytes have been read so far after each one."""
 
     def tell(kind: str, fields: dict[str, object]) -> None:
         if kind == "replica_made":
             pipe.send(sum(sizes))
 
+    move_to_host("south")
     pipe.recv()
-    with far_store(url=url, observe=tell) as (_, sizes):
+    with WeightStore(url, plane="ucx", observe=tell) as store:
+        sizes = count_reads(store._plane)
         pipe.send("open")
         pipe.recv()
 
@@ -268,7 +250,7 @@ def test_a_holder_on_another_host_makes_its_replica_from_the_one_before(
     start: Callable[..., Child], url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp,self")
-    far = start(a_holder_that_counts, url)
+    far = start(a_far_holder, url)
     with WeightStore(url, plane="ucx") as store:
         far.tell("open")
         assert far.hear() == "open"
@@ -283,10 +265,11 @@ def test_a_holder_on_another_host_makes_its_replica_from_the_one_before(
         far.end()
 
 
-def a_reader_that_counts(pipe: Connection, url: str) -> None:
+def a_far_reader(pipe: Connection, url: str) -> None:
     """Get the versions that `pipe` names; send how many bytes each took."""
-    with far_store(url=url, hold=False) as (store, sizes):
-        into = weights()
+    move_to_host("south")
+    with WeightStore(url, plane="ucx", hold=False) as store:
+        into, sizes = weights(), count_reads(store._plane)
         while (version := pipe.recv()) != "end":
             sizes.clear()
             store.get(version, into)
@@ -298,7 +281,7 @@ def test_a_process_on_another_host_that_only_reads_gets_deltas_too(
 ) -> None:
     """Its first get notes the host in the catalogue, so the next version has a delta for it."""
     monkeypatch.setenv("UCX_TLS", "tcp,self")
-    far = start(a_reader_that_counts, url)
+    far = start(a_far_reader, url)
     with WeightStore(url, plane="ucx", replicas=1) as store:
         state = weights()
         for version in (1, 2, 3):

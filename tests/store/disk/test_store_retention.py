@@ -15,17 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.comms.errors import CorruptData, Unsupported
-from holdfast.comms.memory_plane import Handle
 from holdfast.comms.transport.base import Peer
 from holdfast.harness.chaos.faults.storage import small_disk
 from holdfast.store import WeightStore
 from holdfast.store.catalog import disk_copies, transitions
-from holdfast.store.catalog.records import Catalog, Holder, Replica, Retainer, Shard, Version
+from holdfast.store.catalog.records import Catalog, Holder, Retainer
 from holdfast.store.interop.disk_copy import read_record
 from holdfast.store.interop.safetensors import export_version
 from holdfast.store.retention import DiskRetention, copies, copy_path, restore
 from support.children import Child
 from support.waiting import eventually
+from support.weights.catalogs import announced
 
 
 def weights(value: float, count: int = 3) -> dict[str, torch.Tensor]:
@@ -300,10 +300,7 @@ STEPS = st.tuples(st.sampled_from(["publish", "join", "claim", "finish", "give u
 
 def published(catalog: Catalog, number: int) -> Catalog:
     """The catalogue after one part of a version was published, of which one replica is wanted."""
-    holder = Holder("holder", Peer("host", 99, 1))
-    shard = Shard(0, b"digest", 0, "holder", (Replica("holder", Handle("shm", b"%d" % number, 8)),))
-    catalog = transitions.join(catalog, holder)
-    return transitions.announce(catalog, Version(number, 1, 1, None, False, ()), shard, 2)
+    return announced(transitions.join(catalog, Holder("holder", Peer("host", 99, 1))), "holder", number)
 
 
 def apply(catalog: Catalog, step: str, which: int) -> Catalog:

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from holdfast.comms.errors import HoldfastError, Mismatch
-from holdfast.comms.memory_plane import Handle
 from holdfast.comms.transport.base import Peer
 from holdfast.store.catalog import fleet, settling, transitions
-from holdfast.store.catalog.records import Catalog, Holder, Reader, Replica, Shard, SwitchRecord, Version
+from holdfast.store.catalog.records import Catalog, Holder, Reader, SwitchRecord
 from holdfast.store.errors import NoSuchVersion
+from support.weights.catalogs import announced, joined
 
 TRAINER = Holder("trainer", Peer("host", 1, 1))
 NAMES = ("g0", "g1", "g2")
@@ -24,13 +24,11 @@ some_readers = st.none() | st.lists(names, min_size=1, unique=True)
 
 
 def publish(catalog: Catalog, number: int) -> Catalog:
-    replica = Replica(TRAINER.id, Handle("shm", f"{number}".encode(), 100))
-    shard = Shard(0, bytes([number]) * 16, 50, TRAINER.id, (replica,))
-    return transitions.announce(catalog, Version(number, 1, 1, None, False, ()), shard, 2)
+    return announced(catalog, TRAINER.id, number, digest=bytes([number]) * 16)
 
 
 def store_with(*numbers: int) -> Catalog:
-    catalog = transitions.join(Catalog(), TRAINER)
+    catalog = joined(TRAINER)
     for number in numbers:
         catalog = publish(catalog, number)
     return catalog
@@ -348,8 +346,7 @@ def test_a_reader_is_not_ready_for_other_bytes_of_the_same_number() -> None:
     catalog = stage(catalog, one, 1)
     catalog = transitions.delete(fleet.report(catalog, "g0", one.reader.token, set(), bytes_of(1)), 1)
     assert catalog.readers[0].ready == ()
-    other = Shard(0, b"other bytes", 50, TRAINER.id, (Replica(TRAINER.id, Handle("shm", b"new", 100)),))
-    catalog = transitions.announce(catalog, Version(1, 1, 1, None, False, ()), other, 3)
+    catalog = announced(catalog, TRAINER.id, digest=b"other bytes")
     catalog = fleet.report(catalog, "g0", one.reader.token, {1}, bytes_of(1))
     assert catalog.readers[0].ready == ()
     catalog = fleet.report(catalog, "g0", one.reader.token, {1}, {1: (b"other bytes",)})

@@ -7,17 +7,18 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 
 from holdfast.comms.errors import HoldfastError
-from holdfast.comms.transport import liveness
 from holdfast.store import WeightStore
 from holdfast.store.catalog.records import SwitchRecord
 from holdfast.store.follow.staging import StagedVersions, StagingState
 from support.children import Child
+from support.samples.store_processes import move_to_host
 from support.waiting import eventually
 from support.weights.state_dicts import value_of, weights
 
@@ -167,17 +168,14 @@ def test_readers_settle_a_switch_of_another_host_that_went_silent(
     Nothing proves the death of a process of another host.
     """
     readers = a_fleet(store, start, "g0", "g1")
-    proposer = start(a_proposer, store.url, 2, ["g0", "absent"], "switch_proposed", 0.5, move_to_another_host)
+    proposer = start(
+        a_proposer, store.url, 2, ["g0", "absent"], "switch_proposed", 0.5, partial(move_to_host, "another")
+    )
     assert proposer.hear() == "switch_proposed"
     proposer.kill()
     eventually(lambda: newest(store).state == "aborted", 10.0)
     assert "did not decide it" in newest(store).reason
     assert [said(reader, "swap") for reader in readers] == [1, 1]
-
-
-def move_to_another_host() -> None:
-    os.environ[liveness.HOST] = "another"
-    liveness.this_host.cache_clear()
 
 
 def test_a_quorum_decides_without_a_stopped_reader_which_catches_up_before_it_serves(

@@ -47,7 +47,7 @@ def test_a_tensor_comes_back_as_it_was_put() -> None:
         assert same(get(key), tensor), key
 
 
-def test_strides_conjugation_and_gradients_do_not_matter() -> None:
+def test_a_put_overwrites_what_was_there_and_strides_conjugation_and_gradients_do_not_matter() -> None:
     for tensor in (
         torch.arange(4000.0).view(40, 100).t(),
         torch.arange(4000.0).view(40, 100)[:, 3:50],
@@ -55,19 +55,12 @@ def test_strides_conjugation_and_gradients_do_not_matter() -> None:
         torch.ones(1).expand(1000),
         nn.Parameter(torch.randn(2000)),
     ):
-        run(ts.delete_batch(["k"]))
         put("k", tensor)
+        before = tensor.detach().clone()
+        with torch.no_grad():
+            tensor[0].zero_()
         found = get("k")
-        assert torch.equal(found, tensor) and not found.requires_grad and found.is_contiguous()
-
-
-def test_a_put_overwrites_what_was_there_and_copies_what_it_gets() -> None:
-    tensor = torch.ones(5000)
-    put("k", tensor)
-    tensor.zero_()
-    assert get("k").sum() == 5000
-    put("k", torch.arange(3, dtype=torch.int32))
-    assert get("k").tolist() == [0, 1, 2]
+        assert torch.equal(found, before) and not found.requires_grad and found.is_contiguous()
 
 
 def test_a_target_is_filled_and_returned() -> None:
@@ -79,31 +72,29 @@ def test_a_target_is_filled_and_returned() -> None:
         assert torch.equal(target.float(), tensor)
 
 
-def test_a_slice_comes_alone_and_in_place() -> None:
+def test_a_slice_of_a_tensor_or_of_shards_comes_alone_and_in_place() -> None:
     tensor = torch.arange(100 * 200.0).view(100, 200)
-    put("k", tensor)
-    wanted = a_slice((10, 20), (30, 40), (100, 200))
-    assert torch.equal(get("k", tensor_slice_spec=wanted), tensor[10:40, 20:60])
-    buffer = torch.empty(30, 40)
-    assert get("k", inplace_tensor=buffer, tensor_slice_spec=wanted) is buffer
-    assert torch.equal(buffer, tensor[10:40, 20:60])
+    put("whole", tensor)
+    put_by_all("shards", tensor, (Shard(0), Shard(1)), (2, 3))
+    wanted = a_slice((10, 20), (60, 140), (100, 200))
+    for key in ("whole", "shards"):
+        assert torch.equal(get(key, tensor_slice_spec=wanted), tensor[10:70, 20:160])
+        buffer = torch.empty(60, 140)
+        assert get(key, inplace_tensor=buffer, tensor_slice_spec=wanted) is buffer
+        assert torch.equal(buffer, tensor[10:70, 20:160])
+        for refused, error in (
+            (a_slice((90, 0), (20, 1), (100, 200)), Mismatch),
+            (a_slice((0,), (1,), (100, 200)), Mismatch),
+            (a_slice((0, 0), (1, 1), (100, 201)), NoSuchSlice),
+            (a_slice((0,), (1,), (100,)), NoSuchSlice),
+        ):
+            with pytest.raises(error):
+                get(key, tensor_slice_spec=refused)
+        with pytest.raises(ValueError, match="does not fit"):
+            get(key, torch.zeros(3), a_slice((0, 0), (2, 1), (100, 200)))
 
 
-def test_a_slice_that_the_tensor_does_not_have_is_refused() -> None:
-    put("k", torch.zeros(100, 200))
-    for wanted, error in (
-        (a_slice((90, 0), (20, 1), (100, 200)), Mismatch),
-        (a_slice((0,), (1,), (100, 200)), Mismatch),
-        (a_slice((0, 0), (1, 1), (100, 201)), NoSuchSlice),
-        (a_slice((0,), (1,), (100,)), NoSuchSlice),
-    ):
-        with pytest.raises(error):
-            get("k", tensor_slice_spec=wanted)
-    with pytest.raises(ValueError, match="does not fit"):
-        get("k", torch.zeros(3), a_slice((0, 0), (2, 1), (100, 200)))
-
-
-def test_an_object_comes_back_equal() -> None:
+def test_an_object_comes_back_equal_and_is_not_read_into_a_tensor() -> None:
     nested = {"a": [1, 2.5, None, True, "text", b"bytes"], 3: {"nested": (1, (2,))}}
     for value in (nested, (1, 2), {1, 2, 3}, None, "", 1 << 70, "long " * 10_000):
         put("k", value)
@@ -112,6 +103,8 @@ def test_an_object_comes_back_equal() -> None:
     put("k", {"small": torch.ones(3), "large": torch.arange(5000), "n": 1})
     found = get("k")
     assert found["small"].tolist() == [1, 1, 1] and found["large"].sum() == 4999 * 2500 and found["n"] == 1
+    with pytest.raises(Mismatch, match="holds an object"):
+        get("k", torch.zeros(1))
 
 
 def test_an_object_that_would_have_to_be_pickled_is_refused() -> None:
@@ -122,12 +115,6 @@ def test_an_object_that_would_have_to_be_pickled_is_refused() -> None:
         with pytest.raises(ObjectRefused, match="never pickled"):
             put("k", value)
     assert not run(ts.exists("k"))
-
-
-def test_an_object_is_not_read_into_a_tensor() -> None:
-    put("k", {"a": 1})
-    with pytest.raises(Mismatch, match="holds an object"):
-        get("k", torch.zeros(1))
 
 
 def test_a_batch_is_put_and_got_whole() -> None:
@@ -163,10 +150,15 @@ def test_arguments_of_another_kind_are_refused() -> None:
         (lambda: ts.get_batch("ab"), TypeError),
         (lambda: ts.delete_batch("ab"), TypeError),
         (lambda: ts.get("k", "no tensor"), TypeError),
+        (lambda: ts.initialize(2, strategy="LocalRankStrategy", store_name="other"), TypeError),  # type: ignore[arg-type]
     ]
     for call, error in calls:
         with pytest.raises(error):
             run(call())
+    with pytest.raises(RuntimeError, match="strategy"):
+        run(ts.initialize(2, store_name="other"))
+    with pytest.raises(RuntimeError, match="already initialized"):
+        run(ts.initialize())
 
 
 def test_keys_exists_and_delete() -> None:
@@ -215,7 +207,7 @@ def model_and_optimizer() -> dict[str, Any]:
     return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
 
-def test_a_state_dict_comes_back_with_its_structure() -> None:
+def test_a_state_dict_comes_back_with_its_structure_and_in_place() -> None:
     state = model_and_optimizer()
     run(ts.put_state_dict(state, "v0"))
     found = run(ts.get_state_dict("v0"))
@@ -223,11 +215,6 @@ def test_a_state_dict_comes_back_with_its_structure() -> None:
     assert found["optimizer"]["state"].keys() == {"0", "1", "2", "3"}, "text, as torch's flatten_state_dict makes it"
     assert torch.equal(found["model"]["2.weight"], state["model"]["2.weight"])
     assert torch.equal(get("v0/model.2.weight"), state["model"]["2.weight"]), "under torchstore's names"
-
-
-def test_a_state_dict_is_read_in_place() -> None:
-    state = model_and_optimizer()
-    run(ts.put_state_dict(state, "v0"))
     model = nn.Sequential(nn.Linear(30, 20), nn.ReLU(), nn.Linear(20, 10))
     mine = {"model": model.state_dict(), "optimizer": state["optimizer"]}
     found = run(ts.get_state_dict("v0", mine))
@@ -265,11 +252,6 @@ def test_with_direct_rdma_readers_get_the_values_of_the_last_put() -> None:
 
 
 # -- the life of a store
-
-
-def test_a_store_is_initialised_once() -> None:
-    with pytest.raises(RuntimeError, match="already initialized"):
-        run(ts.initialize())
 
 
 def test_stores_of_other_names_are_apart() -> None:
@@ -354,13 +336,6 @@ def test_a_put_that_there_is_no_memory_for_fails_and_the_store_goes_on(monkeypat
     assert get("k").sum() == 5000
 
 
-def test_several_volumes_need_a_strategy() -> None:
-    with pytest.raises(RuntimeError, match="strategy"):
-        run(ts.initialize(2, store_name="other"))
-    with pytest.raises(TypeError):
-        run(ts.initialize(2, strategy="LocalRankStrategy", store_name="other"))  # type: ignore[arg-type]
-
-
 # -- the bytes
 
 
@@ -387,7 +362,7 @@ def put_by_all(key: str, tensor: torch.Tensor, placed: tuple[Any, ...], sizes: S
     size = math.prod(sizes)
     for rank in range(size):
         with as_rank(rank, size):
-            run(ts.put(key, sharded(tensor, placed, sizes, rank)))
+            put(key, sharded(tensor, placed, sizes, rank))
 
 
 def got_by_all(key: str, like: torch.Tensor, placed: tuple[Any, ...], sizes: Sizes) -> list[torch.Tensor]:
@@ -396,7 +371,7 @@ def got_by_all(key: str, like: torch.Tensor, placed: tuple[Any, ...], sizes: Siz
     for rank in range(size):
         with as_rank(rank, size):
             target = sharded(torch.full_like(like, -1), placed, sizes, rank)
-            assert run(ts.get(key, target)) is target
+            assert get(key, target) is target
             found.append(target.to_local())
     return found
 
@@ -413,7 +388,7 @@ def test_any_mesh_reads_what_any_mesh_put(there: Sizes, here: Sizes, shape: Shap
         found = got_by_all("k", tensor, get_as, here)
     except Unsupported:
         assume(False)
-    assert torch.equal(run(ts.get("k")), tensor)
+    assert torch.equal(get("k"), tensor)
     for local, place in zip(found, coordinates(here), strict=True):
         assert torch.equal(local, torchs_local(tensor, get_as, here, place))
 
@@ -424,42 +399,27 @@ def test_a_key_is_there_once_all_ranks_have_put_their_shard() -> None:
         assert not run(ts.exists("k"))
         if rank:
             with pytest.raises(NoSuchKey, match="partially committed"):
-                run(ts.get("k"))
+                get("k")
             with pytest.raises(KeyError, match="partially committed"):
                 run(ts.delete("k"))
         with as_rank(rank, 4):
-            run(ts.put("k", sharded(tensor, (Shard(0),), (4,), rank)))
+            put("k", sharded(tensor, (Shard(0),), (4,), rank))
     assert run(ts.exists("k"))
     run(ts.delete("k"))
     with as_rank(0, 4):
-        run(ts.put("k", sharded(tensor, (Shard(0),), (4,), 0)))
+        put("k", sharded(tensor, (Shard(0),), (4,), 0))
     assert run(ts.keys()) == ["k"]
     run(ts.delete_batch(["k"]))
     assert run(ts.keys()) == [], "a batch takes incomplete keys too"
 
 
-def test_a_slice_is_collected_from_the_shards_that_have_it() -> None:
-    tensor = torch.arange(48.0).view(8, 6)
-    put_by_all("k", tensor, (Shard(0), Shard(1)), (2, 3))
-    wanted = ts.TensorSlice(offsets=(2, 1), coordinates=(), global_shape=(8, 6), local_shape=(4, 4), mesh_shape=())
-    assert torch.equal(run(ts.get("k", tensor_slice_spec=wanted)), tensor[2:6, 1:5])
-    other = ts.TensorSlice(offsets=(0, 0), coordinates=(), global_shape=(8, 7), local_shape=(1, 1), mesh_shape=())
-    with pytest.raises(NoSuchSlice):
-        run(ts.get("k", tensor_slice_spec=other))
-
-
-def test_a_tensor_that_every_rank_has_whole_is_put_as_a_plain_one() -> None:
-    tensor = torch.arange(6.0)
-    with as_rank(1, 4):
-        run(ts.put("k", sharded(tensor, (Replicate(),), (4,), 1)))
-    assert torch.equal(run(ts.get("k")), tensor)
-
-
-def test_shards_can_be_put_anew_and_readers_get_what_is_newest_of_each() -> None:
+def test_shards_can_be_put_anew_and_a_tensor_that_every_rank_has_by_one() -> None:
     put_by_all("k", torch.zeros(4), (Shard(0),), (2,))
     with as_rank(1, 2):
-        run(ts.put("k", sharded(torch.ones(4), (Shard(0),), (2,), 1)))
-    assert run(ts.get("k")).tolist() == [0, 0, 1, 1]
+        put("k", sharded(torch.ones(4), (Shard(0),), (2,), 1))
+        put("whole", sharded(torch.arange(6.0), (Replicate(),), (2,), 1))
+    assert get("k").tolist() == [0, 0, 1, 1], "readers get what is newest of each"
+    assert get("whole").tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_a_sum_that_is_not_reduced_yet_is_refused() -> None:
@@ -467,7 +427,7 @@ def test_a_sum_that_is_not_reduced_yet_is_refused() -> None:
         mesh = init_device_mesh("cpu", (2,))
         partial = DTensor.from_local(torch.ones(4), mesh, (Partial(),), run_check=False)
         with pytest.raises(Unsupported, match="summands"):
-            run(ts.put("k", partial))
+            put("k", partial)
 
 
 def test_a_request_names_the_slice_of_a_dtensor_unless_it_is_strided() -> None:
@@ -476,7 +436,7 @@ def test_a_request_names_the_slice_of_a_dtensor_unless_it_is_strided() -> None:
         found = Request.from_any("k", mine).tensor_slice
         assert found == ts.TensorSlice((0, 3), (1, 0), (8, 6), (4, 3), (2, 2))
         with pytest.raises(ValueError, match="DTensor says itself"):
-            run(ts.get("k", mine, found))
+            get("k", mine, found)
         strided = sharded(torch.zeros(8), (_StridedShard(0, split_factor=2), Replicate()), (2, 2), 2)
         with pytest.raises(Unsupported, match="no single slice"):
             _ = Request.from_any("k", strided).tensor_slice

@@ -65,6 +65,13 @@ def weights(value: float = 1.0, size: int = 1000) -> dict[str, Tensor]:
     return {"a": torch.full((size,), float(value)), "b": torch.full((3, 5), float(value), dtype=torch.float64)}
 
 
+def value_in(store: WeightStore, version: int, size: int = 1000) -> float:
+    """The one value that all elements of a version of `weights` have."""
+    into = weights(-1, size)
+    assert store.get(version, into, timeout=10) == version
+    return value_of(into)
+
+
 def of_many_dtypes() -> dict[str, Tensor]:
     """Tensors of each dtype that safetensors has, of odd shapes, and some that need more than one file."""
     floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)
