@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.comms.memory_plane import Handle, MemoryPlane, Region, memory
-from holdfast.comms.work import Work
+from holdfast.backends.inproc.transport import InprocPlane
+from holdfast.comms.memory_plane import MemoryPlane, memory
 from holdfast.store import WeightStore
 from holdfast.store.holding import memory_pool
 from holdfast.store.holding.memory_pool import AHEAD, MemoryPool, available_memory
@@ -21,12 +21,11 @@ NBYTES = 1 << 20
 KEEP = 2
 
 
-class CountingPlane(MemoryPlane):
+class CountingPlane(InprocPlane):
     """Counts what is allocated; each allocation of a thread other than the test's waits for `gate`."""
 
-    name = "counting"
-
     def __init__(self) -> None:
+        super().__init__()
         self.made: list[int] = []
         self.improved: list[int] = []
         self.gate = threading.Event()
@@ -44,26 +43,22 @@ class CountingPlane(MemoryPlane):
     def improve(self, memory: torch.Tensor) -> None:
         self.improved.append(memory.data_ptr())
 
-    def expose(self, tensor: torch.Tensor, writable: bool = False) -> Region:
-        raise NotImplementedError
-
-    def read(self, handle: Handle, into: torch.Tensor, offset: int = 0, *, timeout: float = 30.0) -> Work:
-        raise NotImplementedError
-
-    def write(self, handle: Handle, source: torch.Tensor, offset: int = 0, *, timeout: float = 30.0) -> Work:
-        raise NotImplementedError
-
-    def close(self) -> None:
-        self.gate.set()
-
 
 @pytest.fixture
-def plane() -> CountingPlane:
-    return CountingPlane()
+def plane() -> Iterator[CountingPlane]:
+    with CountingPlane() as opened:
+        yield opened
 
 
 def a_pool(plane: MemoryPlane, limit: int | None = None) -> MemoryPool:
     return MemoryPool(plane, limit, KEEP + 1)
+
+
+@pytest.fixture
+def pool(plane: CountingPlane) -> Iterator[MemoryPool]:
+    opened = a_pool(plane)
+    yield opened
+    opened.close()
 
 
 def take(pool: MemoryPool, version: int, nbytes: int = NBYTES) -> torch.Tensor:
@@ -89,8 +84,9 @@ def publish_versions(pool: MemoryPool, count: int) -> None:
 # Touched beside the program -------------------------------------------------------------------------------------------
 
 
-def test_the_memory_of_the_next_two_versions_is_touched_once_the_size_of_one_is_known(plane: CountingPlane) -> None:
-    pool = a_pool(plane)
+def test_the_memory_of_the_next_two_versions_is_touched_once_the_size_of_one_is_known(
+    plane: CountingPlane, pool: MemoryPool
+) -> None:
     part = take(pool, 1)
     eventually(lambda: is_idle(pool))
     assert plane.made == [NBYTES] * (1 + AHEAD)
@@ -100,73 +96,62 @@ def test_the_memory_of_the_next_two_versions_is_touched_once_the_size_of_one_is_
     for version in (2, 3):
         take(pool, version)
     assert len(plane.made) == 1 + AHEAD
-    pool.close()
 
 
-def test_what_is_expected_is_touched_before_the_first_version(plane: CountingPlane) -> None:
-    pool = a_pool(plane)
+def test_what_is_expected_is_touched_before_the_first_version(plane: CountingPlane, pool: MemoryPool) -> None:
     pool.touch_ahead(NBYTES + NBYTES // 64)
     eventually(lambda: is_idle(pool))
     assert len(plane.made) == AHEAD
     take(pool, 1)
     eventually(lambda: is_idle(pool))
     assert len(plane.made) == KEEP + 1, "the third, although the parts are smaller than was expected"
-    pool.close()
 
 
 @pytest.mark.parametrize("count", [4, 12])
-def test_versions_back_to_back_touch_memory_three_times_and_never_again(plane: CountingPlane, count: int) -> None:
+def test_versions_back_to_back_touch_memory_three_times_and_never_again(
+    plane: CountingPlane, pool: MemoryPool, count: int
+) -> None:
     """A version that comes while its memory is being touched waits for that, and touches none besides."""
-    pool = a_pool(plane)
     publish_versions(pool, count)
     eventually(lambda: is_idle(pool))
     assert len(plane.made) == KEEP + 1
-    pool.close()
 
 
-def test_no_more_is_touched_than_the_limit_allows(plane: CountingPlane) -> None:
-    pool = a_pool(plane, 2 * NBYTES)
+def test_no_more_is_touched_than_the_limit_allows(plane: CountingPlane, pool: MemoryPool) -> None:
+    pool.limit = 2 * NBYTES
     take(pool, 1)
     eventually(lambda: is_idle(pool))
     assert len(plane.made) == 2
     other = pool.allocate(NBYTES // 4, time.monotonic(), 1, part=False)
     assert other.nbytes == NBYTES // 4, "what was touched ahead makes room"
-    pool.close()
 
 
 def test_no_more_is_touched_than_half_of_what_the_machine_has_left(
-    plane: CountingPlane, monkeypatch: pytest.MonkeyPatch
+    plane: CountingPlane, pool: MemoryPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory_pool, "available_memory", lambda: 2 * NBYTES - 1)
-    pool = a_pool(plane)
     take(pool, 1)
     eventually(lambda: is_idle(pool))
     assert len(plane.made) == 1
-    pool.close()
 
 
-def test_small_parts_are_touched_as_they_come(plane: CountingPlane) -> None:
-    pool = a_pool(plane)
+def test_small_parts_are_touched_as_they_come(plane: CountingPlane, pool: MemoryPool) -> None:
     take(pool, 1, NBYTES // 2)
     assert is_idle(pool) and len(plane.made) == 1 and not plane.improved
-    pool.close()
 
 
-def test_a_part_touches_its_memory_itself_if_the_thread_could_not(plane: CountingPlane) -> None:
+def test_a_part_touches_its_memory_itself_if_the_thread_could_not(plane: CountingPlane, pool: MemoryPool) -> None:
     plane.is_full = True
-    pool = a_pool(plane)
     publish_versions(pool, 3)
     assert len(plane.made) == 3
     eventually(lambda: is_idle(pool))
     assert pool.used == KEEP * NBYTES
-    pool.close()
 
 
-def test_a_closed_pool_keeps_nothing_that_was_touched(plane: CountingPlane) -> None:
+def test_a_closed_pool_keeps_nothing_that_was_touched(plane: CountingPlane, pool: MemoryPool) -> None:
     plane.gate.clear()
-    pool = a_pool(plane)
     take(pool, 1)
-    plane.close()
+    plane.gate.set()
     pool.close()
     assert is_idle(pool) and not pool._spare
 
@@ -174,18 +159,12 @@ def test_a_closed_pool_keeps_nothing_that_was_touched(plane: CountingPlane) -> N
 # On a real plane ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def shm() -> Iterator[MemoryPlane]:
-    with memory("shm") as opened:
-        yield opened
-
-
-def test_touching_ends_once_the_plane_is_closed(shm: MemoryPlane) -> None:
-    pool = a_pool(shm)
-    pool.touch_ahead(1 << 40)  # more than any machine has: the sizes that it may have are not a matter of this test
-    assert is_idle(pool)
-    pool.touch_ahead(256 << 20)
-    shm.close()
+def test_touching_ends_once_the_plane_is_closed() -> None:
+    with memory("shm") as shm:
+        pool = a_pool(shm)
+        pool.touch_ahead(1 << 40)  # more than any machine has: the sizes that it may have are not a matter of this test
+        assert is_idle(pool)
+        pool.touch_ahead(256 << 20)
     pool.close()
     assert is_idle(pool)
 

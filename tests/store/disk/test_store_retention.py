@@ -26,17 +26,7 @@ from holdfast.store.retention import DiskRetention, copies, copy_path, restore
 from support.children import Child
 from support.waiting import eventually
 from support.weights.catalogs import announced
-
-
-def weights(value: float, count: int = 3) -> dict[str, torch.Tensor]:
-    return {f"layer{number}": torch.full((1000,), float(value)) for number in range(count)}
-
-
-def value(store: WeightStore, version: int) -> float:
-    into = weights(-1.0)
-    store.get(version, into)
-    (found,) = {float(each) for tensor in into.values() for each in tensor.unique()}
-    return found
+from support.weights.state_dicts import value_in, weights
 
 
 class Events:
@@ -68,7 +58,7 @@ def test_every_kth_version_is_on_disk_whole(store: WeightStore, tmp_path: Path, 
     assert happened.versions("disk_copied") == [0, 3, 6]
     with WeightStore(f"memory://{tmp_path}/other") as other:
         assert restore(other, tmp_path / "copies") == 6
-        assert other.versions() == [6] and value(other, 6) == 6.0
+        assert other.versions() == [6] and value_in(other, 6) == 6.0
 
 
 def test_a_version_that_waits_for_the_disk_stays_although_newer_ones_supersede_it(
@@ -136,7 +126,7 @@ def test_a_directory_of_another_run_is_not_overwritten(store: WeightStore, tmp_p
         eventually(lambda: happened.versions("disk_failed") == [0])
     assert "it exists already" in str(happened.all[0][1]["why"])
     with WeightStore(f"memory://{tmp_path}/after") as after:
-        assert restore(after, tmp_path / "copies") == 0 and value(after, 0) == 7.0
+        assert restore(after, tmp_path / "copies") == 0 and value_in(after, 0) == 7.0
 
 
 def test_a_copy_that_is_already_right_is_kept(store: WeightStore, tmp_path: Path) -> None:
@@ -223,7 +213,7 @@ def test_a_writer_is_killed_in_the_middle_and_another_one_writes_the_copy(
         second.end()
     assert [path.name for path in directory.iterdir()] == [copy_path(directory, 0).name]
     with WeightStore(f"memory://{tmp_path}/after") as after:
-        assert restore(after, directory) == 0 and value(after, 0) == 0.0
+        assert restore(after, directory) == 0 and value_in(after, 0) == 0.0
 
 
 def test_a_process_that_closes_leaves_its_unfinished_copy_to_another(
@@ -262,17 +252,23 @@ def test_restore_takes_the_newest_copy_that_is_whole(store: WeightStore, tmp_pat
     shard.write_bytes(shard.read_bytes()[:-1])
     damaged: list[Path] = []
     assert restore(store, tmp_path / "copies", damaged=lambda path, error: damaged.append(path)) == 1
-    assert value(store, 1) == 1.0 and damaged == [copy_path(tmp_path / "copies", 2)]
+    assert value_in(store, 1) == 1.0 and damaged == [copy_path(tmp_path / "copies", 2)]
     assert read_record(copy_path(tmp_path / "copies", 1)) is not None
 
 
-def test_restore_leaves_a_store_that_is_newer_as_it_is(store: WeightStore, tmp_path: Path) -> None:
+def test_restore_leaves_a_store_that_is_newer_as_it_is_and_several_processes_restore_shares(
+    store: WeightStore, tmp_path: Path
+) -> None:
     assert restore(store, tmp_path / "none") is None
     store.publish(3, weights(3.0))
     export_version(store, 3, copy_path(tmp_path / "copies", 3))
     store.publish(4, weights(4.0))
     assert restore(store, tmp_path / "copies") == 4
     assert store.versions() == [3, 4]
+    with WeightStore(f"memory://{tmp_path}/after") as after:
+        for part in range(2):
+            assert after.versions() == [] and restore(after, tmp_path / "copies", part=part, parts=2) == 3
+        assert value_in(after, 3) == 3.0
 
 
 def test_restore_raises_if_every_copy_is_damaged(store: WeightStore, tmp_path: Path) -> None:
@@ -281,15 +277,6 @@ def test_restore_raises_if_every_copy_is_damaged(store: WeightStore, tmp_path: P
     (copy_path(tmp_path / "copies", 1) / "holdfast.json").write_text("{}")
     with WeightStore(f"memory://{tmp_path}/after") as after, pytest.raises(CorruptData, match=r"holdfast\.json"):
         restore(after, tmp_path / "copies")
-
-
-def test_several_processes_restore_their_shares(store: WeightStore, tmp_path: Path) -> None:
-    store.publish(1, weights(1.0))
-    export_version(store, 1, copy_path(tmp_path / "copies", 1))
-    with WeightStore(f"memory://{tmp_path}/after") as after:
-        for part in range(2):
-            assert restore(after, tmp_path / "copies", part=part, parts=2) == 1
-        assert value(after, 1) == 1.0
 
 
 # -- the catalogue

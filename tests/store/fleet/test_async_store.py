@@ -16,7 +16,7 @@ from holdfast.comms.errors import Mismatch
 from holdfast.store import AsyncFollower, AsyncLease, AsyncWeightStore, CallCancelled, Follower, Lease, WeightStore
 from holdfast.store.read.version_reader import VersionReader
 from support.waiting import eventually
-from support.weights.state_dicts import weights
+from support.weights.state_dicts import value_of, weights
 
 NOT_FOR_USERS = {"reset_in_child", "open_catalog"}
 
@@ -110,27 +110,22 @@ def test_a_follower_is_a_series_of_versions(tmp_path: Path) -> None:
     run(body)
 
 
-def test_many_calls_that_wait_do_not_keep_others_from_working(tmp_path: Path) -> None:
-    async def body() -> None:
-        async with AsyncWeightStore(f"memory://{tmp_path}") as store:
-            waits = [asyncio.create_task(store.wait(1)) for _ in range(50)]
-            await asyncio.sleep(0.05)
-            await store.publish(1, weights(1))
-            assert set(await asyncio.gather(*waits)) == {1}
-
-    run(body)
-
-
-def test_waits_that_are_cancelled_end_at_once(tmp_path: Path) -> None:
+def test_many_calls_that_wait_keep_no_other_from_working_and_end_at_once_when_they_are_cancelled(
+    tmp_path: Path,
+) -> None:
     async def body() -> None:
         url = f"memory://{tmp_path}"
         async with AsyncWeightStore(url) as store, await store.follow(weights(-1)) as follower:
+            waits = [asyncio.create_task(store.wait(1)) for _ in range(50)]
+            await asyncio.sleep(0.05)
             for call in (store.wait(5), follower.catch_up(), follower.next_version(), follower.wait_ready(3)):
                 task = asyncio.ensure_future(call)
                 await asyncio.sleep(0.05)
                 task.cancel()
                 done, _ = await asyncio.wait([task], timeout=5.0)
                 assert done and task.cancelled()
+            await store.publish(1, weights(1))
+            assert set(await asyncio.gather(*waits)) == {1}
 
     run(body)
 
@@ -153,73 +148,59 @@ def test_a_cancelled_publish_is_withdrawn(url: str) -> None:
     run(body)
 
 
+class Held:
+    """Calls of a method that have done their work, and do not return before the task that waits is cancelled."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: type, name: str, again: bool = False) -> None:
+        call = getattr(kind, name)
+
+        def held(*args: Any, **options: Any) -> Any:
+            found = call(*args, **options)
+            self._done.set()
+            self._go_on.wait(20.0)
+            return call(*args, **options) if again else found
+
+        self._done, self._go_on = threading.Event(), threading.Event()
+        monkeypatch.setattr(kind, name, held)
+
+    async def cancel(self, call: Awaitable[Any]) -> asyncio.CancelledError:
+        """Cancel a call that is held."""
+        self._done.clear(), self._go_on.clear()
+        task = asyncio.ensure_future(call)
+        while not self._done.is_set():
+            await asyncio.sleep(0.005)
+        task.cancel()
+        await asyncio.sleep(0)
+        self._go_on.set()
+        with pytest.raises(asyncio.CancelledError) as caught:
+            await task
+        return caught.value
+
+
 def test_a_cancelled_get_changes_nothing_or_says_what_it_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    filling, go_on = threading.Event(), threading.Event()
-
-    def slow(fill: Callable[..., Any]) -> Callable[..., Any]:
-        def body(*args: Any, **options: Any) -> Any:
-            fill(*args, **options)
-            filling.set()
-            go_on.wait(20.0)
-            return fill(*args, **options)
-
-        return body
-
     async def body() -> None:
         async with AsyncWeightStore(f"memory://{tmp_path}") as store:
             await store.publish(1, weights(1))
-            monkeypatch.setattr(VersionReader, "carry_out", slow(VersionReader.carry_out))
-            for atomic in (True, False):
-                filling.clear(), go_on.clear()
-                into = weights(-1)
-                task = asyncio.create_task(store.get(1, into, atomic=atomic))
-                while not filling.is_set():
-                    await asyncio.sleep(0.005)
-                task.cancel()
-                await asyncio.sleep(0)
-                go_on.set()
-                with pytest.raises(asyncio.CancelledError) as caught:
-                    await task
-                if atomic:
-                    assert set(into["a"].tolist()) == set(into["b"].flatten().tolist()) == {-1.0}
-                else:
-                    cause = caught.value.__cause__
-                    assert isinstance(cause, CallCancelled) and set(cause.mixed) == {"a", "b"}
+            filling = Held(monkeypatch, VersionReader, "carry_out", again=True)
+            into = weights(-1)
+            await filling.cancel(store.get(1, into, atomic=True))
+            assert value_of(into) == -1
+            cause = (await filling.cancel(store.get(1, into))).__cause__
+            assert isinstance(cause, CallCancelled) and set(cause.mixed) == {"a", "b"}
 
     run(body)
 
 
 def test_what_a_cancelled_call_got_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pin and a follower that were there when the task was cancelled."""
-    store_url = f"memory://{tmp_path}"
-    begun, go_on = threading.Event(), threading.Event()
-
-    def late(call: Callable[..., Any]) -> Callable[..., Any]:
-        def body(*args: Any, **keywords: Any) -> Any:
-            found = call(*args, **keywords)
-            begun.set()
-            go_on.wait(20.0)
-            return found
-
-        return body
-
-    monkeypatch.setattr(WeightStore, "pin", late(WeightStore.pin))
-    monkeypatch.setattr(WeightStore, "follow", late(WeightStore.follow))
+    pins, follows = (Held(monkeypatch, WeightStore, name) for name in ("pin", "follow"))
 
     async def body() -> None:
-        with WeightStore(store_url) as other:
-            async with AsyncWeightStore(store_url) as store:
+        with WeightStore(f"memory://{tmp_path}") as other:
+            async with AsyncWeightStore(f"memory://{tmp_path}") as store:
                 await store.publish(1, weights(1))
-                for call in (store.pin(1), store.follow(weights(-1))):
-                    begun.clear(), go_on.clear()
-                    task = asyncio.ensure_future(call)
-                    while not begun.is_set():
-                        await asyncio.sleep(0.005)
-                    task.cancel()
-                    await asyncio.sleep(0)
-                    go_on.set()
-                    with pytest.raises(asyncio.CancelledError):
-                        await task
+                for held, call in ((pins, store.pin(1)), (follows, store.follow(weights(-1)))):
+                    await held.cancel(call)
                     catalog = other._catalog_client.read()[1]
                     assert catalog.pins == () and catalog.readers == ()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -266,66 +266,45 @@ def test_one_star_is_one_word_and_two_are_any_number() -> None:
     assert match("model.layers.*.weight", "modelXlayers.0.weight") is None
 
 
-CONFIG = Qwen2Config(
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=40,
-    tie_word_embeddings=True,
-)
 QKV = "model.layers.1.self_attn.qkv_proj.weight"
+QWEN = CONFIGS["qwen2, tied"]
 
 
 @pytest.fixture
-def store() -> Iterator[WeightStore]:
-    with WeightStore("memory://layouts") as found:
-        yield found
+def store(store: WeightStore) -> WeightStore:
+    """The store, with a model as version 1."""
+    store.publish(1, trained("qwen2, tied"))
+    return store
 
 
-@pytest.fixture(scope="module")
-def model() -> torch.nn.Module:
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(CONFIG)
+def qkv_of(rank: int) -> torch.Tensor:
+    """What a rank of two has of the fused weights."""
+    return torch.cat([trained("qwen2, tied")[QKV.replace("qkv", letter)].chunk(2)[rank] for letter in "qkv"])
 
 
-def qkv_of(state: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    return [state[QKV.replace("qkv", letter)] for letter in "qkv"]
-
-
-def test_ranks_of_vllm_get_their_slices_of_what_transformers_published(
-    store: WeightStore, model: torch.nn.Module
-) -> None:
-    state = model.state_dict()
-    store.publish(1, state)
+def test_ranks_of_vllm_get_their_slices_of_what_transformers_published(store: WeightStore) -> None:
     for rank in range(2):
         into = {QKV: torch.empty(32, 32), "model.embed_tokens.weight": torch.full((32, 32), -1.0)}
-        store.get(1, into, layout=Layout.vllm(CONFIG, rank, 2), strict=False)
-        assert torch.equal(into[QKV], torch.cat([each.chunk(2)[rank] for each in qkv_of(state)]))
-        mine = state["model.embed_tokens.weight"][32 * rank : 32 * rank + 32]
+        store.get(1, into, layout=Layout.vllm(QWEN, rank, 2), strict=False)
+        assert torch.equal(into[QKV], qkv_of(rank))
+        mine = trained("qwen2, tied")["model.embed_tokens.weight"][32 * rank : 32 * rank + 32]
         assert torch.equal(into["model.embed_tokens.weight"][: len(mine)], mine)
         assert bool((into["model.embed_tokens.weight"][len(mine) :] == -1).all())
 
 
-def test_a_fused_tensor_is_filled_in_a_cast_and_in_the_dtype_of_the_reader(
-    store: WeightStore, model: torch.nn.Module
-) -> None:
-    store.publish(1, model.state_dict())
+def test_a_fused_tensor_is_filled_in_a_cast_and_in_the_dtype_of_the_reader(store: WeightStore) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         into = {QKV: torch.empty(32, 32, dtype=dtype)}
-        store.get(1, into, layout=Layout.vllm(CONFIG, 1, 2), strict=False, cast="bf16")
-        wanted = torch.cat([each.chunk(2)[1] for each in qkv_of(model.state_dict())])
-        assert torch.equal(into[QKV], wanted.bfloat16().to(dtype))
+        store.get(1, into, layout=Layout.vllm(QWEN, 1, 2), strict=False, cast="bf16")
+        assert torch.equal(into[QKV], qkv_of(1).bfloat16().to(dtype))
 
 
-def test_what_a_layout_cannot_make_changes_nothing(store: WeightStore, model: torch.nn.Module) -> None:
-    store.publish(1, model.state_dict())
+def test_what_a_layout_cannot_make_changes_nothing(store: WeightStore) -> None:
     into = {QKV: torch.zeros(64, 32), "model.layers.9.mlp.gate_up_proj.weight": torch.zeros(96, 32)}
     with pytest.raises(Mismatch, match=r"there is no 'model.layers.9.mlp.gate_up_proj.weight', nor .*9.mlp.up_proj"):
-        store.get(1, into, layout=Layout.vllm(CONFIG), strict=False)
+        store.get(1, into, layout=Layout.vllm(QWEN), strict=False)
     with pytest.raises(Mismatch, match=r"nothing takes \[0:32, 0:48\] of 'model.layers.0.mlp.down_proj.weight'"):
-        store.get(1, {QKV: into[QKV]}, layout=Layout.vllm(CONFIG))
+        store.get(1, {QKV: into[QKV]}, layout=Layout.vllm(QWEN))
     with pytest.raises(Mismatch, match="dtype"):
-        store.get(1, {QKV: into[QKV].double()}, layout=Layout.vllm(CONFIG), strict=False)
+        store.get(1, {QKV: into[QKV].double()}, layout=Layout.vllm(QWEN), strict=False)
     assert not into[QKV].any()

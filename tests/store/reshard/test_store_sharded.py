@@ -9,14 +9,13 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier, Thread
+from threading import Barrier
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -25,6 +24,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from holdfast.comms.errors import Mismatch
 from holdfast.ft.processes.zygote_client import zygote
+from holdfast.ft.state.boxes import count_of
 from holdfast.harness import LocalCluster
 from holdfast.store import WeightStore
 from holdfast.store.data.manifest import LARGE_BYTES
@@ -161,14 +161,7 @@ def test_the_example_loses_a_trainer_and_serves_its_version() -> None:
     assert version == other == 3 and loss == same < 0.05
 
 
-# -- the blocks of real DTensors, on four processes: what `to_local` has, and together the whole tensor
-
-
-State = dict[str, tuple[torch.Tensor, torch.Tensor]]
-"""Tensors, and what they are as a whole."""
-
-
-def fully_sharded_over_tensor_parallel() -> State:
+def fully_sharded_over_tensor_parallel() -> dict[str, Any]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -185,48 +178,31 @@ def fully_sharded_over_tensor_parallel() -> State:
     state: dict[str, Any] = dict(model.state_dict())
     for name, parameter in model.named_parameters():
         state |= {f"{name} {key}": value for key, value in optimizer.state[parameter].items()}
-    return with_wholes(state)
+    return state
 
 
-def with_wholes(state: dict[str, Any]) -> State:
-    from torch.distributed.tensor import DTensor
-
-    return {
-        name: (each, each.full_tensor().detach() if isinstance(each, DTensor) else each) for name, each in state.items()
-    }
-
-
-def differences() -> list[str]:
-    """The names of tensors with blocks that differ from `to_local`, or do not make up the whole."""
-    from torch.distributed.tensor import DTensor
-
-    state = fully_sharded_over_tensor_parallel()
-    placed = {name: place(name, tensor) for name, (tensor, _) in state.items()}
-    wrong, gives = [], giving.given(placed)
-    assert (gives.part, gives.parts) == (dist.get_rank(), 4)
-    for name, (tensor, whole) in state.items():
-        local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-        for box, there in placed[name].blocks:
-            wrong += [name] * (not torch.equal(local[at(there)], whole[at(box)]))
-        mine = [(box, local[at(there)].tolist()) for box, there in gives.blocks.get(name, ())]
-        everything: list[Any] = [None] * 4
-        dist.all_gather_object(everything, mine)
-        count, together = torch.zeros(whole.shape), torch.full_like(whole, -1)
-        for box, values in (each for of_rank in everything for each in of_rank):
-            count[at(box)] += 1
-            together[at(box)] = torch.tensor(values, dtype=whole.dtype).view(together[at(box)].shape)
-        wrong += [name] * (not torch.equal(together, whole) or not bool((count == 1).all()))
-    return wrong
-
-
-def at(box: tuple[tuple[int, int], ...]) -> tuple[slice, ...]:
-    return tuple(slice(low, high) for low, high in box)
-
-
-def test_the_blocks_of_four_processes_are_their_local_tensors_and_make_up_the_whole(
+def test_the_state_of_a_model_that_is_fully_sharded_over_tensor_parallel_is_published_and_filled(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
-    assert in_group(cluster, tmp_path, lambda rank, size: differences()) == [[]] * 4
+    """Each rank's blocks are its local tensors, each element is given once, and all make up the whole."""
+    url = f"sqlite:///{tmp_path}/job.sqlite"
+
+    def body(rank: int, size: int) -> tuple[list[str], dict[str, int]]:
+        state = fully_sharded_over_tensor_parallel()
+        whole = {name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in state.items()}
+        into = {name: torch.zeros_like(each) for name, each in state.items()}
+        gives = giving.given({name: place(name, each) for name, each in state.items()})
+        given = {name: sum(count_of(box) for box, _ in gives.blocks.get(name, ())) for name in state}
+        with WeightStore(url, replicas=1) as store:
+            store.publish(1, state)
+            store.get(store.wait(1), into)
+            found = wrong(into, state) + wrong(store.load(1), whole)
+            torch.distributed.barrier()
+        return found, {name: given[name] - (whole[name].numel() if rank == 0 else 0) for name in state}
+
+    found = in_group(cluster, tmp_path, body)
+    assert [problems for problems, _ in found] == [[]] * 4
+    assert {sum(given[name] for _, given in found) for name in found[0][1]} == {0}, "each element once"
 
 
 def gathered_without_waiting() -> list[str]:
@@ -260,14 +236,6 @@ def stage(number: int, shared: torch.Tensor) -> dict[str, torch.Tensor]:
     return {f"layer{number}": torch.full((4,), float(number)), "shared": shared}
 
 
-@contextmanager
-def publishers_that_do_not_compare(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Publishers that cannot read the parts of others in time."""
-    with monkeypatch.context() as patched:
-        patched.setattr(Publication, "_to_compare", lambda *_: [])
-        yield
-
-
 @pytest.mark.parametrize("size", [0, SMALL, LARGE])
 def test_stages_that_publish_equal_bytes_of_a_tensor_share_it(store: WeightStore, size: int) -> None:
     for number in range(3):
@@ -289,21 +257,15 @@ def test_a_publisher_of_another_dtype_or_shape_is_refused(store: WeightStore) ->
 
 def test_of_publishers_that_begin_together_one_is_refused(store: WeightStore) -> None:
     """The catalogue orders them: the later one finds the earlier one listed."""
-    together, refused = Barrier(2), []
+    together = Barrier(2)
 
     def publish(number: int) -> None:
         together.wait(20.0)
-        try:
-            store.publish(1, stage(number, torch.full((LARGE,), float(number))), part=number, parts=2)
-        except Mismatch as error:
-            refused.append(str(error))
+        store.publish(1, stage(number, torch.full((LARGE,), float(number))), part=number, parts=2)
 
-    threads = [Thread(target=publish, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30.0)
-    assert len(refused) == 1 and "'shared' has other bytes in part" in refused[0]
+    with ThreadPoolExecutor(2) as pool:
+        (error,) = filter(None, [each.exception() for each in [pool.submit(publish, number) for number in range(2)]])
+    assert isinstance(error, Mismatch) and "'shared' has other bytes in part" in str(error)
     assert store.versions() == []
 
 
@@ -311,9 +273,9 @@ def test_of_publishers_that_begin_together_one_is_refused(store: WeightStore) ->
 def test_a_reader_refuses_parts_that_publishers_could_not_compare(
     store: WeightStore, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with publishers_that_do_not_compare(monkeypatch):
-        for number in range(2):
-            store.publish(1, stage(number, torch.full((size,), float(number))), part=number, parts=2)
+    monkeypatch.setattr(Publication, "_to_compare", lambda *_: [])
+    for number in range(2):
+        store.publish(1, stage(number, torch.full((size,), float(number))), part=number, parts=2)
     into = {"shared": torch.full((size,), 7.0)}
     for _ in range(2):
         with pytest.raises(Mismatch, match=DISAGREE):

@@ -6,6 +6,7 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch import nn
@@ -82,6 +83,16 @@ def of_many_dtypes() -> dict[str, Tensor]:
     layers = {f"layers.{number}.weight": torch.randn(100, 200) for number in range(12)}
     odd = {"scalar": torch.tensor(2.5), "empty": torch.empty(0, 4), "bool": torch.rand(7) > 0.5}
     return {**state, **layers, **odd}
+
+
+def a_llama(tied: bool) -> Any:
+    """A small language model of transformers; skips the test without them."""
+    transformers = pytest.importorskip("transformers", reason="pip install 'holdfast[rl]'")
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=50, tie_word_embeddings=tied,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
 
 
 def value_of(state: Mapping[str, Tensor]) -> float:
