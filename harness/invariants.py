@@ -94,7 +94,7 @@ class Checker(ABC):
 
 
 class Deadlines(Checker):
-    """Every op and every attempt ends, well or with an error, in time; a process that is stopped or gone is excused."""
+    """Every op and every attempt ends in time, with a result or an error. A stopped or dead process is excused."""
 
     name: ClassVar[str] = "ops end by their deadline"
 
@@ -247,7 +247,7 @@ class Unbroken(Checker):
 
 
 class OneMembership(Checker):
-    """All who install an epoch have the same members, in the same rank order, and are one of them."""
+    """All processes that install an epoch have the same members, in the same rank order, and are one of them."""
 
     name: ClassVar[str] = "one membership an epoch"
 
@@ -296,8 +296,8 @@ class EpochsForward(Checker):
 
 
 class RankOrder(Checker):
-    """From one epoch to the next survivors keep their order, nobody has two ranks, newcomers take the ranks of those
-    that left or come last, and there are never fewer members than the job can run with.
+    """Survivors keep their order from one epoch to the next, and no member has two ranks. Newcomers take the ranks of
+    members that left, or come last. There are never fewer members than the job can run with.
     """
 
     name: ClassVar[str] = "ranks keep their order"
@@ -354,8 +354,8 @@ LEFT = (
 
 
 class EvictionsJustified(Checker):
-    """Whoever is left out of an epoch had ended, had been stopped, could not work with others for long, or was not
-    heard, a moment before, by at least half of those who watch it.
+    """A process that an epoch leaves out had ended, had been stopped, or could not work with others for long. Else at
+    least half of its observers had not heard it a moment before.
 
     Checks only simulated runs: their logs have the end and the pauses of every process. Such a log begins with an event
     `simulated`, and has `died`, `stopped`, and `suspected` with `of`, the number of observers.
@@ -416,8 +416,8 @@ class EvictionsJustified(Checker):
 
 
 class Commits(Checker):
-    """On each process committed steps follow each other without a gap or a repeat, from the first or from the state
-    taken over (or the checkpoint, where state was lost), and all who finish have committed the same last step.
+    """On each process committed steps follow each other without a gap or a repeat. They begin with the first one, with
+    the state taken over, or, where state was lost, with the checkpoint. All that finish have the same last step.
     """
 
     name: ClassVar[str] = "committed steps are kept"
@@ -476,8 +476,7 @@ class Commits(Checker):
 
 
 class NoEvictedCommits(Checker):
-    """From the moment a view without a process is installed by any other, it commits no step but one that the others
-    commit too.
+    """Once a view without a process is installed anywhere, that process commits only steps that the others commit too.
 
     A process that has not heard of its eviction may still leave a barrier that all had entered: then the others commit
     the step as well, by their votes. It must never commit a step that they undo, or never do.
@@ -559,7 +558,7 @@ class RevokedEffects(Checker):
 
 
 class EqualBits(Checker):
-    """All who log a digest of their state after a step have the same digest."""
+    """All processes that log a digest of their state after a step have the same digest."""
 
     name: ClassVar[str] = "equal bits"
 
@@ -584,8 +583,8 @@ class EqualBits(Checker):
 
 
 class StoreVersions(Checker):
-    """Published versions grow, a process never fetches an older one than before, only versions that were published are
-    fetched, and none is lost.
+    """Published versions grow, and none is lost. A process fetches published versions only, and never an older one than
+    before.
     """
 
     name: ClassVar[str] = "versions are kept"

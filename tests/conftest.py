@@ -107,7 +107,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out of the second tier a property of the first that states its number of examples: it would be the same."""
+    """Leave properties of the first tier with their own number of examples out of the second: they would repeat."""
     if config.getoption("--hypothesis-profile", None) != "thorough":
         return
     every = settings.get_profile("thorough").max_examples

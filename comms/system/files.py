@@ -63,7 +63,7 @@ class OwnedDescriptor(int):
 
 @functools.cache
 def _shared_inode() -> tuple[int, int]:
-    """The inode of eventfds and epolls, and of pidfds before Linux 6.9; from then on each process has one of its own.
+    """The inode of eventfds and epolls, and of pidfds before Linux 6.9. Later kernels have one for each process.
 
     So a rank asks nothing of /proc about the pidfds of its peers: with 63 of them that took all processors.
     """

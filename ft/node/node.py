@@ -361,7 +361,7 @@ class Node:
             self._links.deliver(member, *notice)
 
     def _report_soon(self, finding: Suspicion | Cleared, to: tuple[Member, ...]) -> None:
-        """Report a finding together with the others of this turn of the loop: a host that is lost has many members."""
+        """Report all findings of a turn of the loop together: a lost host has many members."""
         if not self._unreported:
             self._time.call_later(0.0, self._report)
         self._unreported.setdefault(tuple(member.id for member in to), (to, []))[1].append(finding)

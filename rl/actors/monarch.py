@@ -89,7 +89,7 @@ class HostObserver(monarch_actor.Actor):  # type: ignore[misc]
 
     @monarch_actor.concurrent_endpoint  # type: ignore[untyped-decorator]
     async def kill(self, pid: int, started: int) -> None:
-        """Send SIGKILL to a process by its number and start time; a number that another one has by now means none."""
+        """Send SIGKILL to the process with this number and start time, if it is still there."""
         HostProcesses().kill(Peer(this_host(), pid, started))
 
 

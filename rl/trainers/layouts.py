@@ -271,7 +271,7 @@ def sharded_norm(gradients: Sequence[Any], comm: Communicator, mesh: DeviceMesh)
 
 
 def place_in(mesh: DeviceMesh, name: str) -> tuple[int, int]:
-    """The size of a mesh's dimension, and this rank's place in it; 1 and 0 if it has no such dimension."""
+    """The size of a dimension of a mesh, and this rank's place in it. Without such a dimension: 1, 0."""
     if name not in (mesh.mesh_dim_names or ()):
         return 1, 0
     return mesh[name].size(), mesh[name].get_local_rank()

@@ -1,4 +1,4 @@
-"""How chaos runs are shown: pages for one run or many, a page for two reports side by side, and the terminal."""
+"""Show chaos runs: pages for one run, many, or two reports side by side, and the terminal."""
 
 from __future__ import annotations
 
