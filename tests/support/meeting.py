@@ -13,6 +13,8 @@ import torch.distributed as dist
 from holdfast import comms
 from holdfast.comms import Communicator
 from holdfast.comms.connect import KnownMembers, connect_members
+from holdfast.harness import LocalCluster
+from support.waiting import eventually
 
 T = TypeVar("T")
 
@@ -46,38 +48,80 @@ def total(comm: comms.Communicator) -> float:
 
 
 class Epochs:
-    """Makes the communicators of the processes that are the ranks of `outer`; their store is in `folder`."""
+    """One process, a rank of `outer`, in epoch after epoch; keeps its communicators. The store is in `folder`."""
 
     def __init__(self, backend: str, outer: Communicator, folder: Path) -> None:
         self.me = outer.rank
-        self._backend, self._peers = backend, outer.peers
+        self.comm: Communicator | None = None
+        self._backend, self._peers, self._folder = backend, outer.peers, folder
         self._store = dist.FileStore(str(folder / "store"), -1)
+        self._old: list[Communicator] = []
+        self._barriers = 0
 
-    def next(
+    def enter(
         self,
         epoch: int,
         processes: Sequence[int],
-        previous: Communicator | None,
         *,
         alone: bool = False,
+        anew: bool = False,
         timeout: float = 20.0,
-        connect_payload: Sequence[int] = (),
     ) -> Communicator:
-        """The communicator of these processes, in this order; aborts the previous one.
+        """Take part in an epoch as one of these processes, in this order; aborts the communicator before.
 
-        `alone`: no other process sees its store.
+        `alone`: no other process sees the store. `anew`: the communicator gets nothing from the one before.
         """
-        if previous is not None:
-            previous.abort("the epoch is over")
-        return connect_members(
+        previous = self.comm or (self._old[-1] if self._old else None)
+        if self.comm is not None:
+            self.comm.abort("the epoch is over")
+            self._old.append(self.comm)
+            self.comm = None
+        self._barriers = 0
+        self.comm = connect_members(
             self._backend,
             KnownMembers(
                 rank=list(processes).index(self.me),
                 peers=[self._peers[process] for process in processes],
                 store=dist.HashStore() if alone else dist.PrefixStore(str(epoch), self._store),
                 epoch=epoch,
-                previous=previous,
-                connect_payload=connect_payload,
+                previous=None if anew else previous,
+                connect_payload=(epoch, self.me, -1, 0),  # as many as a board has room for
             ),
             timeout=timeout,
         )
+        return self.comm
+
+    def leave_barrier(self, comm: Communicator) -> None:
+        """Enter a barrier, and return once all ranks have left it: a link that breaks then ends no op."""
+        comm.barrier()
+        self._barriers += 1
+        at = self._folder / f"barrier {self._barriers} of epoch {comm.epoch}"
+        at.mkdir(exist_ok=True)
+        (at / str(comm.rank)).touch()
+        eventually(lambda: len(list(at.iterdir())) == comm.size)
+
+    def close_old(self) -> None:
+        """Close all communicators but the newest."""
+        while self._old:
+            self._old.pop(0).close()
+
+    def close(self) -> None:
+        self.close_old()
+        if self.comm is not None:
+            self.comm.close()
+
+
+def in_epochs(
+    cluster: LocalCluster, body: Callable[[Epochs], T], folder: Path, size: int | None = None
+) -> list[T | None]:
+    """The results of `body` in each process of a cluster, or in the first `size`; closes their communicators."""
+
+    def whole(outer: Communicator) -> T | None:
+        epochs = Epochs(outer.backend, outer, folder)
+        try:
+            return body(epochs) if size is None or outer.rank < size else None
+        finally:
+            outer.barrier()
+            epochs.close()
+
+    return cluster.run(whole)[:size]

@@ -1,0 +1,364 @@
+"""Communicators one after another: survivors keep what they have, newcomers find it, and nothing old arrives."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.backends.shm.transport import BOARD_SLOTS, SharedSegment, ShmTransport, decode_address
+from holdfast.backends.ucx import farewells, handshake
+from holdfast.backends.ucx.endpoints import Connections, PeerLink
+from holdfast.backends.ucx.farewells import Notice, parse
+from holdfast.backends.ucx.libucp import UcxError
+from holdfast.backends.ucx.transport import UcxTransport
+from holdfast.comms import Communicator, HoldfastError, OpTimeout, PeerFailed, Revoked
+from holdfast.comms.algorithms.shared_memory.board import layout_of
+from holdfast.comms.errors import CorruptData
+from holdfast.comms.transport.liveness import this_process
+from holdfast.harness import LocalCluster
+from support.meeting import Epochs, in_epochs
+from support.waiting import eventually
+
+SHM, UCX, UCX_TCP = ("shm", ""), ("ucx", "posix,cma,self"), ("ucx", "tcp,self")
+over_ucx = pytest.mark.parametrize("cluster", [UCX, UCX_TCP], indirect=True, scope="module")
+over_shm = pytest.mark.parametrize("cluster", [SHM], indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module", params=[SHM, UCX, UCX_TCP], ids=" ".join)
+def cluster(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
+    """Four processes; ucx with shared memory, and with TCP, as its transports."""
+    backend, tls = request.param
+    with LocalCluster(4, backend, timeout=60.0, environ={"UCX_TLS": tls} if tls else {}) as ranks:
+        ranks.warm_up()
+        yield ranks
+
+
+def kept_by(comm: Communicator) -> object:
+    """What the next communicator of a process may have from this one: its segment, or its worker."""
+    if isinstance(comm.transport, ShmTransport):
+        return comm.transport.segment
+    assert isinstance(comm.transport, UcxTransport) and comm.transport.connections is not None
+    return comm.transport.connections.worker
+
+
+def total(comm: Communicator, count: int = 50_000) -> float:
+    tensor = torch.full((count,), comm.rank + 1.0)
+    comm.all_reduce(tensor)
+    assert len(set(tensor.tolist())) == 1
+    return float(tensor[0])
+
+
+def sum_of(size: int) -> float:
+    return size * (size + 1) / 2
+
+
+def restart(epochs: Epochs) -> None:
+    """Let a process be as one that was started again: it has no worker any more."""
+    assert epochs.comm is not None
+    if isinstance(epochs.comm.transport, UcxTransport):
+        given_up = epochs.comm.transport.hand_over([])
+        assert given_up is not None
+        given_up.close()
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """An epoch of these processes: one was `restarted` before it; it is never built if one is `absent`."""
+
+    number: int
+    processes: list[int]
+    restarted: int | None = None
+    absent: int | None = None
+
+
+ALL = [0, 1, 2, 3]
+STORIES: dict[str, tuple[list[Epoch], bool | None]] = {
+    "two die": ([Epoch(1, ALL), Epoch(2, [0, 2, 3]), Epoch(3, [2, 3])], True),
+    "survivors are numbered anew": ([Epoch(1, ALL), Epoch(2, [3, 0, 2]), Epoch(3, [0, 3])], True),
+    "new at any rank": ([Epoch(1, [0, 1, 2]), Epoch(2, [0, 3, 2]), Epoch(3, [1, 3, 2])], None),
+    "the first rank is new": ([Epoch(1, [1, 2, 3]), Epoch(2, ALL)], False),
+    "one was left out": ([Epoch(1, [0, 1, 2]), Epoch(2, [0, 1]), Epoch(3, [0, 1, 2])], None),
+    "one is restarted": ([Epoch(1, ALL), Epoch(2, ALL, restarted=3)], True),
+    "one is restarted, one new": ([Epoch(1, [0, 1, 2]), Epoch(2, ALL, restarted=1)], None),
+    "the first rank does not come": ([Epoch(1, ALL), Epoch(2, ALL, absent=0), Epoch(6, ALL)], True),
+    "the last rank does not come": ([Epoch(1, ALL), Epoch(2, ALL, absent=3), Epoch(3, ALL)], True),
+}
+"""Epochs, and whether survivors keep their segment of shm: False if it is the first rank that does not know it."""
+
+
+@pytest.mark.parametrize("name", STORIES)
+def test_survivors_go_on_with_what_they_have_and_the_others_find_them(
+    name: str, cluster: LocalCluster, tmp_path: Path
+) -> None:
+    """Those that know each other ask no store. Epoch 6 of shm has the slot of epoch 2, which was never built."""
+    story, keeps = STORIES[name]
+
+    def body(epochs: Epochs) -> None:
+        before: object = None
+        for epoch in story:
+            if epochs.me not in epoch.processes or epochs.me == epoch.absent:
+                continue
+            before = before if epochs.comm is None else kept_by(epochs.comm)
+            anew = epochs.me == epoch.restarted
+            if anew:
+                restart(epochs)
+            if epoch.absent is not None:
+                with pytest.raises((OpTimeout, Revoked, PeerFailed)):
+                    epochs.enter(epoch.number, epoch.processes, timeout=0.5)
+                continue
+            alone = name == "survivors are numbered anew" and epoch.number > 1
+            comm = epochs.enter(epoch.number, epoch.processes, anew=anew, alone=alone)
+            assert comm.connect_payloads == [(epoch.number, process, -1, 0) for process in epoch.processes]
+            assert [total(comm, count) for count in (3, 300_000)] == [sum_of(len(epoch.processes))] * 2
+            kept = kept_by(comm)
+            if isinstance(before, SharedSegment) and keeps is not None:
+                assert isinstance(kept, SharedSegment)
+                assert (kept.address.inode == before.address.inode if anew else kept is before) is keeps
+            elif before is not None and not isinstance(before, SharedSegment):
+                assert (kept is before) is not anew
+            epochs.leave_barrier(comm)
+            epochs.close_old()
+            assert total(comm) == sum_of(len(epoch.processes)), "although the communicator before it is closed"
+            epochs.leave_barrier(comm)
+
+    in_epochs(cluster, body, tmp_path)
+
+
+@pytest.mark.parametrize("count", [3, 2_000_000])
+def test_no_epoch_receives_messages_of_an_earlier_one(count: int, cluster: LocalCluster, tmp_path: Path) -> None:
+    def body(epochs: Epochs) -> float:
+        first = epochs.enter(1, [0, 1])
+        if epochs.me == 0:
+            work = first.send(torch.full((count,), 7.0), 1, async_op=True)
+            with pytest.raises(HoldfastError):
+                first.recv(torch.zeros(count), 1, tag=5, timeout=0.3)
+            with suppress(HoldfastError):
+                work.wait()
+        second = epochs.enter(2, [0, 1])
+        if epochs.me == 0:
+            second.send(torch.full((count,), 8.0), 1)
+            return 8.0
+        tensor = torch.zeros(count)
+        second.recv(tensor, 0)
+        return float(tensor[0])
+
+    assert in_epochs(cluster, body, tmp_path, 2) == [8.0, 8.0]
+
+
+@over_shm
+def test_a_hundred_epochs_leave_no_bytes_and_no_descriptor(cluster: LocalCluster, tmp_path: Path) -> None:
+    def body(epochs: Epochs) -> int:
+        epochs.enter(1, ALL)
+        counts = []
+        for epoch in range(2, 102):
+            some = [rank for rank in range(4) if (epoch + rank) % 5]
+            comm = epochs.enter(epoch, ALL if len(some) < 4 else some[::-1])
+            assert [said[0] for said in comm.connect_payloads or ()] == [epoch] * 4
+            assert total(comm, 10 if epoch % 3 else 70_000) == sum_of(4)
+            epochs.close_old()
+            if epoch % 20 == 0:
+                counts.append(len(list(Path("/proc/self/fd").iterdir())))
+        return max(counts) - min(counts)
+
+    for spread in in_epochs(cluster, body, tmp_path):
+        assert spread is not None and spread <= 3, "but for the pidfds of one communicator's peers"
+
+
+@over_shm
+def test_an_announcement_is_left_on_the_board_where_others_wait(cluster: LocalCluster, tmp_path: Path) -> None:
+    def body(epochs: Epochs) -> tuple[bytes | None, float]:
+        comm = epochs.enter(1, ALL)
+        if epochs.me == 2:
+            assert comm.announce(b"epoch 2")
+        else:
+            with pytest.raises(Revoked, match="rank 2 has announced what follows"):
+                comm.barrier()
+        word, after = comm.announced, epochs.enter(2, ALL)
+        epochs.close_old()
+        found = total(after)
+        assert after.announced is None
+        return word, found
+
+    assert in_epochs(cluster, body, tmp_path) == [(None if rank == 2 else b"epoch 2", 10.0) for rank in range(4)]
+
+
+# -- a segment of shm
+
+
+def a_segment(rows: int = 2) -> tuple[SharedSegment, Any]:
+    peers = [this_process()] * rows
+    return SharedSegment.make("test", peers), peers
+
+
+def test_the_segment_ends_with_the_last_of_its_board_slots() -> None:
+    segment, peers = a_segment()
+    descriptor = segment.address.descriptor
+    first, second = segment.take(1, peers), segment.take(2, peers)
+    assert not segment.has_room(1 + BOARD_SLOTS, 2)
+    assert not segment.has_room(3, 3)
+    assert segment.has_room(3, 2)
+    first.release()
+    segment.release_slot(1)
+    assert segment.has_room(1 + BOARD_SLOTS, 2)
+    second.release()
+    segment.release_slot(2)
+    assert not segment.has_room(3, 2)
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(descriptor)
+
+
+def test_two_boards_never_share_a_slot() -> None:
+    segment, peers = a_segment()
+    slot = segment.take(1, peers)
+    with pytest.raises(ValueError, match="earlier epoch"):
+        segment.take(1 + BOARD_SLOTS, peers)
+    slot.release()
+    segment.release_slot(1)
+
+
+@pytest.mark.parametrize("said", [b"", b"7", b'[1,2,"x"]', b"\xff", b"[1,2]"])
+def test_an_offer_of_an_impossible_slot_is_corrupt(said: bytes) -> None:
+    with pytest.raises(CorruptData, match="cannot be read"):
+        decode_address(said)
+
+
+def test_a_rank_maps_no_memory_of_another_job(tmp_path: Path) -> None:
+    me = this_process()
+    other = (tmp_path / "file").open("w+b")
+    with other:
+        inode = os.fstat(other.fileno()).st_ino
+        with pytest.raises(PeerFailed, match="not the memory of this job"):
+            SharedSegment.open(f"[{other.fileno()},{inode},2]".encode(), [me, me])
+    with pytest.raises(PeerFailed, match="cannot be opened"):
+        SharedSegment.open(b"[1000000,1,2]", [me, me])
+    for rows in (1, 1_000_000):
+        with pytest.raises(CorruptData, match="offers a board for"):
+            SharedSegment.open(f"[0,1,{rows}]".encode(), [me, me])
+
+
+def test_a_later_epoch_does_not_wait_for_memory() -> None:
+    """All memory of its board but the stages is there before it begins."""
+    segment = SharedSegment.make("ready", [this_process()] * 4)
+    segment.prefault()
+    layout = layout_of(4)
+    pages = range(0, 8 * layout.stage, mmap.PAGESIZE)
+    with segment.take(3, [this_process()] * 4) as slot:
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        for row in range(4):
+            for page in pages:
+                slot[8 * row * layout.row_words + page] = 1
+        faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+    segment.release_slot(3)
+    assert faults < len(pages), f"{faults} faults, 4 rows of {len(pages)} pages each"
+
+
+# -- endpoints of ucx
+
+
+@over_ucx
+def test_endpoints_made_by_a_failed_attempt_close_with_the_last_communicator(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    def body(epochs: Epochs) -> bool:
+        first = epochs.enter(1, [0, 1])
+        epochs.leave_barrier(first)
+        if epochs.me == 0:
+            assert isinstance(first.transport, UcxTransport)
+            given_up = first.transport.hand_over([])
+            assert given_up is not None
+            given_up.close()
+            with pytest.raises(OpTimeout):
+                epochs.enter(2, [0, 1], timeout=0.3)
+            first.abort("again")
+            first.close()
+            assert first.transport.hand_over([]) is None
+        return True
+
+    assert in_epochs(cluster, body, tmp_path, 2) == [True, True]
+
+
+@over_ucx
+def test_a_malformed_notice_ends_the_epoch_and_a_later_farewell_is_heard(cluster: LocalCluster, tmp_path: Path) -> None:
+    def body(epochs: Epochs) -> str:
+        comm = epochs.enter(1, [0, 1])
+        if epochs.me == 0:
+            transport = comm.transport
+            assert isinstance(transport, UcxTransport)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(farewells, "WorkerFarewell", lambda aborted, why: {"type": "what nobody says"})
+                transport.notices.send_farewell([transport.links[1].endpoint], True, "")
+            transport.notices._said = False
+            comm.abort("called off")
+            (tmp_path / "said").touch()
+            eventually((tmp_path / "heard").exists, 10.0)  # a closing process drops what it could not send yet
+            return ""
+        eventually((tmp_path / "said").exists, 10.0)  # no process sends a farewell to one that has left
+        with pytest.raises(CorruptData, match="neither hello nor farewell"):
+            comm.recv(torch.zeros(1), 0)
+        transport = comm.transport
+        assert isinstance(transport, UcxTransport)
+
+        def heard() -> bool:
+            with transport._lock:
+                transport._worker.progress()
+                transport.notices.poll()
+            return 0 in transport.notices.left
+
+        eventually(heard, 10.0)
+        (tmp_path / "heard").touch()
+        return transport.notices.left[0][0].why
+
+    assert "called off" in str(in_epochs(cluster, body, tmp_path, 2)[1])
+
+
+@given(st.binary(max_size=64))
+def test_a_malformed_notice_is_refused(text: bytes) -> None:
+    with suppress(CorruptData):
+        assert isinstance(parse(text), Notice)
+
+
+@over_ucx
+def test_a_process_survives_a_peer_that_connects_and_dies_before_it_is_heard(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    """UCX 1.22 ends a process when a peer without its shared memory asks it to connect."""
+    gone = tmp_path / "gone"
+
+    def leave(connections: Connections, address: bytes) -> PeerLink:
+        link = Connections.link(connections, address)
+        connections.worker.flush([link.endpoint], seconds=0.2)
+        raise UcxError("leaving", -3, "of its own accord")
+
+    look = handshake._Handshake._exchange_addresses
+
+    def look_late(self: handshake._Handshake) -> bool:
+        if self._published:
+            return look(self)
+        self._published = True
+        self._context.store.set("ucx/0", self._worker.address.hex())
+        eventually(gone.exists)
+        return False
+
+    def body(epochs: Epochs) -> bool:
+        with pytest.MonkeyPatch.context() as patch:
+            if epochs.me == 0:
+                patch.setattr(handshake._Handshake, "_exchange_addresses", look_late)
+            else:
+                patch.setattr(handshake, "Connections", type("Leaving", (Connections,), {"link": leave}))
+            with pytest.raises((PeerFailed, OpTimeout)):
+                epochs.enter(1, [0, 1], timeout=1.0)
+        gone.touch()
+        return True
+
+    assert in_epochs(cluster, body, tmp_path, 2) == [True, True]
