@@ -190,11 +190,11 @@ def soon() -> float:
     return time.monotonic() + 20
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_each_op_calls_its_counterpart_of_torchs_group(size: int) -> None:
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_each_op_and_its_prepared_form_call_the_counterpart_of_torchs_group(size: int) -> None:
     def body(transport: OnTheHost) -> None:
         rank = transport.rank
-        for dtype in (torch.float32, torch.int16, torch.bool, torch.complex64, torch.uint8):
+        for dtype in (torch.float32, torch.int64, torch.int16, torch.bool, torch.complex64, torch.uint8):
             for op in (ReduceOp.SUM, ReduceOp.BXOR, ReduceOp.AVG, ReduceOp.MAX):
                 try:
                     arithmetic.check_reducible(dtype, op)
@@ -202,12 +202,15 @@ def test_each_op_calls_its_counterpart_of_torchs_group(size: int) -> None:
                     continue
                 inputs = [(torch.arange(6) + r).to(dtype) for r in range(size)]
                 expected = carried(device_reduction_of(dtype, op), inputs, op)
-                mine = inputs[rank].clone()
+                mine, again = inputs[rank].clone(), inputs[rank].clone()
                 transport.all_reduce(mine, op, soon())
-                assert torch.equal(mine, expected), (dtype, op)
-                part = torch.empty(6, dtype=dtype)
+                transport.function(OpPlan.make("all_reduce", dtype, mine.nbytes, 0, op, 5.0))(again, soon())
+                assert torch.equal(mine, expected) and torch.equal(again, expected), (dtype, op)
+                part, again = torch.empty(6, dtype=dtype), torch.empty(6, dtype=dtype)
                 transport.reduce_scatter(part, [inputs[rank].clone() for _ in range(size)], op, soon())
-                assert torch.equal(part, expected), (dtype, op)
+                prepared = transport.function(OpPlan.make("reduce_scatter", dtype, part.nbytes, 0, op, 5.0))
+                prepared(again, inputs[rank].repeat(size), soon())
+                assert torch.equal(part, expected) and torch.equal(again, expected), (dtype, op)
                 mine = inputs[rank].clone()
                 transport.reduce(mine, size - 1, op, soon())
                 assert torch.equal(mine, expected if rank == size - 1 else inputs[rank])
@@ -219,7 +222,7 @@ def test_each_op_calls_its_counterpart_of_torchs_group(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_each_movement_calls_its_counterpart_of_torchs_group(size: int) -> None:
+def test_each_movement_and_its_prepared_form_call_the_counterpart_of_torchs_group(size: int) -> None:
     def body(transport: OnTheHost) -> None:
         rank = transport.rank
         lists = [torch.full((r,), r, dtype=torch.int16) for r in range(size)]
@@ -241,6 +244,13 @@ def test_each_movement_calls_its_counterpart_of_torchs_group(size: int) -> None:
             got = torch.empty(3)
             transport.batch_send_recv([(torch.full((3,), float(rank)), right, 0)], [(got, left, 0)], soon())
             assert got.tolist() == [left] * 3
+        tensor = torch.full((2,), float(rank))
+        transport.function(OpPlan.make("broadcast", tensor.dtype, tensor.nbytes, size - 1, None, 5.0))(tensor, soon())
+        assert tensor.tolist() == [size - 1.0] * 2
+        rows = torch.empty(size, 2)
+        gather = transport.function(OpPlan.make("all_gather", tensor.dtype, tensor.nbytes, 0, None, 5.0))
+        gather(rows, torch.full((2,), float(rank)), soon())
+        assert rows.tolist() == [[float(r)] * 2 for r in range(size)]
 
     on_ranks(size, body)
 
@@ -325,47 +335,16 @@ def stand_in() -> Iterator[None]:
     comms.unregister(stand_in_plugin)
 
 
-def test_the_prepared_ops_do_as_the_general_ones() -> None:
-    def body(transport: OnTheHost) -> None:
-        rank, size = transport.rank, transport.size
-        for dtype in (torch.float32, torch.int64, torch.uint8, torch.int16, torch.bool):
-            for op in (ReduceOp.SUM, ReduceOp.MAX, ReduceOp.AVG):
-                inputs = [(torch.arange(4) % (r + 2)).to(dtype) for r in range(size)]
-                try:
-                    expected = inputs[rank].clone()
-                    transport.all_reduce(expected, op, soon())
-                except (Unsupported, TypeError):
-                    continue
-                for name in ("all_reduce", "reduce_scatter"):
-                    mine = inputs[rank].clone()
-                    run = transport.function(OpPlan.make(name, dtype, mine.nbytes, 0, op, 5.0))
-                    if name == "all_reduce":
-                        run(mine, soon())
-                    else:
-                        given, mine = mine.repeat(size), torch.empty_like(mine)
-                        run(mine, given, soon())
-                    assert torch.equal(mine, expected), (name, dtype, op)
-        tensor = torch.full((2,), float(rank))
-        transport.function(OpPlan.make("broadcast", tensor.dtype, tensor.nbytes, size - 1, None, 5.0))(tensor, soon())
-        assert tensor.tolist() == [size - 1.0] * 2
-        whole = torch.empty(size, 2)
-        gather = transport.function(OpPlan.make("all_gather", tensor.dtype, tensor.nbytes, 0, None, 5.0))
-        gather(whole, torch.full((2,), float(rank)), soon())
-        assert whole.tolist() == [[float(r)] * 2 for r in range(size)]
-        transport.abort(PeerFailed((0,), "gone"))
-        with pytest.raises(PeerFailed, match="gone"):
-            gather(whole, tensor, soon())
-
-    on_ranks(2, body)
-
-
 def test_an_abort_reaches_torchs_group_once_and_names_its_reason_in_later_ops() -> None:
     def body(transport: OnTheHost) -> None:
         transport.abort(PeerFailed((2,), "gone"))
         transport.abort(OpTimeout("later", 1, 1.0))
         eventually(lambda: transport._group.aborted == 1)
+        gather = transport.function(OpPlan.make("all_gather", torch.float32, 8, 0, None, 5.0))
         with pytest.raises(PeerFailed, match="gone"):
             transport.all_reduce(torch.ones(2), ReduceOp.SUM, soon())
+        with pytest.raises(PeerFailed, match="gone"):
+            gather(torch.empty(1, 2), torch.ones(2), soon())
 
     on_ranks(1, body)
 
@@ -390,13 +369,6 @@ def connected(outer: Communicator, place: str, timeout: float = 20.0, size: int 
     return comms.connect(
         library, rank=outer.rank, size=size, rendezvous=f"file://{place}", device="cuda:0", timeout=timeout
     )
-
-
-def sums_alone(outer: Communicator, folder: Path) -> None:
-    with connected(outer, f"{folder}/alone", size=1) as alone:
-        ones = torch.ones(4, device="cuda:0")
-        alone.all_reduce(ones)
-        assert ones.tolist() == [1, 1, 1, 1]
 
 
 @pytest.fixture(params=[1, 2])
@@ -497,7 +469,10 @@ def test_gpu_connecting_to_a_rank_that_dies_is_bounded_and_the_next_connect_work
         with pytest.raises(HoldfastError):
             connected(outer, f"{tmp_path}/meet", timeout=8.0)
         assert time.monotonic() - began < PATIENCE
-        sums_alone(outer, tmp_path)
+        with connected(outer, f"{tmp_path}/alone", size=1) as alone:
+            ones = torch.ones(4, device="cuda:0")
+            alone.all_reduce(ones)
+            assert ones.tolist() == [1, 1, 1, 1]
 
     with LocalCluster(2, "gloo", timeout=120.0) as cluster:
         outcome = cluster.outcomes(body)[0]
