@@ -43,8 +43,8 @@ def exchange(switch: Switch, dies: bool = False) -> None:
     assert torch.equal(combined, torch.ones(6, 4) * living[:, None])
 
 
-def train(session: Session, gate: str = "") -> tuple[list[Seen], list[int]]:
-    """Run the steps, in which a rank dies; not before `gate` is there."""
+def train(session: Session, gate: str = "", *, barrier: bool = False) -> tuple[list[Seen], list[int]]:
+    """Run the steps, in which a rank dies; not before `gate` is there. A `barrier` in the next step needs the dead."""
     counter, seen = Tally(), []
     session.attach("counter", counter)
     switch: Switch | None = None
@@ -54,7 +54,13 @@ def train(session: Session, gate: str = "") -> tuple[list[Seen], list[int]]:
                 switch = Switch(attempt.lasting, 6, top_k=1, hidden=4, max_tokens=6)
             if gate and attempt.step == KILL_STEP:
                 eventually(Path(gate).exists)
-            exchange(switch, dies=(attempt.step, attempt.rank) == (KILL_STEP, VICTIM))
+            dies = (attempt.step, attempt.rank, attempt.comm.size) == (KILL_STEP, VICTIM, 3)
+            exchange(switch, dies)
+            if barrier and attempt.degraded:
+                with pytest.raises(Revoked):
+                    attempt.comm.barrier()
+            if barrier and attempt.step == KILL_STEP + 1:
+                attempt.comm.barrier()
         assert switch is not None
         if attempt.committed:
             counter.steps.append(attempt.step)
@@ -92,24 +98,13 @@ def test_the_step_is_finished_and_then_a_spare_takes_the_place() -> None:
 
 def test_an_op_that_needs_the_dead_ends_the_degraded_epoch_and_harms_nobody() -> None:
     def body(session: Session) -> list[tuple[int, bool, int]]:
-        seen = []
-        switch: Switch | None = None
-        for attempt in session.steps(4):
-            with attempt:
-                if switch is None or switch.epoch != attempt.epoch:
-                    switch = Switch(attempt.lasting, 6, top_k=1, hidden=4, max_tokens=6)
-                exchange(switch, (attempt.step, attempt.rank, attempt.comm.size) == (1, VICTIM, 3))
-                if attempt.degraded:
-                    with pytest.raises(Revoked):
-                        attempt.comm.barrier()
-                if attempt.step == 2:
-                    attempt.comm.barrier()
-            seen.append((attempt.step, attempt.committed, attempt.comm.size))
-        return seen
+        seen, steps = train(session, barrier=True)
+        assert steps == list(range(STEPS))
+        return [(each.step, each.committed, len(each.before)) for each in seen[: KILL_STEP + 4]]
 
     with LocalCluster(3, "shm", session={"on_death": "go_on"}) as cluster:
         for seen in cluster.start(body).results(timeout=PATIENCE):
-            assert seen == [(0, True, 3), (1, True, 3), (2, False, 3), (2, True, 2), (3, True, 2)]
+            assert seen == [(0, True, 3), (1, True, 3), (2, True, 3), (3, False, 3), (3, True, 2), (4, True, 2)]
 
 
 def test_a_degraded_epoch_ends_where_a_checkpoint_is_due(tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 import re
 import signal
 import socket
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -37,6 +39,7 @@ from holdfast.ft.state.restoring import PartStore, assemble, choose, complete_si
 from holdfast.harness import LocalCluster
 from holdfast.harness.invariants import check
 from support.samples.tally import Tally, start_with_spares
+from support.source_tree import ROOT
 from support.torch_groups import sharded_model
 from support.waiting import eventually
 
@@ -668,3 +671,41 @@ def test_state_on_a_mesh_of_the_user_is_refused() -> None:
     wrong = pytest.raises((HoldfastError, ValueError), match=r"lies on a mesh of \(2, 1\)")
     with cluster(2, min_size=2) as ranks, wrong:
         ranks.start(careless).results()
+
+
+# -- the examples that train a small Llama
+
+
+def run_example(example: str, size: int, spares: int = 0, **asked: Any) -> tuple[list[str], list[dict[str, Any]]]:
+    """The fingerprint of the weights on each rank, and the events of a job that runs the example's `train`."""
+    pytest.importorskip("transformers", reason="the examples need transformers: pip install 'holdfast[rl]'")
+    zygote().preload("transformers.models.llama.modeling_llama")
+    path = ROOT / "examples" / f"{example}.py"
+
+    def train(session: Any) -> str:
+        sys.path.insert(0, str(path.parent))  # as a script has its folder
+        spec = importlib.util.spec_from_file_location(example, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        fingerprint: str = module.train(session, 5, **asked)
+        return fingerprint
+
+    with LocalCluster(size, "shm", spares=spares, session={"timeouts": QUICK, "shards": SHARDS}) as ranks:
+        job = ranks.start(train)
+        return job.results(90.0), job.events()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("example", ["train_ddp", "train_fsdp2"])
+def test_a_kill_does_not_change_the_weights(example: str) -> None:
+    """Two ranks without failures, and three ranks, one of them killed in step 2, agree in every bit."""
+    undisturbed, _ = run_example(example, 2)
+    survivors, events = run_example(example, 3, kill_rank=1, kill_step=2)
+    assert len(set(undisturbed)) == 1 and undisturbed[0]
+    assert survivors == undisturbed
+    restored = [event["source"] for event in events if event["kind"] == "restored" and event["epoch"] == 4]
+    assert restored == (["neighbour"] * 2 if example == "train_fsdp2" else [])
+    copied = sorted(event["seconds"] for event in events if event["kind"] == "copied")
+    if copied:
+        print(f"\n{example}: keeping a copy took {copied[len(copied) // 2] * 1e3:.1f} ms a step (median)")

@@ -49,7 +49,7 @@ TARGETS = {
     ),
     "ft/step_protocol": Target(
         ("ft/step_protocol.py",),
-        ("tests/ft/session/test_step_decisions.py", "tests/ft/session/test_step_protocol.py"),
+        ("tests/ft/session/test_session_parts.py", "tests/ft/session/test_step_protocol.py"),
     ),
     "store/catalog": Target(
         ("store/catalog/*.py",),
