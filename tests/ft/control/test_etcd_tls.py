@@ -99,39 +99,24 @@ def test_certificates_a_user_and_a_password_open_the_register(guarded: Guarded) 
         assert cell.compare_and_set(1, b"second")
 
 
-@pytest.mark.parametrize("wrong", ["password", "user", "authority"])
-def test_what_is_wrong_is_reported(guarded: Guarded, wrong: str) -> None:
-    url, words = {
-        "password": (guarded.url(guarded.client, password=guarded.wrong), "authentication failed"),
-        "user": (guarded.url(guarded.client), "user name is empty"),
-        "authority": (
-            guarded.url(guarded.client, ca=guarded.stranger.ca, password=guarded.password),
-            "its certificate is not trusted; check cacert",
-        ),
-    }[wrong]
-    with pytest.raises(Unauthorised, match=words):
-        open_cell(url, "view")
-
-
-def test_a_client_certificate_that_the_server_rejects_is_reported(guarded: Guarded) -> None:
-    with pytest.raises(RegisterAway) as caught:
-        open_cell(guarded.url(guarded.stranger, password=guarded.password), "view")
-    assert "check cert and key" in str(caught.value) or "cannot be reached" in str(caught.value)
-
-
-def test_missing_files_and_invalid_certificates_are_reported(guarded: Guarded, tmp_path: Path) -> None:
-    nothing = Certificates(tmp_path / "ca", tmp_path / "cert", tmp_path / "key")
+def test_what_is_wrong_is_reported(guarded: Guarded, tmp_path: Path) -> None:
+    """A password, the user, an authority, a client's certificate, no TLS; files that are missing, and that are none."""
+    spoilt = Certificates(tmp_path / "ca", tmp_path / "cert", tmp_path / "key")
     with pytest.raises(Unauthorised, match=r"cert .*/cert cannot be read"):
-        open_cell(guarded.url(nothing, password=guarded.password), "view")
-    nothing.cert.write_text("nonsense")
-    nothing.key.write_text("nonsense")
-    with pytest.raises(RegisterAway):
-        open_cell(guarded.url(nothing, password=guarded.password), "view")
-
-
-def test_an_etcd_with_tls_cannot_be_reached_without_it(guarded: Guarded) -> None:
-    with pytest.raises(RegisterAway):
-        open_cell(f"etcd://{guarded.cluster.endpoints[0]}/job", "view")
+        open_cell(guarded.url(spoilt, password=guarded.password), "view")
+    spoilt.cert.write_text("nonsense")
+    spoilt.key.write_text("nonsense")
+    client, password = guarded.client, guarded.password
+    for url, error, words in (
+        (guarded.url(client, password=guarded.wrong), Unauthorised, "authentication failed"),
+        (guarded.url(client), Unauthorised, "user name is empty"),
+        (guarded.url(client, ca=guarded.stranger.ca, password=password), Unauthorised, "not trusted; check cacert"),
+        (guarded.url(guarded.stranger, password=password), RegisterAway, "check cert and key|cannot be reached"),
+        (f"etcd://{guarded.cluster.endpoints[0]}/job", RegisterAway, ""),
+        (guarded.url(spoilt, password=password), RegisterAway, ""),
+    ):
+        with pytest.raises(error, match=words):
+            open_cell(url, "view")
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from holdfast.harness import LocalCluster
 from holdfast.harness.invariants import check
 from support.children import Child
 from support.meeting import in_threads
+from support.rpc_servers import in_a_loop
 from support.views import view_of
 from support.waiting import PATIENCE
 
@@ -83,50 +84,43 @@ def asking(path: Path, patience: float, answers: list[Any]) -> Iterator[Register
         threads.close()
 
 
-def test_an_event_loop_is_not_blocked_while_the_register_is_busy(register: Register, tmp_path: Path) -> None:
+async def some(answers: list[Any]) -> None:
+    while not answers:
+        await asyncio.sleep(0.01)
+
+
+@in_a_loop
+async def test_an_event_loop_is_not_blocked_while_the_register_is_busy(register: Register, tmp_path: Path) -> None:
     answers: list[Any] = []
-
-    async def propose() -> None:
-        with asking(tmp_path / "job.sqlite", 10.0, answers) as client:
-            with held(tmp_path / "job.sqlite"):
-                client.propose(0, VIEW)
-                for _ in range(10):
-                    await asyncio.sleep(0.01)
-                    assert answers == []
-            while not answers:
+    with asking(tmp_path / "job.sqlite", 10.0, answers) as client:
+        with held(tmp_path / "job.sqlite"):
+            client.propose(0, VIEW)
+            for _ in range(10):
                 await asyncio.sleep(0.01)
-
-    asyncio.run(propose())
+                assert answers == []
+        await some(answers)
     assert answers == [CasWon(VIEW)]
 
 
-def test_a_request_to_a_busy_register_fails_in_time(register: Register, tmp_path: Path) -> None:
+@in_a_loop
+async def test_a_request_to_a_busy_register_fails_in_time(register: Register, tmp_path: Path) -> None:
     answers: list[Any] = []
-
-    async def propose() -> None:
-        with asking(tmp_path / "job.sqlite", 0.2, answers) as client, held(tmp_path / "job.sqlite"):
-            client.propose(0, VIEW)
-            while not answers:
-                await asyncio.sleep(0.01)
-
-    asyncio.run(propose())
+    with asking(tmp_path / "job.sqlite", 0.2, answers) as client, held(tmp_path / "job.sqlite"):
+        client.propose(0, VIEW)
+        await some(answers)
     assert [type(answer) for answer in answers] == [CasFailed]
     assert "did not answer within 0.2 s" in answers[0].reason
 
 
-def test_a_view_that_another_process_writes_is_shown_at_once_while_the_job_is_formed(
+@in_a_loop
+async def test_a_view_that_another_process_writes_is_shown_at_once_while_the_job_is_formed(
     register: Register, tmp_path: Path
 ) -> None:
     shown: list[Any] = []
-
-    async def follow() -> None:
-        with asking(tmp_path / "job.sqlite", 10.0, shown) as client:
-            client.follow()
-            assert register.compare_and_set(0, VIEW)
-            while not shown:
-                await asyncio.sleep(0.01)
-
-    asyncio.run(follow())
+    with asking(tmp_path / "job.sqlite", 10.0, shown) as client:
+        client.follow()
+        assert register.compare_and_set(0, VIEW)
+        await some(shown)
     assert shown == [ViewRead(VIEW)]
 
 
@@ -245,47 +239,31 @@ def a_parent(pipe: Connection, url: str) -> None:
     os.read(ours, 1)
 
 
-def test_a_child_can_use_a_register_that_its_parent_has_closed(url: str, start: Callable[..., Child]) -> None:
+@pytest.mark.parametrize("ancestors", ["closed it", "were killed"])
+def test_a_fork_can_use_a_register_after_its_ancestors(ancestors: str, url: str, start: Callable[..., Child]) -> None:
     """Closing the parent's last handle would remove the WAL, and the child would see no change any more."""
-    cell = open_cell(url, "job")
-    cell.compare_and_set(0, b"first")
-    child = start(a_reader, url)
-    assert child.hear() == (1, b"first")
-    cell.close()
-    for version, value in ((1, b"second"), (2, b"third")):
-        after = open_cell(url, "job")
-        assert after.compare_and_set(version, value)
-        after.close()
+
+    def write(version: int, value: bytes) -> None:
+        with contextlib.closing(open_cell(url, "job")) as cell:
+            assert cell.compare_and_set(version, value)
         child.tell("look")
         assert child.hear() == (version + 1, value)
+
+    cell = open_cell(url, "job")
+    cell.compare_and_set(0, b"first")
+    child = start(a_reader if ancestors == "closed it" else a_parent, url)
+    assert child.hear() == (1, b"first")
+    cell.close()
+    if ancestors == "were killed":
+        child.kill()
+    for version, value in ((1, b"second"), (2, b"third")):
+        write(version, value)
     child.tell("open it again")
     assert child.hear() == (3, b"third")
-    after = open_cell(url, "job")
-    assert after.compare_and_set(3, b"fourth")
-    after.close()
-    child.tell("look")
-    assert child.hear() == (4, b"fourth")
+    write(3, b"fourth")
     child.tell("end")
-    child.end()
-
-
-def test_a_grandchild_can_use_the_register_after_its_ancestors_are_killed(
-    url: str, start: Callable[..., Child]
-) -> None:
-    first = open_cell(url, "job")
-    first.compare_and_set(0, b"first")
-    parent = start(a_parent, url)
-    assert parent.hear() == (1, b"first")
-    first.close()
-    parent.kill()
-    after = open_cell(url, "job")
-    assert after.compare_and_set(1, b"second")
-    after.close()
-    parent.tell("look")
-    assert parent.hear() == (2, b"second")
-    parent.tell("open it again")
-    assert parent.hear() == (2, b"second")
-    parent.tell("end")
+    if ancestors == "closed it":
+        child.end()
 
 
 def test_children_forked_amid_writes_can_write(url: str, start: Callable[..., Child]) -> None:

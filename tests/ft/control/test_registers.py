@@ -99,21 +99,14 @@ def test_wait_returns_at_once_what_is_already_newer_and_gives_up_after_its_timeo
         assert cell.wait(0, timeout=5.0) == (1, b"here")
 
 
-def test_wait_is_woken_by_a_write_through_another_handle(url: str) -> None:
+def test_all_threads_that_wait_on_a_handle_are_woken_by_a_write_through_another_handle(url: str) -> None:
     with cells(url, "view", "view") as [mine, yours]:
         for version in range(20):
             writer = threading.Timer(0.005, mine.compare_and_set, (version, b"%d" % version))
             writer.start()
-            assert yours.wait(version, timeout=5.0) == (version + 1, b"%d" % version)
+            seen = in_threads(4, lambda _, version=version: yours.wait(version, 5.0))
+            assert seen == [(version + 1, b"%d" % version)] * 4
             writer.join()
-
-
-def test_several_threads_may_wait_on_one_handle(url: str) -> None:
-    with cells(url, "view", "view") as [mine, yours]:
-        writer = threading.Timer(0.05, mine.compare_and_set, (0, b"all"))
-        writer.start()
-        assert in_threads(4, lambda _: yours.wait(0, 5.0)) == [(1, b"all")] * 4
-        writer.join()
 
 
 def test_a_closed_handle_is_away_and_its_waiters_wake(url: str) -> None:
@@ -630,45 +623,33 @@ def test_the_server_of_a_tcp_register_warns_that_it_is_open_to_all(caplog: pytes
         assert [record.getMessage().count("whoever can reach this port") for record in caplog.records] == [1]
 
 
-def test_a_tcp_register_whose_server_was_restarted_is_refused(port: int) -> None:
+def test_calls_to_a_tcp_server_that_is_stopped_end_in_time_and_one_that_was_restarted_is_refused(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp, "PATIENCE", 1.0)
 
-    def body(pipe: Connection) -> None:
+    def serve(pipe: Connection) -> None:
         with tcp.serving(port=port):
             pipe.send("ready")
             pipe.recv()
 
     with children() as start:
-        server = start(body)
+        server = start(serve)
         server.hear()
         with cells(f"tcp://127.0.0.1:{port}/job", "view") as [cell]:
             assert cell.compare_and_set(0, b"first")
+            server.stop()
+            with pytest.raises(RegisterAway, match="does not answer"):
+                cell.read()
+            monkeypatch.undo()
+            server.resume()
+            assert cell.read() == (1, b"first")
             server.kill()
             with pytest.raises(RegisterAway, match="does not answer"):
                 cell.read()
-            start(body).hear()
+            start(serve).hear()
             with pytest.raises(RegisterAway, match="another store is at its address"):
                 cell.read()
-
-
-def test_calls_to_a_stopped_tcp_server_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp, "PATIENCE", 1.0)
-
-    def body(pipe: Connection) -> None:
-        with tcp.serving() as server:
-            pipe.send(server)
-            pipe.recv()
-
-    with children() as start:
-        child = start(body)
-        with cells(f"{child.hear()}/job", "view") as [cell]:
-            assert cell.compare_and_set(0, b"first")
-            child.stop()
-            with pytest.raises(RegisterAway, match="does not answer"):
-                cell.read()
-            child.resume()
-            assert cell.read() == (1, b"first")
-        child.tell("end")
-        child.end()
 
 
 @pytest.fixture

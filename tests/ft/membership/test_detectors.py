@@ -50,7 +50,7 @@ from holdfast.harness import LocalCluster
 from support.children import children
 from support.hosts import be_alone_on_host
 from support.views import TIMES, detector_context, view_of
-from support.waiting import PATIENCE
+from support.waiting import PATIENCE, eventually
 
 # -- observers: three hosts of two ranks, seen by one process
 
@@ -212,16 +212,13 @@ def test_a_late_member_is_examined_after_the_suspect_time(moves: int, words: str
     assert [member.id for member in mine.behind(7)] == ["p1"]
 
 
-def test_no_member_is_late_while_this_process_does_not_wait() -> None:
-    mine = progress({})
+def test_no_member_is_late_while_this_process_does_not_wait_or_is_in_another_epoch() -> None:
+    mine = progress({101: 0})
     mine.there("p1", OpPosition(3, 2, False))
     mine.here(OpPosition(3, 7, False), 0.0)
     assert mine.look(60.0) == ()
     mine.here(OpPosition(2, 7, True), 60.0)
     assert mine.look(120.0) == (), "it is in an older epoch"
-
-
-def test_an_op_position_of_another_epoch_is_ignored() -> None:
     mine = progress({101: 0})
     mine.here(OpPosition(3, 7, True), 0.0)
     mine.there("p1", OpPosition(2, 1, False))
@@ -413,11 +410,9 @@ def test_a_plugin_with_a_malformed_detector_is_rejected_as_a_whole(offered: tupl
 class Counting(Detector):
     """Counts its heartbeats, and raises at the heartbeat number `fails_at`."""
 
-    fails_at = 0
-
-    def __init__(self, context: DetectorContext) -> None:
+    def __init__(self, fails_at: int, context: DetectorContext) -> None:
         super().__init__(context)
-        self.beats, self.closed = 0, False
+        self.beats, self.fails_at, self.closed = 0, fails_at, False
 
     def beat(self, now: float) -> None:
         self.beats += 1
@@ -428,8 +423,13 @@ class Counting(Detector):
         self.closed = True
 
 
-class Failing(Counting):
-    fails_at = 2
+def forbidden(*_: object) -> Any:
+    raise PermissionError(errno.EPERM, "Operation not permitted")
+
+
+def live(pipe: Connection) -> None:
+    pipe.send(this_process())
+    pipe.recv()
 
 
 def test_a_detector_that_raises_is_removed_and_the_others_continue(caplog: pytest.LogCaptureFixture) -> None:
@@ -437,17 +437,14 @@ def test_a_detector_that_raises_is_removed_and_the_others_continue(caplog: pytes
     noted: list[Any] = []
     made: list[Counting] = []
 
-    def make(kind: type[Counting]) -> Callable[[DetectorContext], Detector]:
-        return lambda context: made.append(kind(context)) or made[-1]
-
-    def broken(*_: object) -> Any:
-        raise OSError("out of order")
+    def make(fails_at: int) -> Callable[[DetectorContext], Detector]:
+        return lambda context: made.append(Counting(fails_at, context)) or made[-1]
 
     offered = [
-        info(name="unprobed", probe=broken),
-        info(name="unmade", make=broken),
-        info(name="failing", make=make(Failing)),
-        info(name="counting", make=make(Counting)),
+        info(name="unprobed", probe=forbidden),
+        info(name="unmade", make=forbidden),
+        info(name="failing", make=make(2)),
+        info(name="counting", make=make(0)),
     ]
     with contextlib.closing(asyncio.new_event_loop()) as loop:
         context = detector_context(view_of("AB").members[0], loop, note=noted.append)
@@ -483,27 +480,20 @@ def test_a_detector_that_is_lost_is_reported_and_other_evidence_takes_its_place(
 ) -> None:
     """Whatever fails in it, and whenever: a process that is stopped or has ended is found, and ended for certain."""
 
-    def refused(*_: object) -> Any:
-        raise PermissionError(errno.EPERM, "Operation not permitted")
-
     def spoiled(info: DetectorInfo) -> DetectorInfo:
         def make(context: DetectorContext) -> Detector:
             detector: Any = info.make(context)
-            monkeypatch.setattr(detector, method, refused)
+            monkeypatch.setattr(detector, method, forbidden)
             return detector
 
         if info.name != name:
             return info
         if method in ("probe", "make"):
-            return dataclasses.replace(info, **{method: refused})
+            return dataclasses.replace(info, **{method: forbidden})
         return dataclasses.replace(info, make=make)
 
-    def body(pipe: Connection) -> None:
-        pipe.send(this_process())
-        pipe.recv()
-
     with children() as start, contextlib.closing(asyncio.new_event_loop()) as loop:
-        child, told, noted = start(body), list[Event](), list[events.Event]()
+        child, told, noted = start(live), list[Event](), list[events.Event]()
         away = Member("away", "b:1", Peer("another host", 1, 1))
         members = (Member("me", "a:1", this_process()), Member("child", "a:2", child.hear()), away)
         view = View(3, "running", members, Job("job", 3, 3, 3, ("gloo",), "gloo"), "test")
@@ -516,7 +506,7 @@ def test_a_detector_that_is_lost_is_reported_and_other_evidence_takes_its_place(
                     detectors.beat()
                     await asyncio.sleep(TIMES.heartbeat / 4)
 
-        async def live() -> None:
+        async def whole() -> None:
             nonlocal detectors
             detectors = Detectors(context, list(map(spoiled, own_infos())), lambda whom, body: None)
             detectors.follow(view, members[1:])
@@ -528,7 +518,7 @@ def test_a_detector_that_is_lost_is_reported_and_other_evidence_takes_its_place(
             detectors.close()
 
         detectors: Detectors
-        loop.run_until_complete(live())
+        loop.run_until_complete(whole())
     lost = [event for event in noted if isinstance(event, events.DetectorLost)]
     assert [(event.detector, bool(event.instead)) for event in lost] == [(name, True)]
     assert "Operation not permitted" in lost[0].reason
@@ -584,26 +574,15 @@ def test_in_a_calm_epoch_a_mate_gets_one_message_in_five_heartbeats() -> None:
             assert any(left_out[-COUNTED:]), "a message goes while a heartbeat is late, too"
 
 
-@pytest.mark.parametrize("forbidden", ["", "os.pidfd_open", "signal.pidfd_send_signal"])
-def test_a_process_is_ended_and_never_another_one_with_its_number(
-    forbidden: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(*_: object) -> Any:
-        raise PermissionError(errno.EPERM, "Operation not permitted")
-
-    def body(pipe: Connection) -> None:
-        pipe.send(this_process())
-        pipe.recv()
-
+@pytest.mark.parametrize("call", ["", "os.pidfd_open", "signal.pidfd_send_signal"])
+def test_a_process_is_ended_and_never_another_one_with_its_number(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a call is forbidden."""
     with children() as start:
-        peer = start(body).hear()
-        if forbidden:
-            monkeypatch.setattr(forbidden, refused)
+        peer = start(live).hear()
+        if call:
+            monkeypatch.setattr(call, forbidden)
         HostProcesses().kill(Peer(peer.host, peer.pid, peer.started + 1))
         assert not HostProcesses.is_gone(peer)
         HostProcesses().kill(peer)
-        deadline = time.monotonic() + PATIENCE
-        while not HostProcesses.is_gone(peer):
-            assert time.monotonic() < deadline, "it lives"
-            time.sleep(0.001)
+        eventually(lambda: HostProcesses.is_gone(peer))
         HostProcesses().kill(peer)

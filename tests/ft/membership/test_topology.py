@@ -33,6 +33,7 @@ from holdfast.ft.node.table_sharing import (
     neighbour_ranks,
 )
 from holdfast.ft.ports import MemberLinks
+from support.rpc_servers import in_a_loop
 from support.views import view_of
 
 SPARSE = Shape(mesh=1)
@@ -354,52 +355,49 @@ def members_of(view: View) -> dict[str, FakeLinks]:
 
 
 @given(hosts=st.lists(st.integers(1, 12), min_size=1, max_size=6), seed=st.integers(0, 1000))
-def test_every_copy_gets_every_key_also_over_connections_that_break(hosts: list[int], seed: int) -> None:
+@in_a_loop
+async def test_every_copy_gets_every_key_also_over_connections_that_break(hosts: list[int], seed: int) -> None:
     """Members install the view at different times; a connection that comes back brings what was lost."""
     dice = random.Random(seed)
     view = view_on(hosts)
-
-    async def whole() -> None:
-        loop = asyncio.get_running_loop()
-        links = members_of(view)
-        sharings = {name: each.sharing for name, each in links.items()}
-        edges = [
-            (view.members[rank].id, view.members[other].id)
-            for rank in range(len(view.members))
-            for other in neighbour_ranks(view, rank)
-            if rank < other
-        ]
-        for one, other in dice.sample(edges, len(edges) // 3):
-            links[one].broken.add(other)
-            links[other].broken.add(one)
-        order = [*view.members]
-        dice.shuffle(order)
-        for member in order:
-            sharings[member.id].table.put(1, {f"of {member.id}": member.id.encode()})
-            if dice.random() < 0.5:
-                await asyncio.sleep(0)
-            sharings[member.id].begin(view)
-        await asyncio.sleep(0.01)
-        for one, other in edges:
-            if other in links[one].broken:
-                links[one].broken.discard(other)
-                links[other].broken.discard(one)
-                sharings[one].linked(other)
-                sharings[other].linked(one)
-        deadline = loop.time() + 20.0
-        expected = {f"of {member.id}": member.id.encode() for member in view.members}
-        while any(sharing.table.items(1) != expected for sharing in sharings.values()):
-            assert loop.time() < deadline, "a copy lacks keys"
-            await asyncio.sleep(0.005)
-
-    asyncio.run(whole())
+    loop = asyncio.get_running_loop()
+    links = members_of(view)
+    sharings = {name: each.sharing for name, each in links.items()}
+    edges = [
+        (view.members[rank].id, view.members[other].id)
+        for rank in range(len(view.members))
+        for other in neighbour_ranks(view, rank)
+        if rank < other
+    ]
+    for one, other in dice.sample(edges, len(edges) // 3):
+        links[one].broken.add(other)
+        links[other].broken.add(one)
+    order = [*view.members]
+    dice.shuffle(order)
+    for member in order:
+        sharings[member.id].table.put(1, {f"of {member.id}": member.id.encode()})
+        if dice.random() < 0.5:
+            await asyncio.sleep(0)
+        sharings[member.id].begin(view)
+    await asyncio.sleep(0.01)
+    for one, other in edges:
+        if other in links[one].broken:
+            links[one].broken.discard(other)
+            links[other].broken.discard(one)
+            sharings[one].linked(other)
+            sharings[other].linked(one)
+    deadline = loop.time() + 20.0
+    expected = {f"of {member.id}": member.id.encode() for member in view.members}
+    while any(sharing.table.items(1) != expected for sharing in sharings.values()):
+        assert loop.time() < deadline, "a copy lacks keys"
+        await asyncio.sleep(0.005)
 
 
 @given(hosts=st.lists(st.integers(1, 12), min_size=1, max_size=6))
-def test_what_several_members_change_goes_up_to_the_first_copy_and_down_to_all(hosts: list[int]) -> None:
+@in_a_loop
+async def test_what_several_members_change_goes_up_to_the_first_copy_and_down_to_all(hosts: list[int]) -> None:
     view = view_on(hosts)
-
-    async def whole() -> None:
+    async with asyncio.timeout(20.0):
         members = members_of(view)
         calls = [each._calls["kv.add"](each.me, encode((1, "key", 1))) for each in members.values()]
         counting = asyncio.gather(*calls)
@@ -410,5 +408,3 @@ def test_what_several_members_change_goes_up_to_the_first_copy_and_down_to_all(h
         total = {"key": str(len(members)).encode()}
         while any(each.sharing.table.items(1) != total for each in members.values()):
             await asyncio.sleep(0.001)
-
-    asyncio.run(asyncio.wait_for(whole(), 20.0))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from holdfast.ft.membership.events import (
     Announce,
@@ -39,9 +38,6 @@ from holdfast.ft.membership.topology import Shape
 from holdfast.ft.membership.view import Job, Member, OnDeath, Timeouts, View
 from support.views import member
 
-Kind = Literal["start", "cas", "away", "deliver", "proof", "kill", "tick", "poll", "finish", "break"]
-
-
 BUDGET = ("kills", "ticks", "outages", "finishing", "breaks")
 """What may still happen in a world, so many times; `finishing`: whether members may finish."""
 
@@ -64,14 +60,14 @@ class Process:
 
 @dataclass(frozen=True)
 class Action:
-    """A possible step: `kind` happens to the process number `process`, with `what` as its event."""
+    """What may happen to a process: an event, the register's decision about its proposal, or (None) its end.
 
-    kind: Kind
+    `by`: the part of the world's budget that allows it; "" if it needs none.
+    """
+
     process: int
-    what: Event | None = None
-
-    def __str__(self) -> str:
-        return f"{self.kind} {self.process}" + (f" {self.what}" if self.what else "")
+    what: Event | Propose | None
+    by: str = ""
 
 
 @dataclass(frozen=True)
@@ -128,84 +124,63 @@ def actions(world: World) -> Iterator[Action]:
         core = process.core
         if core.started_at is None:
             quiet = False
-            yield Action("start", i)
+            yield Action(i, Started())
             continue
         if process.proposal is not None:
             quiet = False
-            yield Action("cas", i)
+            yield Action(i, process.proposal)
             if world.outages:
-                yield Action("away", i)
+                yield Action(i, CasFailed("away"), "outages")
         known = core.evidence.dead.keys()
         for other in core.watched():
-            j = int(other.id[1:])
-            if not world.processes[j].alive and other.id not in known:
+            if not world.processes[int(other.id[1:])].alive and other.id not in known:
                 quiet = False
-                yield Action("proof", i, ProvenDeaths((Death(other.id, "its process ended"),)))
+                yield Action(i, ProvenDeaths((Death(other.id, "its process ended"),)))
         if world.kills:
-            yield Action("kill", i)
+            yield Action(i, None, "kills")
         if world.ticks and core.wake_at is not None:
-            yield Action("tick", i)
-        if world.finishing and core.rank() is not None and not core.finished:
-            yield Action("finish", i)
-        if world.breaks and core.view is not None and core.rank() is not None and core.revoked < core.view.epoch:
-            yield Action("break", i)
+            yield Action(i, Tick(), "ticks")
+        if core.view is not None and core.rank() is not None:
+            if world.finishing and not core.finished:
+                yield Action(i, LocalFinished(core.view.epoch), "finishing")
+            if world.breaks and core.revoked < core.view.epoch:
+                yield Action(i, EpochBroken(core.view.epoch, "a connection was lost"), "breaks")
     for i, event in world.mail:
         if world.processes[i].alive:
             quiet = False
-            yield Action("deliver", i, event)
+            yield Action(i, event)
     if quiet:
         for i in world.running():
             seen = world.processes[i].core.view
             if world.register is not None and (seen is None or seen.epoch < world.register.epoch):
-                yield Action("poll", i)
+                yield Action(i, ViewRead(world.register))
 
 
 def apply(world: World, action: Action) -> World:
     """The world after `action`. Raises `InvariantBroken`."""
-    i = action.process
+    i, what = action.process, action.what
     process = world.processes[i]
-    match action.kind:
-        case "kill":
-            dead = replace(process, alive=False, proposal=None)
+    if action.by and action.by != "finishing":
+        world = replace(world, **{action.by: getattr(world, action.by) - 1})
+    match what:
+        case None:
             mail = frozenset((j, event) for j, event in world.mail if j != i)
-            return _with(replace(world, kills=world.kills - 1, mail=mail), i, dead)
-        case "start":
-            return _feed(world, i, Started())
-        case "poll":
-            return _feed(world, i, ViewRead(world.register))
-        case "finish":
-            assert process.core.view is not None
-            return _feed(world, i, LocalFinished(process.core.view.epoch))
-        case "break":
-            assert process.core.view is not None
-            broken = EpochBroken(process.core.view.epoch, "a connection was lost")
-            return _feed(replace(world, breaks=world.breaks - 1), i, broken)
-        case "tick":
-            assert process.core.wake_at is not None
-            world = replace(world, now=max(world.now, process.core.wake_at), ticks=world.ticks - 1)
-            return _feed(world, i, Tick())
-        case "proof" | "deliver":
-            assert action.what is not None
-            return _feed(replace(world, mail=world.mail - {(i, action.what)}), i, action.what)
-        case "away":
-            world = _with(replace(world, outages=world.outages - 1), i, replace(process, proposal=None))
-            return _mail(world, i, CasFailed("away"))
-        case "cas":
-            assert process.proposal is not None
-            expected, view = process.proposal.expected, process.proposal.view
+            return _with(replace(world, mail=mail), i, replace(process, alive=False, proposal=None))
+        case Propose(expected, view):
             world = _with(world, i, replace(process, proposal=None))
-            if expected == (world.register.epoch if world.register else 0):
-                _check_succession(world, view)
-                return _mail(replace(world, history=(*world.history, view)), i, CasWon(view))
-            return _mail(world, i, CasLost(world.register))
+            if expected != (world.register.epoch if world.register else 0):
+                return _send(world, (process.core.me,), CasLost(world.register))
+            _check_succession(world, view)
+            return _send(replace(world, history=(*world.history, view)), (process.core.me,), CasWon(view))
+        case CasFailed():
+            world = _with(world, i, replace(process, proposal=None))
+        case Tick():
+            world = replace(world, now=max(world.now, process.core.wake_at or 0.0))
+    return _feed(replace(world, mail=world.mail - {(i, what)}), i, what)
 
 
 def _with(world: World, i: int, process: Process) -> World:
     return replace(world, processes=(*world.processes[:i], process, *world.processes[i + 1 :]))
-
-
-def _mail(world: World, i: int, event: Event) -> World:
-    return replace(world, mail=world.mail | {(i, event)})
 
 
 def _send(world: World, to: Iterable[Member], event: Event) -> World:
@@ -232,7 +207,7 @@ def _perform(world: World, i: int, effect: Effect) -> World:
         case Announce(view, to, change):
             return _send(world, to, ViewRead(view, me.id) if change is None else ViewDeltaReceived(change, me.id))
         case ReadRegister():
-            return _mail(world, i, ViewRead(world.register))
+            return _send(world, (me,), ViewRead(world.register))
         case AnnounceSelf(_, to):
             return _send(world, to, SpareAnnounced(me))
         case Report(ProvenDeaths() as deaths, to):
