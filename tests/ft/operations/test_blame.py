@@ -61,9 +61,9 @@ def recorder_of(folder: Path, rank: int, **options: Any) -> FlightRecorder:
     return FlightRecorder(folder / f"p{rank}.flight", f"p{rank}", "job", capacity=16, **options)
 
 
-def evidence_of(folder: Path, now: float, events: Sequence[Event] = (), **gone: ProcessState) -> JobEvidence:
-    """The evidence of the recordings of two processes, which run."""
-    recordings = [read(folder / f"p{rank}.flight") for rank in range(2)]
+def evidence_of(folder: Path, now: float = 1e4, events: Sequence[Event] = (), **gone: ProcessState) -> JobEvidence:
+    """The evidence of the recordings in a folder, of processes which run."""
+    recordings = [read(path) for path in find(folder)]
     return assemble(recordings, {each.identity: ProcessState.RUNNING for each in recordings} | gone, list(events), now)
 
 
@@ -279,14 +279,9 @@ def test_a_missing_job_is_reported_as_an_error(tmp_path: Path, what: str) -> Non
 # -- torch's own analyser reads the same recordings
 
 
-def recorded_in(folder: Path) -> JobEvidence:
-    recordings = [read(path) for path in find(folder)]
-    return assemble(recordings, {each.identity: ProcessState.RUNNING for each in recordings}, [], 1e4)
-
-
-def torch_says(recorded_in: JobEvidence, folder: Path, caplog: pytest.LogCaptureFixture) -> str:
+def torch_says(evidence: JobEvidence, folder: Path, caplog: pytest.LogCaptureFixture) -> str:
     """What torch's analyser prints about the recordings."""
-    write_dumps(recorded_in, folder)
+    write_dumps(evidence, folder)
     with caplog.at_level(logging.INFO):
         fr_trace.main([str(folder)])
     return caplog.text
@@ -300,7 +295,7 @@ def hung(folder: Path, victim: int, *, capacity: int) -> JobEvidence:
         world.run([TREE] * 4, step)
     world.run([SUM] * 4, 15)
     world.write(folder, ["h"] * 4, [0.0] * 4, waits=True, capacity=capacity)
-    return recorded_in(folder)
+    return evidence_of(folder)
 
 
 @pytest.mark.parametrize("capacity", [64, 16], ids=["all ops", "rings that wrapped"])
@@ -322,7 +317,7 @@ def test_both_name_the_rank_whose_shape_differs(tmp_path: Path, caplog: pytest.L
     world.dead_after = dict.fromkeys(range(3), (5, 0))
     world.run([SUM, SUM, ODD], 5)
     world.write(tmp_path, ["h"] * 3, [0.0] * 3, waits=False, capacity=64)
-    job = recorded_in(tmp_path)
+    job = evidence_of(tmp_path)
     said = torch_says(job, tmp_path / "fr", caplog)
     assert (analyse(job)[0].kind, analyse(job)[0].rank) == ("mismatch", 2)
     assert "Culprit rank 2; Error type: SIZE_OR_SYNTAX_MISMATCH" in said
@@ -347,7 +342,7 @@ def test_messages_are_matched_by_direction_and_groups_by_their_ranks(
             barrier(recorder, rank - 1, name="job/1-2.0")
         if rank == 2:
             journal.enter("send", 0, 8, tensor, 0, 0)
-    said = torch_says(recorded_in(tmp_path), tmp_path / "fr", caplog)
+    said = torch_says(evidence_of(tmp_path), tmp_path / "fr", caplog)
     assert said.count("Not all ranks joining collective") == 1
     assert "missing ranks: {0}" in said
     assert "errors" not in said

@@ -496,89 +496,44 @@ def test_a_program_of_torch_distributed_runs_on_two_hosts(tmp_path: Path, key: P
     assert sorted(found) == [[*line, network.addresses[first]] for line in expected]
 
 
-class TorchrunAgents:
-    """torchrun with one worker on each of two hosts, over an etcd on a third one."""
-
-    def __init__(self, network: Network, etcd: EtcdCluster, folder: Path, key: Path) -> None:
-        self.folder, self.gate = folder, folder / "gate"
-        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
-        command += ["--max-restarts", "0", "--master-addr", network.addresses[0], "--master-port", "29500"]
-        environ = {
-            "HOLDFAST_JOB": "job",
-            "HOLDFAST_REGISTER": f"{etcd.url}/job",
-            "HOLDFAST_KEY_FILE": str(key),
-            "HOLDFAST_INTERFACE": "eth0",
-            "HOLDFAST_BACKEND": "gloo",
-            "OMP_NUM_THREADS": "1",
-        }
-        path = script(folder)
-        self.agents: list[GuardedProcess] = []
-        for host in range(2):
-            self._logs(host).mkdir()
-            own = environ | {"HOLDFAST_LOG_DIR": str(self._logs(host))}
-            words = [*command, "--node-rank", str(host), path, str(self.gate)]
-            self.agents.append(start_program(network, host, words, own))
-
-    def _logs(self, host: int) -> Path:
-        return self.folder / f"logs-{host}"
-
-    def events(self, host: int, kind: str) -> list[dict[str, Any]]:
-        return events(self._logs(host), kind)
-
-    def until_size(self, host: int, size: int) -> None:
-        """Wait until the worker of a host has committed steps in an epoch of this size."""
-
-        def works() -> bool:
-            built = self.events(host, "rebuilt")
-            if not built or built[-1]["size"] != size:
-                return False
-            return sum(event["time"] > built[-1]["time"] for event in self.events(host, "committed")) > 2
-
-        if not becomes_true(works, SECONDS, interval=0.05):
-            pytest.fail(f"host {host} built {self.events(host, 'rebuilt')}: {self.end()}")
-
-    def end(self) -> list[tuple[int, str]]:
-        """End all that still runs; returns each agent's return code and output."""
-        ends = []
-        for agent in self.agents:
-            code = agent.reap()
-            assert agent.output is not None
-            ends.append((code, "" if agent.output.closed else agent.output.read().decode()))
-        return ends
-
-    def close(self) -> None:
-        self.end()
-        for agent in self.agents:
-            assert agent.output is not None
-            agent.output.close()
-            os.close(agent.pidfd)
-
-
-@pytest.fixture
-def torchrun(tmp_path: Path, key: Path) -> Iterator[TorchrunAgents]:
-    with (
-        Network(3) as network,
-        etcd_on(network, tmp_path) as etcd,
-        closing(TorchrunAgents(network, etcd, tmp_path, key)) as agents,
-    ):
-        agents.until_size(0, 2)
-        yield agents
-
-
 @pytest.mark.thorough
 @needs_hosts
 @pytest.mark.timeout(300)
-def test_a_rank_under_torchrun_on_two_hosts_dies_and_the_other_goes_on(torchrun: TorchrunAgents) -> None:
+def test_a_rank_under_torchrun_on_two_hosts_dies_and_the_other_goes_on(tmp_path: Path, key: Path) -> None:
     """The one that dies is on the host of the agent that serves torchrun's own store."""
-    victim = torchrun.events(0, "joined")[0]["pid"]
-    os.kill(victim, signal.SIGKILL)
-    torchrun.until_size(1, 1)
-    assert becomes_true(lambda: not Path(f"/proc/{torchrun.agents[0].pid}").exists(), SECONDS), "its agent has ended"
-    torchrun.until_size(1, 1)
-    torchrun.gate.touch()
-    agent = torchrun.agents[1]
-    assert becomes_true(lambda: not Path(f"/proc/{agent.pid}").exists(), SECONDS)
-    (first, words), (second, _) = torchrun.end()
-    assert (first, second) == (1, 0), words
-    assert [event["size"] for event in torchrun.events(1, "rebuilt")] == [2, 1]
-    assert "torchrun ends or restarts all workers" not in words, "there is nothing to warn of"
+    path, gate, logs = script(tmp_path), tmp_path / "gate", [tmp_path / "logs-0", tmp_path / "logs-1"]
+
+    def works(host: int, size: int) -> bool:
+        """Whether the worker of a host has committed steps in an epoch of this size."""
+        built = events(logs[host], "rebuilt")[-1:]
+        since = [event for event in events(logs[host], "committed") if built and event["time"] > built[0]["time"]]
+        return [event["size"] for event in built] == [size] and len(since) > 2
+
+    def ended(agent: GuardedProcess) -> bool:
+        return not Path(f"/proc/{agent.pid}").exists()
+
+    with Network(3) as network, etcd_on(network, tmp_path) as etcd, ExitStack() as stack:
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+        command += ["--max-restarts", "0", "--master-addr", network.addresses[0], "--master-port", "29500"]
+        contract = {"JOB": "job", "REGISTER": f"{etcd.url}/job", "KEY_FILE": str(key), "INTERFACE": "eth0"}
+        agents = []
+        for host in range(2):
+            logs[host].mkdir()
+            values = contract | {"BACKEND": "gloo", "LOG_DIR": str(logs[host])}
+            environ = {"OMP_NUM_THREADS": "1"} | {f"HOLDFAST_{name}": value for name, value in values.items()}
+            agent = start_program(network, host, [*command, "--node-rank", str(host), path, str(gate)], environ)
+            stack.callback(os.close, agent.pidfd)
+            stack.enter_context(agent.output)
+            stack.callback(agent.reap)
+            agents.append(agent)
+        until(lambda: works(0, 2), "both work")
+        os.kill(events(logs[0], "joined")[0]["pid"], signal.SIGKILL)
+        until(lambda: works(1, 1), "the other goes on")
+        until(lambda: ended(agents[0]), "the agent of the one that died ends")
+        until(lambda: works(1, 1), "the other goes on without it")
+        gate.touch()
+        until(lambda: ended(agents[1]), "the other agent ends")
+        first, second = ((agent.reap(), agent.output.read().decode()) for agent in agents)
+    assert (first[0], second[0]) == (1, 0), first[1]
+    assert [event["size"] for event in events(logs[1], "rebuilt")] == [2, 1]
+    assert "torchrun ends or restarts all workers" not in first[1], "there is nothing to warn of"
