@@ -123,18 +123,6 @@ def test_no_text_decides() -> None:
     assert wrong.keys() == TEXTS_THAT_DECIDE.keys(), wrong
 
 
-def test_medians_come_from_statistics() -> None:
-    """`values[len(values) // 2]` is no median of an even number of values: it is the higher of the middle pair."""
-    wrong = [
-        f"{path}:{node.lineno}"
-        for path, node in nodes()
-        if isinstance(node, ast.Subscript)
-        and isinstance(node.slice, ast.BinOp)
-        and ast.unparse(node.slice) == f"len({ast.unparse(node.value)}) // 2"
-    ]
-    assert not wrong, wrong
-
-
 def test_dependencies_point_one_way() -> None:
     """Nor does `import store` name a folder of ours: it would find the user's own, or nothing."""
     wrong = []
@@ -164,43 +152,6 @@ def test_the_membership_core_does_no_io() -> None:
             elif home not in DATA_ONLY and name.partition(".")[0] not in PURE:
                 wrong.append(f"{files[module]}:{line}: {name}")
     assert not wrong, "\n".join(wrong)
-
-
-def test_only_a_view_keeps_what_is_derived_from_it() -> None:
-    """Threads share views: other modules must not write caches into them."""
-    wrong = [
-        f"{path}:{node.lineno}"
-        for path, node in nodes("ft")
-        if path.name != "view.py"
-        and isinstance(node, ast.Subscript | ast.Attribute)
-        and isinstance(node.value, ast.Attribute)
-        and node.value.attr == "__dict__"
-    ]
-    assert not wrong, f"use View.remember: {', '.join(wrong)}"
-
-
-READS_SWITCHES_OF_OTHERS = {
-    Path("backends/mpi/__init__.py"),
-    Path("backends/nccl/torch_groups.py"),
-}
-"""Files that read variables of Open MPI and torch, which have their own words for on and off."""
-
-
-def test_switches_in_the_environment_are_read_in_one_place() -> None:
-    """`HOLDFAST_X=false` must not turn X on: `holdfast.comms.system.environment.flag` knows the words."""
-    wrong = [
-        f"{path}:{node.lineno}"
-        for path, node in nodes()
-        if path not in (Path("comms/system/environment.py"), *READS_SWITCHES_OF_OTHERS)
-        and isinstance(node, ast.Compare)
-        and any(_mentions_zero(each) for each in node.comparators)
-        and "environ" in ast.unparse(node.left)
-    ]
-    assert not wrong, f"use holdfast.comms.system.environment.flag: {', '.join(wrong)}"
-
-
-def _mentions_zero(node: ast.expr) -> bool:
-    return any(isinstance(each, ast.Constant) and each.value in ("0", "1") for each in ast.walk(node))
 
 
 def test_files_stay_small() -> None:

@@ -1,25 +1,121 @@
-"""Rules for code that touches the operating system, read from the source tree."""
+"""Rules of the source tree that its text shows: what no line may have, who owns descriptors, who bounds strangers."""
 
 from __future__ import annotations
 
 import ast
 import re
-from pathlib import Path
+from typing import NamedTuple
 
-from support.source_tree import ROOT, modules, nodes, parsed
+import pytest
 
-BACKENDS = {"shm", "inproc", "gloo", "mpi", "nccl", "rccl", "ucx", "nixl", "hier"}
+from support.source_tree import PACKAGES, ROOT, modules, parsed
+
+PRODUCT = tuple(package for package in PACKAGES if package != "harness")
 
 
-def test_shared_code_names_no_backend_in_errors() -> None:
-    """Several backends run it: its caller says which one it is."""
+class Banned(NamedTuple):
+    """What no line of some packages may have, a line that has it, what to write instead, and files that may."""
+
+    pattern: str
+    example: str
+    instead: str
+    packages: tuple[str, ...] = PACKAGES
+    but: tuple[str, ...] = ()
+
+
+BANNED = {
+    "median": Banned(
+        r"(\b[\w.]+)\[len\(\1\) // 2\]",
+        "found = times[len(times) // 2]",
+        "statistics.median: of an even number of values this is the higher of the middle pair",
+    ),
+    "cache in a view": Banned(
+        r"\.__dict__[\[.]",
+        'view.__dict__["ranks"] = ranks',
+        "View.remember: threads share views, and only a view keeps what is derived from it",
+        ("ft",),
+        ("ft/membership/view.py",),
+    ),
+    "switch": Banned(
+        r"environ\b.*(?:[!=]=|\bin) .*[\"'][01][\"']",
+        'if os.environ.get("HOLDFAST_X") != "0":',
+        "holdfast.comms.system.environment.flag: `HOLDFAST_X=false` must not turn X on",
+        # Open MPI and torch have their own words for on and off
+        but=("comms/system/environment.py", "backends/mpi/__init__.py", "backends/nccl/torch_groups.py"),
+    ),
+    "backend in an error of shared code": Banned(
+        r'BackendUnavailable\(\s*"(?:shm|inproc|gloo|mpi|nccl|rccl|ucx|nixl|hier)"',
+        'raise BackendUnavailable("ucx", "no")',
+        "the name that the caller has: several backends run it",
+        ("comms", "backends/common"),
+    ),
+    "descriptor that is kept": Banned(
+        r"\bos\.close\b(?!\()|\bmmap\.mmap\((?!-1)(?!.*MAP_PRIVATE)|os\.eventfd_write\(",
+        "stack.callback(os.close, fd)",
+        "OwnedDescriptor, its `wake`, and map_file",
+        PRODUCT,
+        ("comms/system/files.py",),
+    ),
+    "transfer": Banned(
+        r"\bos\.(?:p?readv?|p?writev?|sendfile|copy_file_range)\(",
+        "os.write(fd, data)",
+        "comms/system/files.py: a short result is no error",
+        but=(
+            "comms/system/files.py",  # the loops themselves
+            "ft/telemetry/event_log.py",  # a line is appended whole or taken back
+            "ft/registers/sqlite.py",  # notifications are drained, not looked at
+            "harness/chaos/faults/storage.py",  # it writes until the disk is full
+            "ft/launch/guardian.py",  # a line that a pipe takes at once or not at all
+            "ft/launch/local_launcher.py",  # single bytes, and lines are put together from what has come
+            "harness/testbed/netns.py",  # single bytes
+            "rl/environments/sandbox/limits.py",  # output is taken as it comes, up to its limit
+            "rl/environments/sandbox/inside/namespaces.py",  # a line that /proc takes at once or not at all
+            "rl/environments/sandbox/inside/template.py",  # lines of pipes and of /proc; a file in memory whole
+        ),
+    ),
+    "copy between processes": Banned(
+        r"\.process_vm_(?:readv|writev)\(", "libc.process_vm_readv(pid)", "comms/native/process_copy.c"
+    ),
+    "send without its result": Banned(
+        r"(?im)^\s*[\w.]*sock(?:et)?\.send\(", "    self._sock.send(data)", "sendall, which goes on by itself"
+    ),
+    "current process": Banned(
+        r"os\.register_at_fork\(|_pid\b.* [!=]= .*getpid\(\)|getpid\(\) [!=]= .*_pid\b",
+        "if self._pid != os.getpid():",
+        "comms/system/forks.py",
+        PRODUCT,
+        ("comms/system/forks.py",),
+    ),
+    "text for rich": Banned(
+        r"(?<!\w)(?:Console|Table)\(|\.from_markup\(|\bTextColumn\((?!.*markup=)|(?<!\w)Panel\(.*title=f?[\"']",
+        'Panel(x, title=f"{name}: failed")',
+        "ft/console/console.py: text of others may be markup",
+        ("harness",),
+    ),
+    "markup": Banned(
+        r"(?m)\[/\]|(?<![\w`])\[/?(?:bold|dim|italic|red|green|yellow|blue|cyan|magenta|default)\b[^]\n]*\](?!Examples|$)",
+        'out.print(f"[red]{name}[/]")',
+        "styled() of ft/console/console.py",
+        ("harness",),
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", BANNED.values(), ids=BANNED)
+def test_no_line_has_what_is_banned(rule: Banned) -> None:
+    assert re.search(rule.pattern, rule.example)
     wrong = []
-    for path, node in nodes("comms", "backends"):
-        match node:
-            case ast.Call(ast.Name("BackendUnavailable"), [ast.Constant(name), *_]) if name in BACKENDS:
-                if path.parts[0] == "comms" or path.parts[:2] == ("backends", "common"):
-                    wrong.append(f"{path}:{node.lineno}: {name}")
-    assert not wrong, "\n".join(wrong)
+    for path in map(str, modules()):
+        if path.startswith(tuple(f"{package}/" for package in rule.packages)) and path not in rule.but:
+            text = (ROOT / path).read_text()
+            wrong += [f"{path}:{text.count(chr(10), 0, each.end()) + 1}" for each in re.finditer(rule.pattern, text)]
+    assert not wrong, f"use {rule.instead}: {', '.join(wrong)}"
+
+
+def test_only_process_copy_copies_between_processes_and_compiled_code_makes_no_other_transfers() -> None:
+    sources = [*(ROOT / "comms/native").rglob("*.[ch]"), *(ROOT / "store/native").rglob("*.[ch]")]
+    transfers = re.compile(r"SYS_process_vm_|\b(?:p?readv?|p?writev?|sendfile|send|recv)\(\w*fd")
+    assert [path.name for path in sources if transfers.search(path.read_text())] == ["process_copy.c"]
 
 
 OWN_PROGRAMS = ("ft/processes/zygote", "ft/launch/proxy_program", "rl/environments/sandbox/inside/")
@@ -28,21 +124,14 @@ OWN_PROGRAMS = ("ft/processes/zygote", "ft/launch/proxy_program", "rl/environmen
 
 def test_descriptors_that_are_kept_are_owned() -> None:
     """`os.close` is for a number that the same function has opened; what is kept is an `OwnedDescriptor`."""
-    wrong = []
-    for path in modules():
-        if path.parts[0] == "harness" or str(path).startswith(OWN_PROGRAMS) or path.name == "files.py":
-            continue
-        tree = parsed(path)
-        calls = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute) and ast.unparse(node) == "os.close" and id(node) not in calls:
-                wrong.append(f"{path}:{node.lineno}: os.close is passed on")
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "mmap.mmap" and not _is_copy(node):
-                wrong.append(f"{path}:{node.lineno}: mmap keeps a descriptor: use map_file")
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "os.eventfd_write":
-                wrong.append(f"{path}:{node.lineno}: use OwnedDescriptor.wake")
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "os.close" and _is_kept(node.args[0], tree):
-                wrong.append(f"{path}:{node.lineno}: {ast.unparse(node)}")
+    wrong = [
+        f"{path}:{node.lineno}: {ast.unparse(node)}"
+        for path in modules()
+        if path.parts[0] != "harness" and not str(path).startswith(OWN_PROGRAMS) and path.name != "files.py"
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "os.close"
+        if _is_kept(node.args[0], parsed(path))
+    ]
     assert not wrong, "\n".join(wrong)
 
 
@@ -54,11 +143,6 @@ def _is_kept(number: ast.expr, tree: ast.Module) -> bool:
             "self." in ast.unparse(loop.iter) for loop in loops if ast.unparse(loop.target).startswith(number.id)
         )
     return isinstance(number, ast.Attribute | ast.Subscript)
-
-
-def _is_copy(call: ast.Call) -> bool:
-    """Whether a mapping is of no file, or private to this process."""
-    return ast.unparse(call.args[0]) == "-1" or "mmap.MAP_PRIVATE" in ast.unparse(call)
 
 
 LISTENERS = {
@@ -81,72 +165,3 @@ def test_every_listener_bounds_strangers() -> None:
         if "BoundedListener" not in names:
             wrong += [f"{path}:{names[name]}: {name}" for name in calls & names.keys()]
     assert not wrong, "\n".join(wrong)
-
-
-TRANSFERS = {"read", "write", "pread", "pwrite", "readv", "writev", "preadv", "pwritev", "sendfile", "copy_file_range"}
-"""Functions of `os` that may move fewer bytes than requested."""
-
-AS_THEY_COME = {
-    "comms/system/files.py": "the loops themselves",
-    "ft/telemetry/event_log.py": "a line is appended whole or taken back",
-    "ft/registers/sqlite.py": "notifications are drained, not looked at",
-    "harness/chaos/faults/storage.py": "it writes until the disk is full",
-    "ft/launch/guardian.py": "a line that a pipe takes at once or not at all",
-    "ft/launch/local_launcher.py": "single bytes, and lines are put together from what has come",
-    "harness/testbed/netns.py": "single bytes",
-    "rl/environments/sandbox/limits.py": "output is taken as it comes, up to its limit",
-    "rl/environments/sandbox/inside/namespaces.py": "a line that /proc takes at once or not at all",
-    "rl/environments/sandbox/inside/template.py": "lines of a pipe and of /proc; a file in memory is read whole",
-}
-
-
-def test_every_other_transfer_goes_through_file_io() -> None:
-    wrong = [
-        f"{path}:{node.lineno}: os.{node.func.attr}"
-        for path, node in nodes()
-        if isinstance(node, ast.Call)
-        and str(path) not in AS_THEY_COME
-        and isinstance(node.func, ast.Attribute)
-        and ast.unparse(node.func.value) == "os"
-        and node.func.attr in TRANSFERS
-    ]
-    assert not wrong, "a short result is no error: use comms/system/files.py: " + ", ".join(wrong)
-
-
-def test_only_process_copy_copies_between_processes() -> None:
-    """No other Python or C code copies between processes, and compiled code makes no other transfers."""
-    sources = [*(ROOT / "comms/native").rglob("*.[ch]"), *(ROOT / "store/native").rglob("*.[ch]")]
-    transfers = re.compile(r"SYS_process_vm_|\b(?:p?readv?|p?writev?|sendfile|send|recv)\(\w*fd")
-    assert [path.name for path in sources if transfers.search(path.read_text())] == ["process_copy.c"]
-    calls = re.compile(r"\.process_vm_(?:readv|writev)\(")
-    assert not [path for path in modules() if calls.search((ROOT / path).read_text())]
-
-
-def test_a_partial_send_is_continued() -> None:
-    """`sendall` continues by itself; code that calls `send` uses its result."""
-    wrong = [
-        f"{path}:{node.lineno}"
-        for path, node in nodes()
-        if isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Call)
-        and isinstance(node.value.func, ast.Attribute)
-        and node.value.func.attr == "send"
-        and ast.unparse(node.value.func.value).lower().endswith(("sock", "socket"))
-    ]
-    assert not wrong, ", ".join(wrong)
-
-
-def test_only_one_helper_asks_for_the_current_process() -> None:
-    """Comparing process ids, or another fork handler, would be a second way."""
-    wrong = []
-    for path, node in nodes("comms", "backends", "ft", "store", "rl"):
-        match node:
-            case ast.Call(ast.Attribute(ast.Name("os"), "register_at_fork")):
-                asks = True
-            case ast.Compare():
-                asks = "getpid()" in (words := ast.unparse(node)) and "_pid" in words
-            case _:
-                continue
-        if asks and path != Path("comms/system/forks.py"):
-            wrong.append(f"{path}:{node.lineno}: {ast.unparse(node)[:60]}")
-    assert not wrong, "use comms.forks: " + "; ".join(wrong)

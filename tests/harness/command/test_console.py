@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import io
-import re
 import sys
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import example, given
@@ -17,7 +14,6 @@ from holdfast.ft.console.output import LONGEST_LINE, LineSplitter, visible, visi
 from holdfast.ft.console.units import counted, format_seconds
 from holdfast.harness.chaos.outcome.record import ComparedFigure
 from holdfast.harness.chaos.outcome.show import comparison
-from support.source_tree import ROOT
 
 # -- control characters
 
@@ -193,40 +189,7 @@ def test_piped_output_has_a_line_for_each_finished_item() -> None:
     assert screen.text.splitlines() == ["bench: about 20 s", "8 bytes", "64 bytes"]
 
 
-# -- the rule
-
-
-MARKUP = re.compile(r"\[(/|/?(bold|dim|italic|red|green|yellow|blue|cyan|magenta|default)\b[^\]]*)\]")
-HARNESS = ROOT / "harness"
-
-
-def offences(source: str) -> Iterator[str]:
-    """What a file of the harness must not do with rich: see `ft/console/console.py`."""
-    tree = ast.parse(source)
-    documentation = {
-        id(node.body[0].value)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
-        and node.body
-        and isinstance(node.body[0], ast.Expr)
-    }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
-            text = node.value.replace("[bold]Examples[/bold]", "")
-            if MARKUP.search(text):
-                yield f"{node.lineno}: markup in {node.value!r}: use styled()"
-        if not isinstance(node, ast.Call):
-            continue
-        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        given = {keyword.arg: keyword.value for keyword in node.keywords}
-        if name in ("Console", "Table"):
-            yield f"{node.lineno}: {name}(): use console() or FoldingTable()"
-        if name == "from_markup":
-            yield f"{node.lineno}: {name}(): text of others may be in it"
-        if name == "TextColumn" and "markup" not in given:
-            yield f"{node.lineno}: TextColumn() reads markup: markup=False"
-        if name == "Panel" and isinstance(given.get("title"), ast.Constant | ast.JoinedStr):
-            yield f"{node.lineno}: the title of a Panel is markup unless it is a Text"
+# -- figures
 
 
 @pytest.mark.parametrize(
@@ -235,31 +198,6 @@ def offences(source: str) -> Iterator[str]:
 )
 def test_seconds_have_three_figures_and_a_unit(seconds: float, shown: str) -> None:
     assert format_seconds(seconds) == shown
-
-
-def test_only_the_console_module_gives_text_to_rich() -> None:
-    found = [
-        f"{path.relative_to(HARNESS)}:{offence}"
-        for path in sorted(HARNESS.rglob("*.py"))
-        if path != HARNESS / "console.py"
-        for offence in offences(path.read_text())
-    ]
-    assert not found, "\n".join(found)
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        'out.print(f"[red]{name}[/]")',
-        "Console()",
-        'rich.table.Table("a")',
-        "Text.from_markup(x)",
-        'TextColumn("{task.description}")',
-        'Panel(x, title=f"{name}: failed")',
-    ],
-)
-def test_the_rule_finds_offences(source: str) -> None:
-    assert list(offences(source))
 
 
 def test_a_count_and_its_noun_agree() -> None:
