@@ -172,12 +172,6 @@ def test_c_has_short_lines_and_functions_apart_from_declarations() -> None:
             assert not defines or line.startswith("static inline "), f"{where} defines a function"
 
 
-def test_tests_find_the_source_tree_by_one_module() -> None:
-    """A path counted in `parents` of a test's own file is wrong as soon as the file moves."""
-    counted = [path for path in sorted(TESTS.rglob("*.py")) if "(__file__).parents[" in path.read_text()]
-    assert [path.name for path in counted if path != TESTS / "project" / "test_architecture.py"] == ["source_tree.py"]
-
-
 def test_no_two_test_modules_have_one_name() -> None:
     """The folders of tests are no packages: pytest imports only the first of two."""
     names = Counter(path.name for path in TESTS.rglob("test_*.py"))

@@ -8,18 +8,20 @@ from typing import NamedTuple
 
 import pytest
 
-from support.source_tree import PACKAGES, ROOT, modules, parsed
+from support.source_tree import PACKAGES, ROOT, TESTS, modules, parsed
 
+OWN_FILE = "tests/project/test_system_rules.py"
+TEST_FILES = [path.relative_to(ROOT) for path in sorted(TESTS.rglob("*.py"))]
 PRODUCT = tuple(package for package in PACKAGES if package != "harness")
 
 
 class Banned(NamedTuple):
-    """What no line of some packages may have, a line that has it, what to write instead, and files that may."""
+    """What no line of some paths may have, a line that has it, what to write instead, and files that may."""
 
     pattern: str
     example: str
     instead: str
-    packages: tuple[str, ...] = PACKAGES
+    under: tuple[str, ...] = tuple(f"{package}/" for package in PACKAGES)
     but: tuple[str, ...] = ()
 
 
@@ -86,6 +88,34 @@ BANNED = {
         PRODUCT,
         ("comms/system/forks.py",),
     ),
+    "clock or socket in virtual time": Banned(
+        r"(?m)^ *(?:import|from) (?:time|socket|threading|asyncio|os|subprocess|secrets|datetime)\b",
+        "import time",
+        "the ports of the world: a run of the simulator depends on its seed alone",
+        ("harness/simulate",),
+        tuple(f"harness/simulate/{name}.py" for name in ("run", "show", "command", "compare", "known_bugs/reproduce")),
+    ),
+    "holdfast before a fork of the gate": Banned(
+        r"(?m)^from holdfast",
+        "from holdfast import comms",
+        "an import in a function: both sides would run the code of the gate",
+        ("harness/gate/arm.py", "harness/gate/workloads.py", "harness/measure/worker.py"),
+    ),
+    "root counted in a test's own file": Banned(
+        r"\(__file__\)\.parents\[",
+        "ROOT = Path(__file__).parents[2]",
+        "support.source_tree.ROOT: the path is wrong as soon as the file moves",
+        ("tests",),
+        ("tests/support/source_tree.py", OWN_FILE),
+    ),
+    "endless wait for a child": Banned(
+        r"(?<!await )(?<![\w.])[\w.]*\b"
+        r"(?:(?:stdout|stderr|output)\.readline|communicate(?=\(\)|\(\w+=))\((?![^)]*timeout)",
+        "words = child.communicate()",
+        "support.waiting.next_line, or a timeout",
+        ("tests",),
+        (OWN_FILE,),
+    ),
     "text for rich": Banned(
         r"(?<!\w)(?:Console|Table)\(|\.from_markup\(|\bTextColumn\((?!.*markup=)|(?<!\w)Panel\(.*title=f?[\"']",
         'Panel(x, title=f"{name}: failed")',
@@ -105,8 +135,8 @@ BANNED = {
 def test_no_line_has_what_is_banned(rule: Banned) -> None:
     assert re.search(rule.pattern, rule.example)
     wrong = []
-    for path in map(str, modules()):
-        if path.startswith(tuple(f"{package}/" for package in rule.packages)) and path not in rule.but:
+    for path in map(str, [*modules(), *TEST_FILES]):
+        if path.startswith(rule.under) and path not in rule.but:
             text = (ROOT / path).read_text()
             wrong += [f"{path}:{text.count(chr(10), 0, each.end()) + 1}" for each in re.finditer(rule.pattern, text)]
     assert not wrong, f"use {rule.instead}: {', '.join(wrong)}"

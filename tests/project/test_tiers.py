@@ -1,4 +1,4 @@
-"""Each test is in one tier, needs no fast machine, and waits for no child without a limit (CONTRIBUTING.md).
+"""Each test is in one tier, and needs no fast machine (CONTRIBUTING.md).
 
 A property takes the number of its examples from the tier. A busy machine takes more than few seconds, and nothing is
 wrong: what is asserted instead is an event, an order, a ratio, or a bound of `support.waiting.PATIENCE` beside a
@@ -113,28 +113,6 @@ def test_no_assertion_needs_a_fast_machine() -> None:
         for compared in tight(function)
     }
     assert not wrong, "wait for an event, or compare with PATIENCE:\n" + "\n".join(sorted(wrong))
-
-
-def endless(tree: ast.AST) -> Iterator[ast.Call]:
-    """The calls that wait for a child process without a limit: it may hang, and says then nothing of where."""
-    awaited = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Await)}
-    for node in ast.walk(tree):
-        match node:
-            case ast.Call(func=ast.Attribute(value=output, attr="readline")) if id(node) not in awaited:
-                if isinstance(output, ast.Attribute) and output.attr in ("stdout", "stderr", "output"):
-                    yield node
-            case ast.Call(func=ast.Attribute(attr="communicate"), args=[], keywords=keywords) if (
-                id(node) not in awaited
-            ):
-                if "timeout" not in {keyword.arg for keyword in keywords}:
-                    yield node
-
-
-def test_no_test_waits_for_a_child_without_a_limit() -> None:
-    wrong = [f"{path}:{call.lineno}: {ast.unparse(call)}" for path in FILES for call in endless(parsed(path))]
-    assert not wrong, "use support.waiting.next_line, or a timeout:\n" + "\n".join(wrong)
-    for call in ("child.stdout.readline()", "child.communicate()"):
-        assert len(list(endless(ast.parse(call)))) == 1, call
 
 
 def test_a_tight_limit_is_found() -> None:
