@@ -71,7 +71,8 @@ coverage: $(STAMP) peers  ## which lines and branches of each package the first 
 	rm -rf build/coverage
 	$(BIN)/coverage run -m pytest -n $(JOBS) --dist worksteal -m "not thorough" $(COVERED)
 	$(BIN)/coverage combine --quiet
-	PYTHONPATH=tests $(BIN)/python -m support.programs.coverage_table
+	for package in comms backends ft store rl harness; do \
+	  echo "$$package: $$($(BIN)/coverage report --include "$$package/*" --format total)%"; done
 
 torch-suite: $(STAMP)  ## all of torch's own distributed tests that pass over gloo, over holdfast
 	$(BIN)/python tests/support/programs/torch_suite.py compare
@@ -213,7 +214,7 @@ FIGURES := docs/figures
 BENCH_FIGURES := all_reduce reduce_scatter all_gather broadcast all_to_all
 
 figures: $(STAMP)  ## draw the pictures of docs/benchmarks/index.md from the data that is committed there
-	PYTHONPATH=tests $(BIN)/python -m support.programs.figures $(FIGURES)
+	$(BIN)/python $(FIGURES)/draw.py $(FIGURES)
 
 figures-data: $(STAMP) peers figures-bench figures-recovery figures-chaos figures-growth figures-gate figures-store  ## measure it anew
 

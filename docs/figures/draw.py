@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/benchmarks/index.md from data: `python -m support.programs.figures FOLDER`.
+"""Draws the pictures of docs/benchmarks/index.md from data: `python docs/figures/draw.py FOLDER`.
 
 `make figures-data` measures that data anew; `make figures` draws. A picture without data is reported as missing.
 Pictures of simulations are drawn by `python docs/experiments/growth.py`, in a folder of their own.

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import msgspec
 import pytest
 
 from support.browser import needs_chromium, screenshot, served
 from support.programs.snippets import blocks, run_page, unmarked, wrong_excerpts
-from support.source_tree import PACKAGES, ROOT, modules
+from support.source_tree import PACKAGES, ROOT, module_of, modules
 
 DOCS = ROOT / "docs"
 PAGES = sorted(path for path in DOCS.rglob("*.md") if not path.is_relative_to(DOCS / "figures"))
@@ -90,14 +89,10 @@ def test_pages_that_the_code_names_exist() -> None:
 
 
 @pytest.fixture(scope="module")
-def generate() -> ModuleType:
+def generate() -> Any:
     """The module that generates the tables of the reference."""
     pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install 'holdfast[docs]'")
-    spec = importlib.util.spec_from_file_location("generate", DOCS / "reference" / "generate.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_of("docs/reference/generate.py")
 
 
 def listed(page: str) -> set[str]:
@@ -106,7 +101,7 @@ def listed(page: str) -> set[str]:
     return {word for row in rows for word in re.findall(r"`([^`]+)`", row)}
 
 
-def test_the_reference_lists_every_environment_variable_kind_of_event_and_metric(generate: ModuleType) -> None:
+def test_the_reference_lists_every_environment_variable_kind_of_event_and_metric(generate: Any) -> None:
     pytest.importorskip("prometheus_client", reason="pip install 'holdfast[metrics]'")
     assert listed("environment.md") == generate.environment_variables()
     assert all(f"| `{kind}` | " in generate.events() for kind in ("installed", "committed", "gap", "fault"))
@@ -119,7 +114,7 @@ def test_the_reference_lists_every_environment_variable_kind_of_event_and_metric
         assert row in table
 
 
-def test_the_reference_has_every_field_of_a_run_with_its_default(generate: ModuleType) -> None:
+def test_the_reference_has_every_field_of_a_run_with_its_default(generate: Any) -> None:
     from holdfast.rl.config.run_config import RunConfig
 
     tables = generate.rl_config()
@@ -137,7 +132,7 @@ def test_the_reference_has_every_field_of_a_run_with_its_default(generate: Modul
         assert row in tables
 
 
-def test_the_reference_has_every_command_and_error(generate: ModuleType) -> None:
+def test_the_reference_has_every_command_and_error(generate: Any) -> None:
     from holdfast import comms, store
 
     text = generate.errors()

@@ -9,18 +9,18 @@ from xml.etree import ElementTree
 
 import pytest
 
-from support.programs import figures
-from support.source_tree import ROOT
+from support.source_tree import ROOT, module_of
 
 DOCS = ROOT / "docs"
 PAGE = DOCS / "benchmarks" / "index.md"
+figures = module_of("docs/figures/draw.py")
 
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the data, with the pictures drawn anew."""
     folder = tmp_path_factory.mktemp("figures") / "figures"
-    shutil.copytree(DOCS / "figures", folder, ignore=shutil.ignore_patterns("*.svg"))
+    shutil.copytree(DOCS / "figures", folder, ignore=shutil.ignore_patterns("*.svg", "*.py"))
     made, missing = figures.draw(folder)
     assert made
     assert missing == []
@@ -43,6 +43,17 @@ def test_pictures_are_whole_and_self_contained(drawn: Path) -> None:
         ElementTree.fromstring(text)
         assert "url(http" not in text
         assert "<script" not in text
+
+
+def test_bars_are_drawn_to_their_percentiles() -> None:
+    bars = [figures.PercentileBar("ours", 5.0, 8.0, 10.0, 0), figures.PercentileBar("theirs", 20.0, 30.0, 40.0, 1)]
+    chart = figures.draw_bars("recovery", bars, lambda value: f"{value:g} ms")
+    assert [round(patch.get_width()) for patch in chart.axes.patches] == [10, 8, 5, 40, 30, 20]
+    drawing = ElementTree.fromstring(chart.svg("recovery", standalone=True))
+    assert {each.text for each in drawing.iter() if each.tag.endswith("title")} >= {
+        "ours: median 5 ms, p90 8 ms, p99 10 ms",
+        "theirs: median 20 ms, p90 30 ms, p99 40 ms",
+    }
 
 
 def test_missing_data_is_an_error(tmp_path: Path) -> None:

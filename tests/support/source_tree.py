@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests"
@@ -21,6 +24,16 @@ NAMESPACE = Path("harness/namespace")
 def modules() -> list[Path]:
     """Every Python file of the six packages, relative to the root."""
     return sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+
+
+def module_of(path: str) -> Any:
+    """The module of a program of the documentation, which lies in no package."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 @cache

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,52 +88,41 @@ def test_corruption_flips_one_bit_and_spares_possible_headers(size: int, seed: i
 # -- a client and an echo server with the proxy between them
 
 
-class EchoServer:
+def echo(join: Any, channel: ProcessChannel) -> None:
     """The body of the server: sends its port to the test, and echoes every connection."""
 
-    def __init__(self, join: Any) -> None:
-        self._join = join
-
-    def __call__(self, channel: ProcessChannel) -> None:
-        self._join()
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            channel.send(server.getsockname()[1])
-            while True:
-                sock, _ = server.accept()
-                threading.Thread(target=self._echo, args=(sock,), daemon=True).start()
-
-    def _echo(self, sock: socket.socket) -> None:
+    def serve(sock: socket.socket) -> None:
         with sock:
             while data := sock.recv(1 << 16):
                 sock.sendall(data)
 
+    join()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        channel.send(server.getsockname()[1])
+        while True:
+            threading.Thread(target=serve, args=(server.accept()[0],), daemon=True).start()
 
-class EchoClient:
+
+def ask(join: Any, channel: ProcessChannel) -> None:
     """The body of the client: connects to a port, then sends what the test gives it to the server.
 
     The answer to the test has the echoed bytes, or the name of the error, and the seconds that it took.
     """
-
-    def __init__(self, join: Any) -> None:
-        self._join = join
-
-    def __call__(self, channel: ProcessChannel) -> None:
-        self._join()
-        port = channel.recv(30.0)
-        sock = socket.create_connection(("127.0.0.1", port))
-        sock.settimeout(0.5)
-        channel.send(sock.getpeername()[1])
-        while True:
-            data = channel.recv(60.0)
-            began, back = time.monotonic(), b""
-            try:
-                sock.sendall(data)
-                while len(back) < len(data) and (more := sock.recv(1 << 20)):
-                    back += more
-            except OSError as error:
-                channel.send((type(error).__name__, time.monotonic() - began))
-            else:
-                channel.send((back, time.monotonic() - began))
+    join()
+    sock = socket.create_connection(("127.0.0.1", channel.recv(30.0)))
+    sock.settimeout(0.5)
+    channel.send(sock.getpeername()[1])
+    while True:
+        data = channel.recv(60.0)
+        began, back = time.monotonic(), b""
+        try:
+            sock.sendall(data)
+            while len(back) < len(data) and (more := sock.recv(1 << 20)):
+                back += more
+        except OSError as error:
+            channel.send((type(error).__name__, time.monotonic() - began))
+        else:
+            channel.send((back, time.monotonic() - began))
 
 
 class LinkedPair:
@@ -156,8 +146,8 @@ class LinkedPair:
 def pair(tmp_path: Path) -> Iterator[LinkedPair]:
     with Links() as links:
         join = links.prepare()
-        server = zygote().spawn(EchoServer(join), name="echo", output=tmp_path / "echo")
-        client = zygote().spawn(EchoClient(join), name="ask", output=tmp_path / "ask")
+        server = zygote().spawn(partial(echo, join), name="echo", output=tmp_path / "echo")
+        client = zygote().spawn(partial(ask, join), name="ask", output=tmp_path / "ask")
         try:
             port = server.channel.recv(30.0)
             client.channel.send(port)

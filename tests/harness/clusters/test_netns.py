@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from holdfast.comms import OpTimeout, StaleEpoch
 from holdfast.ft import Session, Timeouts
@@ -27,7 +26,7 @@ from holdfast.harness.invariants import check
 from holdfast.harness.testbed import netns
 from holdfast.harness.testbed.etcd import EtcdCluster
 from holdfast.harness.testbed.netns import EnterNamespace, Network
-from support.samples.tally import SHARDS, Tally
+from support.samples.tally import SHARDS, expected, tally_up
 from support.waiting import becomes_true
 
 pytestmark = [
@@ -40,27 +39,6 @@ LAST = 15
 """The step in which all ranks wait for the gate."""
 
 
-def tally_up(session: Session, gate: Path) -> list[float]:
-    """Add up numbers; in step LAST run ops until the file `gate` exists."""
-    tally = Tally()
-    session.attach("tally", tally)
-    for attempt in session.steps(LAST + 2):
-        with attempt:
-            time.sleep(0.01)
-            is_open = torch.zeros(1)
-            while attempt.step == LAST and not is_open.item():
-                time.sleep(0.01)
-                is_open.fill_(gate.exists())
-                attempt.comm.all_reduce(is_open)
-            part = torch.full((5,), sum((attempt.step + 1) * (shard + 1) for shard in attempt.shards)).double()
-            attempt.comm.all_reduce(part)
-        if attempt.committed:
-            tally.total += part
-            tally.steps.append(attempt.step)
-    assert tally.steps == list(range(LAST + 2))
-    return tally.total.tolist()
-
-
 def live(entry: EnterNamespace, options: dict[str, Any], gate: Path) -> Callable[[ProcessChannel], None]:
     """The body of a process on a host: joins the job, and joins again whenever it was left out."""
 
@@ -71,7 +49,7 @@ def live(entry: EnterNamespace, options: dict[str, Any], gate: Path) -> Callable
             sessions += 1
             try:
                 with Session(**options) as session:
-                    result = tally_up(session, gate)
+                    result = tally_up(session, LAST + 2, gate=str(gate), gated=LAST)
             except (StaleEpoch, RegisterAway, OpTimeout):  # a loaded machine may be too slow to connect in time
                 time.sleep(0.1)
                 continue
@@ -136,9 +114,9 @@ class Hosts:
     def finish(self) -> list[int]:
         """Open the gate, and check that all end with the right sum; returns how many sessions each process needed."""
         self.gate.touch()
-        expected = [float(sum((s + 1) * (shard + 1) for s in range(LAST + 2) for shard in range(SHARDS)))] * 5
-        ends: list[tuple[int, list[float]]] = [process.channel.recv(30.0) for process in self.processes]
-        assert [result for _, result in ends] == [expected] * 6
+        ends: list[tuple[int, dict[str, Any]]] = [process.channel.recv(30.0) for process in self.processes]
+        for _, result in ends:
+            assert (result["total"], result["steps"]) == (expected(LAST + 2), list(range(LAST + 2)))
         broken = check(self._contract.events())
         # the checker of evictions knows nothing of cables
         assert [each for each in broken if each.invariant != "nobody healthy is evicted"] == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from collections.abc import Callable
 
 import pytest
 from hypothesis import example, given
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from holdfast.ft.console.console import FoldingTable, console, panel, print_json, styled, working
 from holdfast.ft.console.output import LONGEST_LINE, LineSplitter, visible, visible_but_colours
-from holdfast.ft.console.units import counted, format_seconds
+from holdfast.ft.console.units import coarse_seconds, counted, format_seconds
 from holdfast.harness.chaos.outcome.record import ComparedFigure
 from holdfast.harness.chaos.outcome.show import comparison
 
@@ -193,11 +194,18 @@ def test_piped_output_has_a_line_for_each_finished_item() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "shown"),
-    [(6.12e-7, "0.612 us"), (0.0123, "12.3 ms"), (0.99999, "1 s"), (125, "2 min 5 s"), (9000, "2.5 h")],
+    ("show", "seconds", "shown"),
+    [
+        *((format_seconds, 6.12e-7, "0.612 us"), (format_seconds, 0.0123, "12.3 ms"), (format_seconds, 0.99999, "1 s")),
+        *((format_seconds, 125, "2 min 5 s"), (format_seconds, 9000, "2.5 h")),
+        *((coarse_seconds, 0, "0 ms"), (coarse_seconds, 0.00091, "0.91 ms"), (coarse_seconds, 0.0421, "42 ms")),
+        *((coarse_seconds, 0.372, "372 ms"), (coarse_seconds, 1.25, "1.25 s"), (coarse_seconds, 125, "2 min 5 s")),
+    ],
 )
-def test_seconds_have_three_figures_and_a_unit(seconds: float, shown: str) -> None:
-    assert format_seconds(seconds) == shown
+def test_seconds_have_a_unit_and_three_figures_or_fewer(
+    show: Callable[[float], str], seconds: float, shown: str
+) -> None:
+    assert show(seconds) == shown
 
 
 def test_a_count_and_its_noun_agree() -> None:

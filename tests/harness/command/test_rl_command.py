@@ -63,11 +63,6 @@ def test_an_environment_is_served_until_the_command_is_ended() -> None:
         assert serving.wait(30.0) == 0
 
 
-def test_an_environment_that_is_not_there_is_not_served() -> None:
-    done = holdfast("environment", "serve", "chess")
-    assert done.returncode == 2 and "there are arithmetic, guess" in done.stderr, done.stderr
-
-
 @pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_a_run_is_trained_and_gone_on_with_and_its_pages_are_written(tmp_path: Path) -> None:

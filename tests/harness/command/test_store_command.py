@@ -88,13 +88,19 @@ def test_ls_shows_versions_replicas_pins_and_the_memory_of_each_holder(url: str,
         assert words in shown.stdout
 
 
-def test_ls_shows_what_is_on_disk(url: str, tmp_path: Path) -> None:
-    with WeightStore(url, replicas=1) as store:
+def test_ls_shows_what_is_on_disk_of_a_store_by_its_name_in_the_register_of_the_environment(
+    url: str, tmp_path: Path
+) -> None:
+    def listed(name: str) -> Any:
+        return json.loads(said("ls", "--name", name, "--json", HOLDFAST_REGISTER=url).stdout)
+
+    with WeightStore(url, name="actor", replicas=1) as store:
         with DiskRetention(store, tmp_path / "copies", every=5):
             store.publish(1, weights(1.0))
-            eventually(lambda: as_json("ls", "--register", url)["versions"][0]["disk"] == "written")
+            eventually(lambda: listed("actor")["versions"][0]["disk"] == "written")
         store.publish(2, weights(2.0))
-        assert [each["disk"] for each in as_json("ls", "--register", url)["versions"]] == ["written", ""]
+        assert [each["disk"] for each in listed("actor")["versions"]] == ["written", ""]
+        assert (listed("actor")["latest"], as_json("ls", "--register", url)["latest"]) == (2, None)
 
 
 def test_a_killed_holder_is_shown_as_dead_and_reported_as_unreachable(url: str, start: Callable[..., Child]) -> None:
@@ -112,26 +118,25 @@ def test_a_killed_holder_is_shown_as_dead_and_reported_as_unreachable(url: str, 
     assert {each["pid"]: each["result"] for each in json.loads(done.stdout)}[holder.pid] == "unreachable"
 
 
-def test_the_command_does_not_become_a_holder_and_changes_nothing(url: str) -> None:
-    with WeightStore(url, replicas=1) as store:
-        store.publish(1, weights(1.0))
-        before = store._catalog_client.read()
-        for arguments in (("ls",), ("inspect", "1"), ("verify",)):
-            assert said(*arguments, "--register", url).exit_code == 0
-        assert store._catalog_client.read() == before
-
-
-def test_inspect_lists_tensors_and_digests(url: str) -> None:
+def test_inspect_lists_tensors_digests_values_and_ties(url: str) -> None:
+    shared = torch.ones(4)
     with WeightStore(url, replicas=1) as store:
         store.publish(1, {"a": torch.zeros(4, 5)}, part=0, parts=2)
         store.publish(1, {"b": {"c": torch.zeros(6, dtype=torch.int16)}}, part=1, parts=2)
         found = as_json("inspect", "latest", "--register", url)
         shown = said("inspect", "1", "--register", url).stdout
+        store.publish(2, {"head": shared, "body": shared, "step": 7, "note": "x" * 1000})
+        tied = as_json("inspect", "2", "--register", url)
+        tied_shown = said("inspect", "2", "--register", url).stdout
     tensors = [(each["name"], each["dtype"], each["shape"], each["part"]) for each in found["tensors"]]
     assert tensors == [("a", "float32", [4, 5], 0), ("b.c", "int16", [6], 1)]
     digests = [part["digest"] for part in found["parts"]]
     assert len(set(digests)) == 2 and all(digest in shown for digest in digests)
     assert "4 x 5" in shown
+    assert tied["values"]["step"] == "7" and len(tied["values"]["note"]) < 300
+    ((name, source),) = tied["tied"].items()
+    assert {name, source} == {"head", "body"} and f"{source} = {name}" in tied_shown
+    assert [each["name"] for each in tied["tensors"]] == [source]
 
 
 def test_verify_reads_every_replica_and_finds_the_one_that_is_wrong(url: str, start: Callable[..., Child]) -> None:
@@ -177,9 +182,11 @@ def test_each_command_takes_the_url_as_an_argument(url: str, tmp_path: Path) -> 
     with WeightStore(url, replicas=1) as store:
         store.publish(1, weights(1.0))
         store.publish(2, weights(2.0))
+        before = store._catalog_client.read()
         assert as_json("ls", url)["url"] == url
         assert as_json("inspect", url) == as_json("inspect", "latest", url) == as_json("inspect", url, "2")
         assert as_json("verify", url) == as_json("verify", "--register", url)
+        assert store._catalog_client.read() == before, "these commands change nothing and become no holder"
         assert said("rollback", url, "1").exit_code == 0 and store.latest() == 1
         assert said("export", url, "latest", tmp_path / "out").exit_code == 0
         assert said("import", tmp_path / "out", url, "--version", "3", "--replicas", "1").exit_code == 0
@@ -206,26 +213,6 @@ def test_a_register_that_does_not_exist_is_an_error_and_is_not_made(command: tup
     done = said(*command, "--register", f"sqlite://{tmp_path}/none.sqlite")
     assert done.exit_code == 2 and "there is no register" in done.stderr
     assert not list(tmp_path.iterdir())
-
-
-def test_the_register_of_the_environment_and_a_store_of_another_name_are_looked_into(url: str) -> None:
-    with WeightStore(url, name="actor", replicas=1) as store:
-        store.publish(1, weights(1.0))
-        done = said("ls", "--name", "actor", "--json", HOLDFAST_REGISTER=url)
-        assert json.loads(done.stdout)["latest"] == 1
-        assert as_json("ls", "--register", url)["latest"] is None
-
-
-def test_inspect_shows_values_and_ties(url: str) -> None:
-    shared = torch.ones(4)
-    with WeightStore(url, replicas=1) as store:
-        store.publish(1, {"head": shared, "body": shared, "step": 7, "note": "x" * 1000})
-        found = as_json("inspect", "1", "--register", url)
-        shown = said("inspect", "1", "--register", url).stdout
-    assert found["values"]["step"] == "7" and len(found["values"]["note"]) < 300
-    ((name, source),) = found["tied"].items()
-    assert {name, source} == {"head", "body"} and f"{source} = {name}" in shown
-    assert [each["name"] for each in found["tensors"]] == [source]
 
 
 def test_what_ranks_published_in_boxes_is_inspected_and_exported_as_one_tensor(url: str, tmp_path: Path) -> None:

@@ -46,7 +46,6 @@ from holdfast.harness.measure.workers import WorkerFailed
 from holdfast.harness.report import charts
 from holdfast.harness.report.plot import Chart
 from support.browser import pictures
-from support.programs.figures import PercentileBar, draw_bars
 from support.programs.forked_programs import said
 
 
@@ -341,12 +340,6 @@ def test_the_command_prints_json_and_writes_a_plot(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_backend_of_ours_that_cannot_run_fails_the_command() -> None:
-    result = said("bench", "barrier", "--backends", "nosuch")
-    assert result.exit_code == 1
-    assert "nosuch" in result.stdout
-
-
 def test_a_plot_without_data_is_an_error(tmp_path: Path) -> None:
     bench = rounds.run(_plan((), ()))
     with pytest.raises(ValueError, match="nothing to plot"):
@@ -389,12 +382,6 @@ def test_recovery_is_measured_on_real_faults(plan: RecoveryPlan) -> None:
     assert all(least <= kill.detect <= kill.agree <= kill.rebuild <= kill.total for kill in bench.kills)
     assert bench.total.median == pytest.approx(sum(kill.total for kill in bench.kills) / plan.kills)
     recovery.show_recovery(bench, console())
-
-
-def test_a_backend_that_cannot_run_fails_the_recovery_command() -> None:
-    unknown = said("bench", "recovery", "--backend", "nosuch", "--kills", "1")
-    assert unknown.exit_code == 1
-    assert "backend 'nosuch' is not available" in unknown.stderr
 
 
 # Noise ------------------------------------------------------------------------------------------------------------
@@ -444,7 +431,9 @@ def sample(slower: float = 1.0, ranks: Sequence[int] = (2, 4), failures: tuple[O
     )  # fmt: skip
 
 
-def test_the_page_has_charts_with_the_roofline_and_is_self_contained() -> None:
+def test_the_page_has_charts_with_the_roofline_and_names_and_is_self_contained() -> None:
+    assert [name for name, _ in report.bandwidths(sample())] == ["all_reduce-2", "all_reduce-4"]
+    assert [name for name, _ in report.sweeps(sample())] == ["all_reduce-8-ranks", "all_reduce-1048576-ranks"]
     text = report.render(sample(), when="today")
     assert len(pictures(text)) == 2 + 2 + 2, "bandwidth and time for 2 and 4 ranks, time over ranks for two sizes"
     assert text.count('class="roof"') == 2, "where there is bandwidth there is the roofline"
@@ -485,26 +474,11 @@ def test_lines_of_a_chart_stay_inside_and_their_names_apart() -> None:
         charts.draw_lines("none", [], str, str, "")
 
 
-def test_bars_are_drawn_to_their_percentiles() -> None:
-    bars = [PercentileBar("ours", 5.0, 8.0, 10.0, 0), PercentileBar("theirs", 20.0, 30.0, 40.0, 1)]
-    chart = draw_bars("recovery", bars, lambda value: f"{value:g} ms")
-    assert [round(patch.get_width()) for patch in chart.axes.patches] == [10, 8, 5, 40, 30, 20]  # type: ignore[attr-defined]
-    assert set(tips(drawn(chart))) == {
-        "ours: median 5 ms, p90 8 ms, p99 10 ms",
-        "theirs: median 20 ms, p90 30 ms, p99 40 ms",
-    }
-
-
 def test_a_chart_takes_the_colours_of_its_page_and_alone_it_brings_them() -> None:
     chart = charts.draw_lines("one", [charts.Series("a", ((1.0, 1.0), (2.0, 3.0)), 0)], str, str, "y")
     inside = chart.svg("one")
     assert "var(--s0)" in inside and not re.findall(r"(?:fill|stroke): #[0-9a-f]{6}", inside)
     assert "<style" not in inside and "prefers-color-scheme: dark" in chart.svg("one", standalone=True)
-
-
-def test_names_of_pictures_say_what_they_show() -> None:
-    assert [name for name, _ in report.bandwidths(sample())] == ["all_reduce-2", "all_reduce-4"]
-    assert [name for name, _ in report.sweeps(sample())] == ["all_reduce-8-ranks", "all_reduce-1048576-ranks"]
 
 
 @pytest.mark.parametrize("columns", [60, 80])

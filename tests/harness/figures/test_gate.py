@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import io
 import json
@@ -129,8 +128,6 @@ def test_a_folder_is_a_side_as_it_is_and_pins_that_differ_are_told(repository: P
 def test_an_unknown_side_is_refused_with_what_to_do(repository: Path, tmp_path: Path) -> None:
     with pytest.raises(NoSuchSide):
         build("no-such-commit", repository, tmp_path / "built")
-    refused = said("gate", "no-such-commit", "--repository", repository)
-    assert refused.exit_code == 2
     with pytest.raises(ValueError, match="no such workload: nosuch; there are call"):
         chosen(["nosuch"])
     with pytest.raises(NoSuchSide, match=r"main is no folder with a pyproject\.toml, and no commit can be looked for"):
@@ -181,14 +178,6 @@ def test_the_reproducible_workload_adds_exactly(tmp_path: Path, monkeypatch: pyt
     op = workload.make(0, workload.ranks, tmp_path)
     op()
     assert called
-
-
-@pytest.mark.parametrize("path", ["gate/arm.py", "gate/workloads.py", "measure/worker.py"])
-def test_nothing_of_holdfast_is_imported_before_the_sides_are_forked(path: str) -> None:
-    """Otherwise both sides would run the code of the gate."""
-    tree = ast.parse((ROOT / "harness" / path).read_text())
-    imported = [node.module for node in tree.body if isinstance(node, ast.ImportFrom)]
-    assert not [module for module in imported if module and module.startswith("holdfast")]
 
 
 # Whole runs ------------------------------------------------------------------------------------------------------

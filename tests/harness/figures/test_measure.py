@@ -99,14 +99,21 @@ def test_a_worker_that_died_is_named_and_another_takes_its_place() -> None:
         assert call([new], "add", Sum((1,)), into=int) == [1]
 
 
-def test_workers_that_do_not_come_are_reported_with_the_last_words(capfd: pytest.CaptureFixture[str]) -> None:
+def test_workers_that_do_not_come_are_named_and_reported_with_the_last_words(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     def program(*words: str) -> Callable[[Place], list[WorkerProgram]]:
         return lambda place: [WorkerProgram(place, words, {})]
 
     with pytest.raises(WorkerFailed, match="idler ended while starting: no such luck"):
         WorkerGroup("idler", 1, program("sh", "-c", "echo no such luck"))
+    monkeypatch.setattr("holdfast.harness.measure.workers.LATE_SECONDS", 0.0)
+    capfd.readouterr()
     with pytest.raises(WorkerFailed, match="idler did not start in time: it said nothing"):
-        WorkerGroup("idler", 1, program("sleep", "60"), timeout=0.2)
+        WorkerGroup("idler", 2, program("sleep", "60"), timeout=0.5)
+    first, process = capfd.readouterr().err.splitlines()
+    assert first == "idler: after 0 s 0 of 2 workers have come; it said nothing"
+    assert process.startswith("  pid ") and "s of processor time" in process
 
 
 def test_a_program_that_is_killed_leaves_no_shared_memory() -> None:
@@ -126,15 +133,6 @@ time.sleep(60)
         assert not segment.exists()
     finally:
         place.close()
-
-
-def test_workers_that_are_late_are_named(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("holdfast.harness.measure.workers.LATE_SECONDS", 0.0)
-    with pytest.raises(WorkerFailed, match="did not start in time"):
-        WorkerGroup("idler", 2, lambda place: [WorkerProgram(place, ["sleep", "60"], {})], timeout=0.5)
-    first, process = capfd.readouterr().err.splitlines()
-    assert first == "idler: after 0 s 0 of 2 workers have come; it said nothing"
-    assert process.startswith("  pid ") and "s of processor time" in process
 
 
 def test_a_barrier_lets_none_through_before_the_last(tmp_path: Path) -> None:

@@ -112,8 +112,3 @@ def test_a_broken_cache_on_rank_0_is_an_error_on_every_rank(cache: Path, monkeyp
         outcomes = cluster.outcomes(lambda comm: None)
     assert all(isinstance(outcome.error, CorruptData) for outcome in outcomes)
     assert all("holdfast tune --forget" in str(outcome.error) for outcome in outcomes)
-
-
-def test_a_backend_that_is_unknown_is_named() -> None:
-    status, said = command("--backend", "nonsense")
-    assert status == 1 and "unknown" in said

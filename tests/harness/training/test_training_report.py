@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from holdfast.harness.report.render import render
 from holdfast.harness.training.report import RunFacts, covered, episode_rows, render_episodes, report_of
-from holdfast.rl.data.episode import Episode, Group, Prompt
+from holdfast.rl.data.episode import Group, Prompt
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import (
     Activity,
@@ -24,6 +24,7 @@ from holdfast.rl.run.run_events import (
     StepTrained,
     WeightsServed,
 )
+from support.rl.small_batches import episode
 
 
 def trained(step: int, time: float, staleness: tuple[int, ...] = (0, 1)) -> StepTrained:
@@ -83,15 +84,8 @@ def test_the_report_of_a_run_shows_all_that_its_events_say(tmp_path: Path) -> No
     ]
     assert fault.note == "The step took 0 ms longer than the median of 500 ms."
     page = render(report)
-    for words in (
-        "Lost processes",
-        "Staleness",
-        "Weights on their way",
-        "Policy tokens a second",
-        "generator-1",
-        "Held-out reward",
-    ):
-        assert words in page
+    shown = ("Lost processes", "Staleness", "Weights on their way", "Policy tokens a second", "generator-1")
+    assert all(words in page for words in (*shown, "Held-out reward"))
 
 
 def test_steps_after_the_state_that_a_driver_resumed_from_do_not_count_twice() -> None:
@@ -102,6 +96,10 @@ def test_steps_after_the_state_that_a_driver_resumed_from_do_not_count_twice() -
     assert facts.steps[6].time == 17.0
 
 
+def used(time: float, seconds: float) -> ProcessorTime:
+    return ProcessorTime(time=time, process="trainer-0", role="trainer", seconds=seconds)
+
+
 def driver(time: float, wall: float) -> list[Event]:
     """A driver that starts at `time` on the run's axis and `wall` of the clock, and its trainer."""
     begun = ProcessStarted(time=time, name="driver", role="driver", pid=1, wall=wall)
@@ -110,10 +108,6 @@ def driver(time: float, wall: float) -> list[Event]:
 
 def test_the_time_between_two_drivers_is_a_part_of_the_run(tmp_path: Path) -> None:
     """The second one writes on from the last event of the first. The processes of the first ended with it."""
-
-    def used(time: float, seconds: float) -> ProcessorTime:
-        return ProcessorTime(time=time, process="trainer-0", role="trainer", seconds=seconds)
-
     events = [*driver(0.0, 1000.0), trained(0, 2.0), used(3.0, 9.0)]
     events += [*driver(3.0, 1010.0), RunResumed(time=3.0, step=1), used(4.0, 0.5), trained(1, 5.0), used(6.0, 2.5)]
     facts = RunFacts.of(events)
@@ -161,17 +155,9 @@ def test_a_run_that_has_hardly_begun_has_a_report(tmp_path: Path, events: list[E
 
 def test_episodes_are_shown_escaped_with_reward_and_versions() -> None:
     prompt = Prompt(number=3, tokens=(1, 2), text="2 < 3 & <b>", answer="yes")
-    episode = Episode(
-        prompt=prompt,
-        tokens=(5, 7, 6),
-        logprobs=(-0.5, 0.0, -0.5),
-        versions=(4, 0, 5),
-        mask=(True, False, True),
-        reward=0.25,
-        finish="stop",
-        parts={"format": 0.5},
-    )
-    group = Group(number=9, prompt=prompt, episodes=(episode, episode))
+    drawn = {"logprobs": (-0.5, 0.0, -0.5), "versions": (4, 0, 5), "mask": (True, False, True)}
+    shown = episode(prompt, (5, 7, 6), 0.25, parts={"format": 0.5}, **drawn)
+    group = Group(number=9, prompt=prompt, episodes=(shown, shown))
     page = render_episodes("Episodes", episode_rows([group], lambda tokens: f"<i>{tokens}</i>"), omitted=2)
     assert "2 &lt; 3 &amp; &lt;b&gt;" in page and "<i>(5" not in page
     assert '<span class="said">&lt;i&gt;(7,)&lt;/i&gt;</span><span>&lt;i&gt;(6,)' in page, (
@@ -182,9 +168,6 @@ def test_episodes_are_shown_escaped_with_reward_and_versions() -> None:
 
 def test_processor_time_is_that_of_the_steady_state() -> None:
     """The first 10 of 40 steps are left out, with the part of any work that lies in them."""
-
-    def used(time: float, seconds: float) -> ProcessorTime:
-        return ProcessorTime(time=time, process="trainer-0", role="trainer", seconds=seconds)
 
     def worked(what: str, time: float, seconds: float) -> Activity:
         return Activity(

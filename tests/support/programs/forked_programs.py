@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 import traceback
 import types
@@ -93,6 +94,16 @@ def run_holdfast(
 def said(*arguments: str | Path, **environ: str) -> Result:
     """Run the command in this process: wide, without colours, and for what has no process of its own to show."""
     return CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1", **environ}).invoke(app, [*map(str, arguments)])
+
+
+def write_plugins(folder: Path, **sources: str) -> None:
+    """Write a package with these plugins as modules, which programs with the folder on PYTHONPATH find."""
+    for name, source in sources.items():
+        (folder / f"plugin_{name}.py").write_text(textwrap.dedent(source))
+    info = folder / "plugins-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugins\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("\n".join(["[holdfast]", *(f"{name} = plugin_{name}" for name in sources)]))
 
 
 def _run(

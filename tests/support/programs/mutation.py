@@ -15,6 +15,7 @@ import copy
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import itertools
 import os
 import random
 import select
@@ -76,18 +77,8 @@ TARGETS = {
     ),
 }
 
-COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-}
+_PAIRS = (ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn)
+COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = dict([*_PAIRS, *((other, one) for one, other in _PAIRS)])
 OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub,
     ast.Sub: ast.Add,
@@ -149,6 +140,11 @@ def places(parent: ast.AST) -> Iterator[tuple[ast.AST, str, int | None, ast.AST]
                 yield from places(part)
 
 
+def mutations(tree: ast.Module) -> Iterator[tuple[ast.AST, str, int | None, ast.AST, Callable[[], ast.AST]]]:
+    """Every place of a module with each of its changes."""
+    return ((*place, change) for place in places(tree) for change in changes(place[3]))
+
+
 @dataclass(frozen=True, slots=True)
 class Mutant:
     """The `number`-th change of a module."""
@@ -160,20 +156,14 @@ class Mutant:
     def apply(self) -> tuple[ast.Module, int, str, str]:
         """The changed tree, with the line, and the source before and after."""
         tree = ast.parse(self.path.read_text())
-        position = 0
-        for parent, field, index, node in places(tree):
-            for change in changes(node):
-                if position == self.number:
-                    new = ast.copy_location(change(), node)
-                    before = ast.unparse(node)
-                    if index is None:
-                        setattr(parent, field, new)
-                    else:
-                        getattr(parent, field)[index] = new
-                    ast.fix_missing_locations(tree)
-                    return tree, getattr(node, "lineno", 0), before, ast.unparse(new)
-                position += 1
-        raise IndexError(self.number)
+        parent, field, index, node, change = next(itertools.islice(mutations(tree), self.number, None))
+        new, before = ast.copy_location(change(), node), ast.unparse(node)
+        if index is None:
+            setattr(parent, field, new)
+        else:
+            getattr(parent, field)[index] = new
+        ast.fix_missing_locations(tree)
+        return tree, getattr(node, "lineno", 0), before, ast.unparse(new)
 
     def __str__(self) -> str:
         _, line, before, after = self.apply()
@@ -186,12 +176,10 @@ def _short(text: str) -> str:
 
 def mutants(name: str, target: Target) -> list[Mutant]:
     """Every mutant of a target."""
-    found = []
-    for pattern in target.modules:
-        for path in sorted(ROOT.glob(pattern)):
-            count = sum(1 for place in places(ast.parse(path.read_text())) for _ in changes(place[3]))
-            found += [Mutant(name, path, number) for number in range(count)]
-    return found
+    paths = [path for pattern in target.modules for path in sorted(ROOT.glob(pattern))]
+    return [
+        Mutant(name, path, number) for path in paths for number, _ in enumerate(mutations(ast.parse(path.read_text())))
+    ]
 
 
 class _FailedTests:

@@ -44,12 +44,19 @@ class Tally:
 
 
 def tally_up(
-    session: Session, steps: int = STEPS, pause: float = 0.01, gate: str = "", hurry: str = "", device: str = "cpu"
+    session: Session,
+    steps: int = STEPS,
+    pause: float = 0.01,
+    gate: str = "",
+    hurry: str = "",
+    device: str = "cpu",
+    gated: int | None = None,
 ) -> dict[str, Any]:
     """Add up; returns what this process has at the end.
 
-    Waits in step 3 until the file `gate` is there; once the file `hurry` is there, steps have no pauses. All tensors,
-    the state's too, are on the `device`; those of a GPU are added up independently of their order.
+    Waits in step 3 until the file `gate` is there, or runs ops in step `gated` until then; once the file `hurry` is
+    there, steps have no pauses. All tensors, the state's too, are on the `device`; those of a GPU are added up
+    independently of their order.
     """
     os.environ["NCCL_HOSTID"] = f"process-{os.getpid()}"  # NCCL refuses two ranks of one host on one GPU
     tally, epochs = Tally(torch.zeros(5, dtype=torch.float64, device=device)), []
@@ -57,8 +64,13 @@ def tally_up(
     for attempt in session.steps(steps):
         with attempt:
             time.sleep(0.0 if hurry and Path(hurry).exists() else pause)
-            while attempt.step == 3 and gate and not Path(gate).exists():
+            while attempt.step == 3 and gate and gated is None and not Path(gate).exists():
                 time.sleep(0.005)
+            is_open = torch.zeros(1)
+            while attempt.step == gated and not is_open.item():
+                time.sleep(0.01)
+                is_open.fill_(Path(gate).exists())
+                attempt.comm.all_reduce(is_open)
             numbers = [float((attempt.step + 1) * (shard + 1)) for shard in attempt.shards]
             part = torch.full((5,), sum(numbers), dtype=torch.float64, device=device)
             if device == "cpu":
