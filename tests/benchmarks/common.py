@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 
 from holdfast.harness.bench.contestants import ContestantGroup, missing
 from holdfast.harness.bench.operations import OPERATIONS
-from holdfast.harness.bench.run import BenchPlan, Collective, TimedLibrary, run
+from holdfast.harness.bench.run import BenchPlan, Collective, TimedLibrary
 from holdfast.harness.measure.workers import WorkerFailed
 
 T = TypeVar("T")
@@ -125,19 +125,3 @@ class RankTimes(RankTimed, ABC):
 
     def time_op(self, backend: str, op: str, ranks: int, size: int = 0) -> None:
         self.timer.advance(RANKS.seconds(f"holdfast:{backend}", op, ranks, size, self.times))
-
-
-class SpeedUp:
-    """The base of benchmarks beside another library, in turns in one run."""
-
-    unit = "times as fast"
-    timeout = 180
-
-    def speed_up(self, backend: str, peer: str, op: str, ranks: int, size: int) -> float:
-        """How many times as fast our backend is. Raises ArithmeticError for a wrong or missing result."""
-        ours = f"holdfast:{backend}"
-        plan = BenchPlan((op,), (ours, peer), (ours,), (ranks,), (size,), rounds=7, seconds=profile(0.3, 1.0))
-        bench = run(plan)
-        if bench.failures or bench.unmeasured or bench.wrong:
-            raise ArithmeticError(f"{bench.wrong} elements wrong, {bench.failures} {bench.unmeasured}")
-        return bench.ratios[0].median

@@ -9,6 +9,7 @@ from holdfast.harness.bench.command import RecoveryPlan
 from holdfast.harness.bench.recovery import RecoveryBench, run
 
 KILLS = profile(5, 30)
+Benches = dict[tuple[str, int, int], RecoveryBench]
 
 
 class Recovery:
@@ -19,24 +20,18 @@ class Recovery:
     unit = "ms"
     timeout = 300
 
-    def setup_cache(self) -> dict[tuple[str, int, int], RecoveryBench]:
+    def setup_cache(self) -> Benches:
         """Do all kills once; the figures below are taken from them."""
         backends, ranks, spares = self.params
         return {(b, n, s): run(RecoveryPlan(b, n, KILLS, s)) for b in backends for n in ranks for s in spares}
 
     setup_cache.timeout = 600  # type: ignore[attr-defined]
 
-    def track_whole(
-        self, cache: dict[tuple[str, int, int], RecoveryBench], backend: str, ranks: int, spares: int
-    ) -> float:
+    def track_whole(self, cache: Benches, backend: str, ranks: int, spares: int) -> float:
         return cache[backend, ranks, spares].total.median
 
-    def track_detection(
-        self, cache: dict[tuple[str, int, int], RecoveryBench], backend: str, ranks: int, spares: int
-    ) -> float:
+    def track_detection(self, cache: Benches, backend: str, ranks: int, spares: int) -> float:
         return cache[backend, ranks, spares].detect.median
 
-    def track_worst(
-        self, cache: dict[tuple[str, int, int], RecoveryBench], backend: str, ranks: int, spares: int
-    ) -> float:
+    def track_worst(self, cache: Benches, backend: str, ranks: int, spares: int) -> float:
         return cache[backend, ranks, spares].total.max

@@ -295,42 +295,6 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-@pytest.mark.thorough
-def test_the_wheel_holds_every_module_and_no_other_top_level_name(wheel: Path) -> None:
-    names = set(zipfile.ZipFile(wheel).namelist())
-    assert {installed_path(path) for path in modules()} <= names
-    assert {f"holdfast/{package}/py.typed" for package in PACKAGES} <= names
-    kinds = ("*.j2", "*.toml", "*.template")
-    data = {
-        str(path.relative_to(ROOT)) for package in PACKAGES for kind in kinds for path in (ROOT / package).rglob(kind)
-    }
-    assert {f"holdfast/{path}" for path in data} <= names
-    assert "holdfast/comms/_native.abi3.so" in names
-    top = {name.partition("/")[0] for name in names}
-    assert {name for name in top if not name.endswith(".dist-info")} == {"holdfast"}
-    assert len(top) == 2
-    assert "holdfast/__init__.py" not in names, "holdfast is a namespace: plugins may add to it"
-
-
-@pytest.fixture(scope="module")
-def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The `holdfast` command of an empty virtual environment into which the wheel was installed.
-
-    Dependencies are borrowed from this environment by a path file, without its editable install of the tree.
-    """
-    home = tmp_path_factory.mktemp("venv")
-    venv.create(home, with_pip=True)
-    python = home / "bin" / "python"
-    run_python(python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel))
-    site = Path(run_python(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
-    ours = Path(pytest.__file__).parents[1]
-    # path files are not followed into the folders that they name: no editable finder
-    (site / "borrowed.pth").write_text(f"{ours}\n")
-    where = run_python(python, "-c", "import holdfast.comms; print(holdfast.comms.__file__)").strip()
-    assert Path(where).is_relative_to(home), f"{where} is not what was installed"
-    return home / "bin" / "holdfast"
-
-
 def run_command(command: Path, *arguments: str, cwd: Path) -> str:
     """Run the installed command outside the tree; its output. Raises if it fails."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "HOLDFAST"))}
@@ -340,14 +304,39 @@ def run_command(command: Path, *arguments: str, cwd: Path) -> str:
 
 
 @pytest.mark.thorough
+def test_the_wheel_holds_every_module_and_no_other_top_level_name(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {installed_path(path) for path in modules()} <= names
+    assert {f"holdfast/{package}/py.typed" for package in PACKAGES} <= names
+    kinds = ("*.j2", "*.toml", "*.template")
+    data = [path for package in PACKAGES for kind in kinds for path in (ROOT / package).rglob(kind)]
+    assert {f"holdfast/{path.relative_to(ROOT)}" for path in data} <= names
+    assert "holdfast/comms/_native.abi3.so" in names
+    top = {name.partition("/")[0] for name in names}
+    assert {name for name in top if not name.endswith(".dist-info")} == {"holdfast"}
+    assert len(top) == 2
+    assert "holdfast/__init__.py" not in names, "holdfast is a namespace: plugins may add to it"
+
+
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_the_installed_wheel_lists_its_backends_is_a_module_to_run_and_runs_the_demo(
-    installed: Path, tmp_path: Path
+    wheel: Path, tmp_path: Path
 ) -> None:
+    """In an environment of its own, which borrows its dependencies without the editable install of this tree."""
+    home = tmp_path / "venv"
+    venv.create(home, with_pip=True)
+    python, installed = home / "bin" / "python", home / "bin" / "holdfast"
+    run_python(python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel))
+    site = Path(run_python(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    # path files are not followed into the folders that they name: no editable finder
+    (site / "borrowed.pth").write_text(f"{Path(pytest.__file__).parents[1]}\n")
+    where = run_python(python, "-c", "import holdfast.comms; print(holdfast.comms.__file__)").strip()
+    assert Path(where).is_relative_to(home), f"{where} is not what was installed"
     listed = run_command(installed, "backends", cwd=tmp_path)
     assert all(name in listed for name in ("inproc", "shm", "gloo"))
     assert "broken" not in listed
-    assert run_command(installed.parent / "python", "-m", "holdfast", "--version", cwd=tmp_path).startswith("holdfast ")
+    assert run_command(python, "-m", "holdfast", "--version", cwd=tmp_path).startswith("holdfast ")
     run_command(installed, "demo", "--steps", "8", "--report", str(tmp_path / "report"), cwd=tmp_path)
     assert (tmp_path / "report" / "report.html").stat().st_size > 1000
 

@@ -13,6 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from holdfast import comms, ft, harness, store
+from holdfast.rl.config.run_config import RunConfig
 from support.browser import needs_chromium, screenshot, served
 from support.programs.snippets import blocks, run_page, unmarked, wrong_excerpts
 from support.source_tree import PACKAGES, ROOT, module_of, modules
@@ -51,23 +53,21 @@ def test_every_shell_snippet_says_whether_it_is_run_and_every_excerpt_is_in_its_
 
 
 def test_files_that_pages_name_exist() -> None:
-    """A path from a package on, as `ft/node/`, and the name of a file alone, as `board.py`."""
+    """A path from a package on, as `ft/node/`, the name of a file alone, as `board.py`, and a page in the code."""
     names = {path.name for package in (*PACKAGES, "tests", "docs") for path in (ROOT / package).rglob("*.*")}
     missing = []
     for page in [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
         text = page.read_text()
         paths = re.findall(r"`((?:comms|backends|ft|store|rl|harness|tests|docs|examples)/[\w./*-]*)`", text)
         missing += [f"{name(page)}: {path}" for path in paths if not any(ROOT.glob(path.rstrip("/")))]
-        if page.is_relative_to(DOCS / "internals"):
-            missing += [
-                f"{name(page)}: {each}" for each in re.findall(r"`(\w+\.(?:py|h|c))`", text) if each not in names
-            ]
-    assert not missing
-
-
-def test_the_start_table_names_every_guide() -> None:
+        alone = re.findall(r"`(\w+\.(?:py|h|c))`", text) if page.is_relative_to(DOCS / "internals") else []
+        missing += [f"{name(page)}: {each}" for each in alone if each not in names]
+    for path in modules():
+        pages = re.findall(r"docs/[\w/-]+\.md", (ROOT / path).read_text())
+        missing += [f"{path}: {page}" for page in pages if not (ROOT / page).is_file()]
     start = (ROOT / "docs/index.md").read_text()
-    missing = [page.name for page in (ROOT / "docs/how-to").glob("*.md") if f"(how-to/{page.name})" not in start]
+    guides = (ROOT / "docs/how-to").glob("*.md")
+    missing += [f"the start table: {page.name}" for page in guides if f"(how-to/{page.name})" not in start]
     assert not missing
 
 
@@ -76,16 +76,6 @@ def test_a_page_that_the_code_fills_says_where_it_is_read() -> None:
         text = page.read_text()
         filled = "\n::: " in text or "<!-- generated" in text
         assert filled == (f"`.site/reference/{page.stem}.html`" in text), page.name
-
-
-def test_pages_that_the_code_names_exist() -> None:
-    missing = [
-        f"{path}: {page}"
-        for path in modules()
-        for page in re.findall(r"docs/[\w/-]+\.md", (ROOT / path).read_text())
-        if not (ROOT / page).is_file()
-    ]
-    assert not missing
 
 
 @pytest.fixture(scope="module")
@@ -101,50 +91,44 @@ def listed(page: str) -> set[str]:
     return {word for row in rows for word in re.findall(r"`([^`]+)`", row)}
 
 
-def test_the_reference_lists_every_environment_variable_kind_of_event_and_metric(generate: Any) -> None:
+def test_the_reference_lists_every_environment_variable_event_metric_field_of_a_run_command_and_error(
+    generate: Any,
+) -> None:
     pytest.importorskip("prometheus_client", reason="pip install 'holdfast[metrics]'")
     assert listed("environment.md") == generate.environment_variables()
-    assert all(f"| `{kind}` | " in generate.events() for kind in ("installed", "committed", "gap", "fault"))
-    table = generate.metrics()
-    for row in (
-        "| `holdfast_epoch` | gauge |",
-        "| `holdfast_steps_committed_total` | counter | `how` |",
-        "| `holdfast_op_seconds` | histogram | `op` |",
+    config, errors, commands = generate.rl_config(), generate.errors(), generate.command_line()
+    for table, rows in (
+        (generate.events(), [f"| `{kind}` | " for kind in ("installed", "committed", "gap", "fault")]),
+        (
+            generate.metrics(),
+            [
+                "| `holdfast_epoch` | gauge |",
+                "| `holdfast_steps_committed_total` | counter | `how` |",
+                "| `holdfast_op_seconds` | histogram | `op` |",
+            ],
+        ),
+        (
+            config,
+            [
+                "| `seed` | whole number >= 0 | `0` | Decides the initial weights, the data order and all samples. |",
+                "| `clip_low` | number > 0 < 1 | `0.2` | The ratio is clipped from below at 1 minus this. |",
+                '| `mode` | `"synchronous"`, `"asynchronous"` | `"asynchronous"` |',
+                "| `stop` | list of whole number | `[]` | Token numbers that end a completion. |",
+                "## `[[reward]]`",
+                '| `dr_grpo` | `scale_rewards = "none"`, `aggregate = "sum"` |',
+            ],
+        ),
     ):
-        assert row in table
-
-
-def test_the_reference_has_every_field_of_a_run_with_its_default(generate: Any) -> None:
-    from holdfast.rl.config.run_config import RunConfig
-
-    tables = generate.rl_config()
-    for section in msgspec.structs.astuple(RunConfig()):
-        for name in getattr(section, "__struct_fields__", ()):
-            assert f"`{name}`" in tables
-    for row in (
-        "| `seed` | whole number >= 0 | `0` | Decides the initial weights, the data order and all samples. |",
-        "| `clip_low` | number > 0 < 1 | `0.2` | The ratio is clipped from below at 1 minus this. |",
-        '| `mode` | `"synchronous"`, `"asynchronous"` | `"asynchronous"` |',
-        "| `stop` | list of whole number | `[]` | Token numbers that end a completion. |",
-        "## `[[reward]]`",
-        '| `dr_grpo` | `scale_rewards = "none"`, `aggregate = "sum"` |',
-    ):
-        assert row in tables
-
-
-def test_the_reference_has_every_command_and_error(generate: Any) -> None:
-    from holdfast import comms, store
-
-    text = generate.errors()
-    for module in (comms, store):
-        for each in module.__all__:
-            kind = getattr(module, each)
-            if isinstance(kind, type) and issubclass(kind, BaseException):
-                assert f"{each}`" in text
-    commands = generate.command_line()
+        assert not [row for row in rows if row not in table]
+    fields = [
+        each for section in msgspec.structs.astuple(RunConfig()) for each in getattr(section, "__struct_fields__", ())
+    ]
+    assert all(f"`{each}`" in config for each in fields)
+    public = [(each, getattr(module, each)) for module in (comms, store) for each in module.__all__]
+    raised = [each for each, kind in public if isinstance(kind, type) and issubclass(kind, BaseException)]
+    assert all(f"{each}`" in errors for each in raised)
     names = "run, bench, chaos run, simulate, blame, top, gate, conformance, backends, store verify"
-    for command in names.split(", "):
-        assert f" holdfast {command}\n" in commands
+    assert all(f" holdfast {command}\n" in commands for command in names.split(", "))
     assert "[bold]" not in commands
 
 
@@ -167,8 +151,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.thorough
 def test_the_site_builds_without_a_warning_and_has_every_public_name(site: Path) -> None:
-    from holdfast import comms, ft, harness, store
-
     for package in (comms, ft, harness, store):
         short = package.__name__.rpartition(".")[2]
         page = (site / "reference" / f"{short}.html").read_text() + (site / "reference" / "errors.html").read_text()

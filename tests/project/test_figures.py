@@ -63,8 +63,6 @@ def test_missing_data_is_an_error(tmp_path: Path) -> None:
     assert any("report.html" in words for words in missing)
 
 
-# The commands that repeat the figures ---------------------------------------------------------------------------------
-
 PERFORMANCE = DOCS / "performance.md"
 
 

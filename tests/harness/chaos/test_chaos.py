@@ -89,9 +89,6 @@ def runs(folder: Path) -> tuple[Any, ...]:
     return msgspec.json.decode((folder / "run.json").read_bytes(), type=ChaosReport).runs
 
 
-# -- a run that holds
-
-
 def test_a_kill_between_prepare_and_commit_loses_nothing(killed: Path) -> None:
     held, _ = runs(killed)
     assert held.passed, held.failures
@@ -249,9 +246,6 @@ def test_show_prints_the_file_and_the_schedule_of_a_seed() -> None:
     assert find_scenario("kill-rank").title in shown.stdout
 
 
-# -- the page
-
-
 def test_the_page_is_self_contained_and_has_all_pictures(killed: Path) -> None:
     page = (killed / "report.html").read_text()
     assert "prefers-color-scheme: dark" in page
@@ -370,8 +364,6 @@ def test_every_stage_belongs_to_the_fault_that_led_to_it() -> None:
     assert [stage.name for stage in second.stages] == ["detected", "resumed"], "a spare's death ends no epoch"
     assert second.stages[1].seconds == pytest.approx(0.004)
 
-
-# -- a workload of one's own that fails
 
 FAILS = """
 def train(session, **arguments):
@@ -552,9 +544,6 @@ def test_the_example_in_the_readme_runs_unchanged() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, cwd=ROOT)
     assert done.returncode == 0, done.stdout
     assert "1 passed" in done.stdout
-
-
-# -- every scenario of the library, for real
 
 
 @pytest.mark.thorough

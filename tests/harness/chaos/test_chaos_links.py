@@ -234,9 +234,6 @@ def test_links_need_no_privilege() -> None:
     subprocess.run([sys.executable, "-c", UNPRIVILEGED], check=True, timeout=60)
 
 
-# -- a job
-
-
 def steady(session: Session, steps: int) -> tuple[int, int | None]:
     """Run steps of some milliseconds; returns the number of steps, and of ranks at the end."""
     for attempt in session.steps(steps):

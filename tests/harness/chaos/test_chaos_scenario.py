@@ -134,6 +134,8 @@ def test_scenarios_are_many_and_differ_and_lie_in_the_root_too() -> None:
     names = scenario_names()
     assert len(names) >= 15
     assert len({find_scenario(name).title for name in names}) == len(names)
+    soak = schedule(find_scenario("soak"), 0, seconds=600.0)
+    assert {each.when.seconds or 0.0 for each in soak} >= {29.0 * number for number in range(1, 21)}
     used = {fault.type for name in names for fault in find_scenario(name).faults}
     assert used >= set(fault_types()), "every fault type is shown in one"
     assert (ROOT / "scenarios").resolve() == (ROOT / "harness" / "chaos" / "scenarios").resolve()
@@ -206,6 +208,7 @@ def test_scenarios_are_many_and_differ_and_lie_in_the_root_too() -> None:
             11,
             'how = "stopped" cannot happen to job.register = "sqlite", only "locked" or',
         ),
+        (AWAY, ("[job]", '[expect]\nverdict = "broken"\n[job]'), 9, "comes with the names"),
         (AWAY, ('"stopped"', '"leader-killed"'), 11, "needs nodes that elect another: job.register_nodes = 3"),
     ],
 )
@@ -248,7 +251,7 @@ def test_a_target_path_is_relative_to_the_scenario_file(tmp_path: Path, monkeypa
     assert Path(workload.target.rpartition(":")[0]).resolve() == tmp_path / "train.py"
 
 
-def test_a_random_step_needs_a_known_number_of_steps(tmp_path: Path) -> None:
+def test_a_random_step_needs_a_known_number_of_steps() -> None:
     scenario = parsed(OWN.replace("train.py", "train") + '[[fault]]\ntype = "kill"\nwho = 0\nat.random = [0.2, 0.8]\n')
     with pytest.raises(ValueError, match=r"say so by `steps` in \[workload\], or steps="):
         schedule(scenario, 0)
@@ -308,11 +311,6 @@ def test_the_page_has_every_fault_type_of_the_command_with_its_keys() -> None:
     assert rows == {name: set(kind["keys"]) for name, kind in listed.items()}
 
 
-def test_a_verdict_of_broken_names_the_invariant() -> None:
-    with pytest.raises(BadScenario, match="comes with the names"):
-        parsed(SMALLEST + '[expect]\nverdict = "broken"\n')
-
-
 @given(st.text(max_size=200))
 def test_any_text_is_parsed_or_refused(text: str) -> None:
     try:
@@ -325,9 +323,6 @@ def test_a_missing_value_has_the_line_of_its_table() -> None:
     assert line_of(BROKEN, ("fault", 1, "at", "random")) == 19
     assert line_of(BROKEN, ("fault", 0, "nothing")) == 11
     assert line_of(BROKEN, ("nothing",)) is None
-
-
-# -- the schedule of a seed
 
 
 @given(st.integers(min_value=0, max_value=1 << 40))
@@ -353,15 +348,6 @@ def test_other_seeds_give_other_schedules_and_another_process_draws_the_same() -
     )
     there = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, timeout=60).stdout
     assert there == encoded(schedule(find_scenario("two-at-once"), 11))
-
-
-def test_the_soak_has_a_fault_every_29_seconds() -> None:
-    planned = schedule(find_scenario("soak"), 0, seconds=600.0)
-    moments = {each.when.seconds or 0.0 for each in planned}
-    assert moments >= {29.0 * number for number in range(1, 21)}
-
-
-# -- fault types are plugins
 
 
 class Plain(chaos.FaultType, frozen=True, kw_only=True):
@@ -400,9 +386,6 @@ def test_a_plugin_adds_a_fault_type_and_a_broken_plugin_is_left_out() -> None:
             plugin_manager().unregister(plugin)
 
 
-# -- from Python
-
-
 def test_faults_can_be_made_in_python() -> None:
     made = chaos.kill(1, step=40)
     assert msgspec.to_builtins(made.at)["step"] == 40
@@ -414,17 +397,11 @@ def test_faults_can_be_made_in_python() -> None:
         chaos.fault("kill", whom=1, step=3)
 
 
-# -- registers that are away
-
-
 def test_a_register_is_a_file_unless_the_scenario_says_otherwise() -> None:
     assert parsed(AWAY.partition("[job]")[0]).job == JobSpec()
     three = parsed(AWAY.replace('"stopped"', '"leader-killed"').replace('"etcd"', '"etcd"\nregister_nodes = 3'))
     assert three.job.register == "etcd"
     assert three.faults[0].what.words() == "register away: leader-killed"
-
-
-# -- register servers
 
 
 def test_reads_do_not_wait_for_a_stopped_tcp_register_which_is_away_once_its_server_is_closed(tmp_path: Path) -> None:
@@ -455,9 +432,6 @@ def test_a_leader_of_etcd_that_was_killed_comes_back(tmp_path: Path) -> None:
         assert register.read() == view
 
 
-# -- the invariant
-
-
 def test_an_epoch_that_ends_because_the_register_is_away_is_found() -> None:
     checker = RegisterAwayBreaksNothing(Bounds())
     checker.observe(an_event("revoked", epoch=1))
@@ -471,9 +445,6 @@ def test_an_epoch_that_ends_because_the_register_is_away_is_found() -> None:
     checker.observe(an_event("revoked", epoch=4))
     assert checker.looked == 1
     assert [each.message for each in checker.violations] == ["epoch 2 ended while the register was away"]
-
-
-# -- real runs
 
 
 def run(name: str) -> Any:

@@ -221,9 +221,6 @@ def test_a_scene_shows_a_little_more_than_the_recovery_and_never_minutes() -> No
     assert window(slow)[1] < 10.0 + 2 * LONGEST
 
 
-# How it looks ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.thorough
 @needs_chromium
 def test_the_report_looks_right_in_a_browser(tmp_path: Path) -> None:

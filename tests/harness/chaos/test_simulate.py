@@ -70,9 +70,6 @@ def played(schedule: Schedule) -> list[Event]:
     return seen
 
 
-# The same seed, the same run --------------------------------------------------------------------------------------
-
-
 def test_equal_seeds_give_equal_traces_in_other_processes_too() -> None:
     here = [run(draw(seed)).trace for seed in (3, 10, 21)]
     here.append(run(scenario("host-loss", 256, 32, 7)).trace)

@@ -259,9 +259,6 @@ def test_a_run_that_takes_too_long_says_where_the_ranks_are(process_backend: str
         assert cluster.run(total) == [1.0, 1.0]
 
 
-# -- death
-
-
 def test_the_death_of_a_rank_is_raised_as_rank_died_and_outcomes_has_the_error_of_each_survivor(
     process_backend: str,
 ) -> None:
@@ -379,9 +376,6 @@ def _gone(pid: int, patience: float = 10.0) -> bool:
     return becomes_true(lambda: not Path(f"/proc/{pid}").exists(), patience, interval=0.01)
 
 
-# -- bad input
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -401,9 +395,6 @@ def test_bad_arguments_are_refused_at_once(arguments: dict[str, Any], message: s
 def test_a_job_of_threads_is_unsupported() -> None:
     with LocalCluster(2, "inproc") as cluster, pytest.raises(Unsupported, match="shm"):
         cluster.start(lambda session: None)
-
-
-# -- errors on their way
 
 
 @pytest.mark.parametrize(
@@ -446,9 +437,6 @@ def test_an_error_that_cannot_be_pickled_travels_as_text() -> None:
     assert "lock" in str(there)
 
 
-# -- LocalCluster.start: a job of sessions, and what can be done to it while it runs
-
-
 QUICK = {"timeouts": Timeouts(heartbeat=0.1, suspect=1.0, operation=10.0, rebuild=5.0, join=10.0)}
 
 
@@ -463,9 +451,6 @@ def train(session: Session, steps: int, pause: float = 0.0) -> tuple[int | None,
         if attempt.committed:
             total += float(tensor)
     return session.rank, total, os.getpid()
-
-
-# -- normal use
 
 
 def test_a_job_tells_its_pids_and_events_and_refuses_a_rank_out_of_range_and_a_cut_without_links() -> None:
@@ -490,9 +475,6 @@ def test_two_jobs_run_side_by_side() -> None:
         first, second = cluster.start(train, 3), cluster.start(train, 5)
         assert [total for _, total, _ in second.results()] == [5.0, 5.0]
         assert [total for _, total, _ in first.results()] == [3.0, 3.0]
-
-
-# -- breaking it
 
 
 def test_a_paused_rank_goes_on_when_it_is_resumed() -> None:
@@ -547,8 +529,6 @@ def test_closing_ends_a_running_job() -> None:
         assert not files.exists()
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
-
-# -- spares, from the events of a job
 
 TOLD = an_event("spare", "spare", epoch=2, to=["first", "second"])
 

@@ -252,9 +252,6 @@ def test_a_backend_that_cannot_run_fails_the_command(command: str) -> None:
     assert re.search("nosuch.*(is not available|unknown)|unknown.*nosuch", " ".join(done.output.split()))
 
 
-# -- backends
-
-
 def test_backends_says_which_can_run_here_what_a_launcher_can_start_and_which_hints_there_are() -> None:
     done = said("backends")
     assert done.exit_code == 0

@@ -142,9 +142,6 @@ def test_characters_that_cannot_be_encoded_are_replaced() -> None:
     assert "caf\\u00e9" in screen.text
 
 
-# -- narrow terminals
-
-
 def wide_table() -> FoldingTable:
     table = FoldingTable("size", "library", "p50", "p99", "min", "busbw GB/s", title="all_reduce, 2 ranks")
     table.add_row("64 MiB", "shm", "1234.5 us", "12345.6 us", "1200.0 us", "123.456")
@@ -180,17 +177,11 @@ def test_columns_that_may_go_are_left_out_where_a_table_does_not_fit(
     assert "1234.5" in screen.text and "1200.0" not in screen.text
 
 
-# -- long commands that are piped
-
-
 def test_piped_output_has_a_line_for_each_finished_item() -> None:
     with Screen() as screen, working(console(), "bench: about 20 s") as show:
         show("8 bytes")
         show("64 bytes")
     assert screen.text.splitlines() == ["bench: about 20 s", "8 bytes", "64 bytes"]
-
-
-# -- figures
 
 
 @pytest.mark.parametrize(

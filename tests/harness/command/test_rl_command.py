@@ -83,9 +83,6 @@ def test_a_run_is_trained_and_gone_on_with_and_its_pages_are_written(tmp_path: P
     assert "reference" in episodes
 
 
-# -- a run that a signal ends
-
-
 SMALL = ("model.warmup_steps=0", "evaluation.every=0", "trainer.spares=0", "trainer.replicas=1", "engine.kind=local")
 
 

@@ -24,9 +24,6 @@ from support.source_tree import ROOT
 CHOSEN = r"Bookkeeping|Atomics\.time_op\(.*signal"
 
 
-# What is counted -------------------------------------------------------------------------------------------------
-
-
 def test_bytecodes_are_the_same_every_time() -> None:
     tensor = torch.ones(2)
     with comms.connect("inproc", rank=0, size=1, rendezvous=dist.HashStore(), timeout=60.0) as comm:

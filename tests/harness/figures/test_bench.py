@@ -112,9 +112,6 @@ def test_a_malformed_size_is_refused(text: str) -> None:
         parse_sizes(text)
 
 
-# The check of results --------------------------------------------------------------------------------------------
-
-
 def _reference(op: str, inputs: list[np.ndarray], rank: int, block: int) -> np.ndarray:
     """The expected result of the op, computed by numpy in the simplest way."""
     match op:
@@ -360,9 +357,6 @@ def test_repeated_sums_in_place_stay_finite(tmp_path: Path, ranks: int) -> None:
     alone.close()
 
 
-# Recovery ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "plan",
@@ -382,9 +376,6 @@ def test_recovery_is_measured_on_real_faults(plan: RecoveryPlan) -> None:
     assert all(least <= kill.detect <= kill.agree <= kill.rebuild <= kill.total for kill in bench.kills)
     assert bench.total.median == pytest.approx(sum(kill.total for kill in bench.kills) / plan.kills)
     recovery.show_recovery(bench, console())
-
-
-# Noise ------------------------------------------------------------------------------------------------------------
 
 
 def test_processor_time_of_our_children_is_not_noise() -> None:
