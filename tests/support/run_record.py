@@ -1,4 +1,4 @@
-"""What each test cost, why tests were skipped, and where to read on: a pytest plugin.
+"""What each test cost, and where to read on: a pytest plugin.
 
 `--record FOLDER` keeps `costs.json`, the seconds of processor and of wall time of each test, and `failures.txt`, the
 output of each failure. A test's processor time is that of its worker and of all processes below it: those that the
@@ -12,7 +12,6 @@ import json
 import os
 import resource
 import time
-from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -77,25 +76,16 @@ class RunRecord:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_terminal_summary(self, terminalreporter: Any) -> Generator[None]:
-        """Say what to install, what is slow and where the logs are, right above the last line."""
+        """Say what is slow and where the logs are, right above the last line."""
         yield
         if not self.costs:
             return
-        skipped = Counter(map(_reason, terminalreporter.stats.get("skipped", [])))
         terminalreporter.section("summary")
-        for reason, count in skipped.most_common():
-            terminalreporter.line(f"{count} skipped: {reason}")
         for nodeid, (computed, wall) in sorted(self.costs.items(), key=lambda item: -item[1][0])[:SLOWEST]:
             terminalreporter.line(f"slow: {computed:.1f} s of processor time in {wall:.1f} s: {nodeid}")
         terminalreporter.line(f"all tests: {sum(cost for cost, _ in self.costs.values()):.0f} s of processor time")
         if self.folder is not None:
             terminalreporter.line(f"logs: {self.folder}/failures.txt, {self.folder}/costs.json")
-
-
-def _reason(report: Any) -> str:
-    longrepr = report.longrepr
-    text = longrepr[2] if isinstance(longrepr, tuple) else str(longrepr)
-    return str(text).removeprefix("Skipped: ")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

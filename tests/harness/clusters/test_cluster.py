@@ -1,4 +1,4 @@
-"""`LocalCluster.run`: a function on every rank, its failures, and what is left when everything dies."""
+"""`LocalCluster`: a function on every rank, a job of sessions, failures, and what is left when everything dies."""
 
 from __future__ import annotations
 

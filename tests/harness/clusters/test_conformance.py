@@ -95,10 +95,15 @@ def test_what_rounds_leave_behind_is_named_and_what_is_made_once_is_not(tmp_path
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder to put on PYTHONPATH, into which pip has installed a package that the command wrote."""
     folder = tmp_path_factory.mktemp("plugin")
-    done = said("new-plugin", "paper_mail", "--directory", folder / "source")
+    with contextlib.chdir(folder):
+        done = said("new-plugin", "paper_mail")
     assert done.exit_code == 0, done.output
+    for line in ("pip install -e holdfast-paper-mail", "holdfast backends", "pytest holdfast-paper-mail"):
+        assert f"    {line}\n" in done.stdout, "it says what to do next"
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run([*pip, "--target", str(folder / "site"), str(folder / "source")], check=True, timeout=100)
+    subprocess.run(
+        [*pip, "--target", str(folder / "site"), str(folder / "holdfast-paper-mail")], check=True, timeout=100
+    )
     return folder / "site"
 
 
@@ -146,14 +151,6 @@ def test_a_name_with_that_of_the_template_in_it_is_written_once() -> None:
     assert sorted(written) == ["holdfast_my_filebox.py", "pyproject.toml", "test_holdfast_my_filebox.py"]
     assert 'my_filebox = "holdfast_my_filebox"' in written["pyproject.toml"]
     assert "class MyFileboxTransport(" in written["holdfast_my_filebox.py"]
-
-
-def test_it_says_what_to_do_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    done = said("new-plugin", "paper_mail")
-    assert (tmp_path / "holdfast-paper-mail" / "holdfast_paper_mail.py").is_file()
-    for line in ("pip install -e holdfast-paper-mail", "holdfast backends", "pytest holdfast-paper-mail"):
-        assert f"    {line}\n" in done.stdout
 
 
 def test_a_folder_that_exists_is_refused_and_left_alone(tmp_path: Path) -> None:

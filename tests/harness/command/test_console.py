@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import example, given
@@ -75,24 +75,12 @@ def test_output_may_be_cut_at_any_byte(pieces: list[str], data: st.DataObject) -
 # -- text of others in tables, titles and frames
 
 
-class Screen:
-    """A stdout of some encoding that remembers what is printed. A context manager."""
-
-    def __init__(self, encoding: str = "utf-8") -> None:
-        self._bytes = io.BytesIO()
-        self._stream = io.TextIOWrapper(self._bytes, encoding)
-
-    @property
-    def text(self) -> str:
-        self._stream.flush()
-        return self._bytes.getvalue().decode(self._stream.encoding)
-
-    def __enter__(self) -> Screen:
-        self._before, sys.stdout = sys.stdout, self._stream
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.stdout = self._before
+@contextlib.contextmanager
+def screen(encoding: str = "utf-8") -> Iterator[Callable[[], str]]:
+    """A stdout of some encoding, and a function that tells what was printed."""
+    stream = io.TextIOWrapper(buffer := io.BytesIO(), encoding, write_through=True)
+    with contextlib.redirect_stdout(stream):
+        yield lambda: buffer.getvalue().decode(stream.encoding)
 
 
 @pytest.fixture(autouse=True)
@@ -121,25 +109,25 @@ def everything_that_shows(text: str) -> None:
 @example("[link=file:///x]y[/link]")
 def test_any_text_can_be_shown_in_any_encoding(text: str) -> None:
     for encoding in ("utf-8", "ascii", "latin-1"):
-        with Screen(encoding) as screen:
+        with screen(encoding) as printed:
             everything_that_shows(text)
             print_json({"text": text})
-        assert screen.text
+        assert printed()
 
 
 @pytest.mark.parametrize("text", ["[/dev/shm]", "[bold]x", ":smile:", "[link=x]y[/link]", "\\[red]"])
 def test_brackets_and_colons_come_out_as_they_are(text: str) -> None:
-    with Screen() as screen:
+    with screen() as printed:
         everything_that_shows(text)
-    assert screen.text.count(text) >= 12
+    assert printed().count(text) >= 12
 
 
 def test_characters_that_cannot_be_encoded_are_replaced() -> None:
-    with Screen("ascii") as screen:
+    with screen("ascii") as printed:
         everything_that_shows("caf\u00e9")
         print_json({"word": "caf\u00e9"})
-    assert "caf?" in screen.text
-    assert "caf\\u00e9" in screen.text
+    assert "caf?" in printed()
+    assert "caf\\u00e9" in printed()
 
 
 def wide_table() -> FoldingTable:
@@ -152,14 +140,14 @@ def wide_table() -> FoldingTable:
 @pytest.mark.parametrize("columns", [20, 30, 40, 60, 80])
 def test_a_narrow_terminal_cuts_no_number_and_no_unit(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    with Screen() as screen:
+    with screen() as printed:
         console().print(wide_table())
     for value in ("1234.5 us", "12345.6 us", "35.5 us", "123.456", "torch-gloo", "0.001"):
-        assert all(word in screen.text for word in value.split()), f"{value} in {screen.text}"
-    assert "\u2026" not in screen.text
-    assert max(map(len, screen.text.splitlines())) <= columns
+        assert all(word in printed() for word in value.split()), f"{value} in {printed()}"
+    assert "\u2026" not in printed()
+    assert max(map(len, printed().splitlines())) <= columns
     if columns == 30:
-        assert "p99: 12345.6 us" in screen.text.splitlines(), "where nothing fits rows become lines"
+        assert "p99: 12345.6 us" in printed().splitlines(), "where nothing fits rows become lines"
 
 
 @pytest.mark.parametrize("columns", [48, 52, 55])
@@ -169,19 +157,19 @@ def test_columns_that_may_go_are_left_out_where_a_table_does_not_fit(
     monkeypatch.setenv("COLUMNS", str(columns))
     table = wide_table()
     table._drop = ("min", "p99")
-    with Screen() as screen:
+    with screen() as printed:
         console().print(table)
-    assert max(map(len, screen.text.splitlines())) <= columns
-    assert "p50: " not in screen.text, "a table, and no line a figure"
-    assert "not shown at this width: min" in screen.text
-    assert "1234.5" in screen.text and "1200.0" not in screen.text
+    assert max(map(len, printed().splitlines())) <= columns
+    assert "p50: " not in printed(), "a table, and no line a figure"
+    assert "not shown at this width: min" in printed()
+    assert "1234.5" in printed() and "1200.0" not in printed()
 
 
 def test_piped_output_has_a_line_for_each_finished_item() -> None:
-    with Screen() as screen, working(console(), "bench: about 20 s") as show:
+    with screen() as printed, working(console(), "bench: about 20 s") as show:
         show("8 bytes")
         show("64 bytes")
-    assert screen.text.splitlines() == ["bench: about 20 s", "8 bytes", "64 bytes"]
+    assert printed().splitlines() == ["bench: about 20 s", "8 bytes", "64 bytes"]
 
 
 @pytest.mark.parametrize(

@@ -114,10 +114,7 @@ def test_a_command_runs_or_says_what_to_install(ended: dict[str, tuple[int, str]
 
 
 def test_every_command_is_started() -> None:
-    def names(group: typer.core.TyperGroup) -> set[str]:
-        return set(group.commands)
-
-    assert names(typer.main.get_group(app)) - {"chaos", "rl"} <= {command.split()[0] for command in COMMANDS}
+    assert set(typer.main.get_group(app).commands) - {"chaos", "rl"} <= {command.split()[0] for command in COMMANDS}
 
 
 @pytest.mark.parametrize(

@@ -249,55 +249,36 @@ def test_the_status_counts_workloads_that_were_not_compared(findings: tuple[Work
     assert reported(*findings).status == status
 
 
-class FakeRank:
-    """A rank of a side that cannot run one workload, and runs all others in no time."""
+@pytest.mark.parametrize(
+    ("base", "head", "verdicts"),
+    [
+        (("store", OpFailed("AttributeError")), ("call", OpFailed("AttributeError")), ["does not run", "not compared"]),
+        (("", OpFailed("")), ("call", WorkerFailed("rank 0 ended")), ["does not run", "unsure"]),
+    ],
+    ids=["it raises", "its processes end, and the others are left to the next pair"],
+)
+def test_a_workload_that_only_head_cannot_run_is_broken(
+    base: tuple[str, Exception], head: tuple[str, Exception], verdicts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each side has one rank here: the workload that it cannot run, and how it fails."""
 
-    def __init__(self, refused: str, error: Exception) -> None:
-        self._refused, self._error = refused, error
-        self._asked = ""
+    @contextlib.contextmanager
+    def pair(_: PairLauncher, sides: Sequence[Side]) -> Iterator[list[RunningSide]]:
+        yield [RunningSide(side, SimpleNamespace(workers=[rank])) for rank in (base, head)]  # type: ignore[arg-type]
 
-    def send(self, method: str, workload: str, *arguments: object) -> None:
-        self._asked = workload
-
-    def answer(self) -> int:
-        if self._asked == self._refused:
-            raise self._error
-        return 1
-
-
-def _verdicts(monkeypatch: pytest.MonkeyPatch, base: FakeRank, head: FakeRank) -> list[str]:
-    """The verdicts on the workloads "call" and "store" of one cluster."""
-
-    class OnePair(PairLauncher):
-        def __init__(self) -> None:
-            pass
-
-        @contextlib.contextmanager
-        def pair(self, sides: Sequence[Side]) -> Iterator[list[RunningSide]]:
-            yield [RunningSide(side, SimpleNamespace(workers=[rank])) for rank in (base, head)]  # type: ignore[arg-type]
-
-    def call(ranks: Sequence[FakeRank], method: str, *arguments: object, **options: object) -> list[int]:
-        for rank in ranks:
-            rank.send(method, *arguments)  # type: ignore[arg-type]
-        return [rank.answer() for rank in ranks]
+    def call(ranks: Sequence[tuple[str, Exception]], _: str, workload: str, *__: object, **___: object) -> list[int]:
+        for refused, error in ranks:
+            if workload == refused:
+                raise error
+        return [1] * len(ranks)
 
     monkeypatch.setattr("holdfast.harness.gate.pairs.call", call)
+    monkeypatch.setattr(PairLauncher, "__init__", lambda self: None)
+    monkeypatch.setattr(PairLauncher, "pair", pair)
     side = Side("a", "a", Path(), Path())
     states = tuple(ComparisonState(workload) for workload in chosen(["call", "store"]))
-    cluster(OnePair(), (side, side), 0, states)
-    return [state.finding().verdict for state in states]
-
-
-def test_a_workload_that_only_head_cannot_run_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    base, head = FakeRank("store", OpFailed("AttributeError")), FakeRank("call", OpFailed("AttributeError"))
-    assert _verdicts(monkeypatch, base, head) == ["does not run", "not compared"]
-
-
-def test_a_workload_that_ends_the_processes_of_a_side_leaves_the_others_to_the_next_pair(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    base, head = FakeRank("", OpFailed("")), FakeRank("call", WorkerFailed("rank 0 ended"))
-    assert _verdicts(monkeypatch, base, head) == ["does not run", "unsure"]
+    cluster(PairLauncher(), (side, side), 0, states)
+    assert [state.finding().verdict for state in states] == verdicts
 
 
 def test_make_says_with_which_status_the_gate_ended(tmp_path: Path) -> None:
