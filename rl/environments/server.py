@@ -265,8 +265,10 @@ async def serve(
     Raises UnknownEnvironment, and OSError for an address that is taken.
     """
     trying = CallThread(name)  # a daemon: an environment that hangs does not keep Ctrl-C from ending the process
-    await trying.run(partial(check_environment, name))
-    trying.end(lambda: None)
+    try:
+        await trying.run(partial(check_environment, name))
+    finally:
+        trying.end(lambda: None)
     factory = environment_factory(name)
     async with EnvironmentServer(
         factory, name, host=host, port=port, sessions=sessions, lease=lease, timeout=timeout
