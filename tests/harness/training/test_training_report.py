@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import builtins
+import re
 from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
 
+import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.harness.report.render import render
+from holdfast.harness.report.model import Curve, Learning, RunReport
+from holdfast.harness.report.render import render, write
 from holdfast.harness.training.report import RunFacts, covered, episode_rows, render_episodes, report_of
 from holdfast.rl.data.episode import Group, Prompt
 from holdfast.rl.run.run_directory import RunDirectory
@@ -24,6 +31,7 @@ from holdfast.rl.run.run_events import (
     StepTrained,
     WeightsServed,
 )
+from support.browser import needs_chromium, pictures, screenshot
 from support.rl.small_batches import episode
 
 
@@ -41,13 +49,14 @@ def trained(step: int, time: float, staleness: tuple[int, ...] = (0, 1)) -> Step
     )
 
 
-def a_run() -> list[Event]:
+def a_run(steps: int = 40) -> list[Event]:
+    """A run in which a generator is killed after 9 s, in step 17."""
     events: list[Event] = [
         ProcessStarted(time=0.0, name="trainer-0", role="trainer", pid=11),
         ProcessStarted(time=0.0, name="generator-0", role="generator", pid=12),
         Evaluated(time=0.6, version=0, reward=0.1, best=True),
     ]
-    for step in range(40):
+    for step in range(steps):
         events.append(trained(step, 1.0 + step * 0.5))
         events.append(WeightsServed(time=1.0 + step * 0.5, version=step, process="generator-0", seconds=0.004 * step))
         events.append(
@@ -59,16 +68,19 @@ def a_run() -> list[Event]:
         EpisodeFailed(time=9.2, prompt=7, reason="the environment died"),
         EpisodeFailed(time=9.2, prompt=8, reason="the environment died", again=True),
         EpisodeFailed(time=9.3, prompt=8, reason="the environment died", again=True),
-        Evaluated(time=21.0, version=40, reward=0.9, best=True),
+        Evaluated(time=1.0 + steps * 0.5, version=steps, reward=0.9, best=True),
     ]
     return sorted(events, key=lambda event: event.time)
 
 
+def reported(folder: Path, events: list[Event], **more: Any) -> RunReport:
+    with RunDirectory(folder).open() as directory:
+        directory.append(*events)
+    return report_of(folder, title="A run", **more)
+
+
 def test_the_report_of_a_run_shows_all_that_its_events_say(tmp_path: Path) -> None:
-    with RunDirectory(tmp_path).open() as directory:
-        for event in a_run():
-            directory.append(event)
-    report = report_of(tmp_path, title="A run", configuration=(("seed", "0"),))
+    report = reported(tmp_path, a_run(), configuration=(("seed", "0"),))
     assert "10.0% to 90.0%" in report.summary and "1 process died" in report.summary
     assert report.summary.endswith("1 failed episode left out. 2 episodes went on in another environment.")
     assert all(rate.value == pytest.approx(200.0) for rate in report.learning.tokens)
@@ -83,9 +95,66 @@ def test_the_report_of_a_run_shows_all_that_its_events_say(tmp_path: Path) -> No
         ("next step", 0.5),
     ]
     assert fault.note == "The step took 0 ms longer than the median of 500 ms."
-    page = render(report)
-    shown = ("Lost processes", "Staleness", "Weights on their way", "Policy tokens a second", "generator-1")
-    assert all(words in page for words in (*shown, "Held-out reward"))
+
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def texts(picture: ElementTree.Element) -> set[str]:
+    return {element.text or "" for element in picture.iter(f"{SVG}text")}
+
+
+def test_the_page_is_one_file_for_all_screens_with_the_outcome_each_process_and_what_a_loss_cost(
+    tmp_path: Path,
+) -> None:
+    report = reported(tmp_path / "run", a_run(1000), repeat=("holdfast rl resume run",))
+    (tmp_path / "pages").mkdir()
+    write(report, tmp_path / "pages" / "report.html")
+    assert [path.name for path in (tmp_path / "pages").iterdir()] == ["report.html"]
+    page = (tmp_path / "pages" / "report.html").read_text(encoding="utf-8")
+    assert page.startswith("<!doctype html>")
+    screens = ("prefers-color-scheme: dark", "max-width: 640px", 'name="viewport"')
+    charts = ("Held-out reward", "Staleness", "Weights on their way", "Policy tokens a second")
+    for words in (*screens, *charts, "✓ all steps done", report.when, "holdfast rl resume run"):
+        assert words in page
+    undone = render(msgspec.structs.replace(report, good=False, outcome="40 of 1,000 steps done", faults=()))
+    assert "✗ 40 of 1,000 steps done" in undone
+    assert "Lost processes" not in undone
+    table = page.split("<h2>Lost processes, and what each cost</h2>")[1].split("</table>")[0]
+    row = " ".join(re.sub("<[^>]+>", " ", table).split())
+    assert "was ended by SIGKILL The step took 0 ms longer than the median of 500 ms. generator-0 9 s 17 100 ms" in row
+    assert row.endswith("100 ms another in its place 500 ms next step")
+    curve, *others = map(texts, pictures(page))
+    timeline, *_ = (each for each in others if {lane.name for lane in report.lanes} <= each)
+    assert "1" in curve and "1" in timeline, "every fault has a mark"
+    (scene,) = (each for each in others if "next step 500 ms" in each)
+    assert "another in its place 100 ms" in scene
+
+
+@pytest.mark.thorough
+@needs_chromium
+def test_the_report_looks_right_in_a_browser(tmp_path: Path) -> None:
+    write(reported(tmp_path / "run", a_run(1000)), tmp_path / "report.html")
+    address = (tmp_path / "report.html").as_uri()
+    for width, dark in ((1200, False), (1200, True), (500, False)):
+        shot = np.asarray(screenshot(address, tmp_path, width, dark)[0]).astype(int)
+        assert shot[2, 2].mean() < 50 if dark else shot[2, 2].mean() > 230
+        assert len({tuple(pixel) for pixel in shot[::7, ::7].reshape(-1, 3)}) > 50, "there are pictures"
+        margin = shot[:, -6:].reshape(-1, 3)
+        assert abs(margin - margin[0]).max() < 5, "nothing runs over the right edge"
+
+
+def test_without_jinja2_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report, real = reported(tmp_path, a_run()), builtins.__import__
+
+    def without(name: str, *args: Any, **more: Any) -> Any:
+        if name.startswith("jinja2"):
+            raise ModuleNotFoundError(name)
+        return real(name, *args, **more)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ModuleNotFoundError, match=re.escape("pip install 'holdfast[report]'")):
+        render(report)
 
 
 def test_steps_after_the_state_that_a_driver_resumed_from_do_not_count_twice() -> None:
@@ -120,9 +189,7 @@ def test_the_time_between_two_drivers_is_a_part_of_the_run(tmp_path: Path) -> No
         "trainer-0/2": (10.0, 13.0, "finished", ""),
     }
     assert [use.seconds for use in facts.processor_uses()] == [2.0], "each process has a clock of its own"
-    with RunDirectory(tmp_path).open() as directory:
-        directory.append(*events)
-    report = report_of(tmp_path, title="A run")
+    report = reported(tmp_path, events)
     assert "resumed 1 time after 7 s without one, and 0 steps trained again" in report.summary
     assert [(each.value, each.note) for each in report.figures if each.label == "Downtime"] == [
         ("7 s", "without a driver, 54% of the run; 2 drivers")
@@ -146,11 +213,14 @@ def test_the_time_that_intervals_cover_counts_each_moment_once(intervals: list[t
 
 @pytest.mark.parametrize("events", [[], [trained(0, 1.0)]])
 def test_a_run_that_has_hardly_begun_has_a_report(tmp_path: Path, events: list[Event]) -> None:
-    with RunDirectory(tmp_path).open() as directory:
-        directory.append(ProcessStarted(time=0.0, name="trainer-0", role="trainer", pid=11))
-        for event in events:
-            directory.append(event)
-    assert "<html" in render(report_of(tmp_path, title="A run"))
+    """Or ended before anything was drawn."""
+    begun = ProcessStarted(time=0.0, name="trainer-0", role="trainer", pid=11)
+    report = reported(tmp_path, [begun, *events])
+    assert "<html" in render(report)
+    nothing = msgspec.structs.replace(
+        report, learning=Learning(curve=Curve((), ())), lanes=(), spans=(), faults=(), seconds=0.0
+    )
+    assert len(pictures(render(nothing))) == 2
 
 
 def test_episodes_are_shown_escaped_with_reward_and_versions() -> None:
