@@ -400,8 +400,9 @@ def test_reads_do_not_wait_for_a_stopped_tcp_register_which_is_away_once_its_ser
                 server.kill_leader()
         finally:
             following.close()
-    with Register.open(server.url) as register, pytest.raises(RegisterAway):
-        register.read()
+        late = Register.open(server.url)
+    with late, pytest.raises(RegisterAway):
+        late.read()
 
 
 def test_a_leader_of_etcd_that_was_killed_comes_back(tmp_path: Path) -> None:

@@ -414,7 +414,7 @@ COSTS = MachineCosts(
 
 
 def test_an_error_is_a_share_of_what_was_measured_and_stands_in_the_table_beside_it() -> None:
-    assert error_of(0.9, 1.0) == error_of(1.1, 1.0) == pytest.approx(0.1)
+    assert [error_of(0.9, 1.0), error_of(1.1, 1.0)] == pytest.approx([0.1, 0.1])
     moments = [RecoveryMoments(1, 5), RecoveryMoments(3, 4), RecoveryMoments(2, 9)]
     assert middle(moments) == RecoveryMoments(2, 5)
     predicted, measured = RecoveryMoments(0.006, 0.011), RecoveryMoments(0.005, 0.01)
