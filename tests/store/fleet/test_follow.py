@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -14,14 +16,35 @@ from msgspec.structs import replace
 from torch import nn
 
 from holdfast.comms.errors import CorruptData, HoldfastError, Mismatch
+from holdfast.comms.transport.base import Peer
 from holdfast.ft.registers import RegisterAway
 from holdfast.store import Follower, Layout, NoSuchVersion, NotCaughtUp, ReaderReplaced, StoreTimeout, WeightStore
+from holdfast.store.catalog import fleet
 from holdfast.store.catalog.settling import without_versions
 from holdfast.store.data.state_dicts import FlatState
 from holdfast.store.follow import staging
 from holdfast.store.follow.staging import StagedVersions, StagingState
 from support.waiting import eventually
 from support.weights.state_dicts import bits, value_of, weights
+
+
+def publish_ready(store: WeightStore, follower: Follower, number: int) -> None:
+    """Publish a version, and wait until it is staged."""
+    store.publish(number, weights(number))
+    follower.wait_ready(number)
+
+
+Serving = tuple[Follower, dict[str, torch.Tensor]]
+
+
+@pytest.fixture
+def serving(store: WeightStore) -> Iterator[Serving]:
+    """A follower that serves version 1, and its tensors."""
+    store.publish(1, weights(1))
+    into = weights(-1)
+    with store.follow(into) as follower:
+        assert follower.catch_up() == 1
+        yield follower, into
 
 
 def test_a_follower_prefetches_and_swaps_between_two_batches(store: WeightStore) -> None:
@@ -94,36 +117,30 @@ def test_staged_and_served_versions_stay_until_they_are_let_go(store: WeightStor
     assert store.versions() == [6, 7]
 
 
-def test_the_way_back_needs_one_call(store: WeightStore) -> None:
-    into = weights(-1)
-    store.publish(1, weights(1))
-    with store.follow(into) as follower:
-        follower.catch_up()
-        with pytest.raises(Mismatch, match="no version to go back to"):
-            follower.back()
-        store.publish(2, weights(2))
-        follower.wait_ready(2)
-        assert follower.swap() == 2
-        assert follower.back() == 1 == follower.version and value_of(into) == 1
-        assert follower.swap() == 1, "the version that it left is not taken again"
-        with pytest.raises(Mismatch, match="no version to go back to"):
-            follower.back()
-        store.publish(3, weights(3))
-        follower.wait_ready(3)
-        assert follower.swap() == 3 and value_of(into) == 3
-        assert follower.back() == 1, "the version before is the one that was served before"
+def test_the_way_back_needs_one_call(store: WeightStore, serving: Serving) -> None:
+    follower, into = serving
+    with pytest.raises(Mismatch, match="no version to go back to"):
+        follower.back()
+    publish_ready(store, follower, 2)
+    assert follower.swap() == 2
+    assert follower.back() == 1 == follower.version and value_of(into) == 1
+    assert follower.swap() == 1, "the version that it left is not taken again"
+    with pytest.raises(Mismatch, match="no version to go back to"):
+        follower.back()
+    publish_ready(store, follower, 3)
+    assert follower.swap() == 3 and value_of(into) == 3
+    assert follower.back() == 1, "the version before is the one that was served before"
 
 
 @pytest.mark.parametrize("pinned", [True, False])
-def test_the_way_back_reads_the_version_again_if_its_memory_was_needed(store: WeightStore, pinned: bool) -> None:
+def test_the_way_back_reads_the_version_again_if_its_memory_was_needed(
+    store: WeightStore, serving: Serving, pinned: bool
+) -> None:
     """It cannot be gone back to if the store has let it go."""
-    into = weights(-1)
-    store.publish(1, weights(1))
-    with store.follow(into) as follower, store.pin(1) if pinned else nullcontext():
-        follower.catch_up()
+    follower, into = serving
+    with store.pin(1) if pinned else nullcontext():
         for number in (2, 3, 4, 5):
-            store.publish(number, weights(number))
-            follower.wait_ready(number)
+            publish_ready(store, follower, number)
             assert number != 2 or follower.swap() == 2
         assert not follower.ready(1)
         if pinned:
@@ -134,48 +151,40 @@ def test_the_way_back_reads_the_version_again_if_its_memory_was_needed(store: We
                 follower.back(timeout=10.0)
             assert follower.version == 2 and value_of(into) == 2
             assert follower.swap() == 5 and value_of(into) == 5, "it goes on"
-        store.publish(6, weights(6))
-        follower.wait_ready(6)
+        publish_ready(store, follower, 6)
         assert follower.swap() == 6
 
 
 @pytest.mark.parametrize("swapped", [True, False], ids=["after the swap", "before it"])
-def test_a_rollback_is_followed(store: WeightStore, swapped: bool) -> None:
-    into = weights(-1)
-    store.publish(1, weights(1))
-    with store.follow(into) as follower:
-        follower.catch_up()
-        store.publish(2, weights(2))
+def test_a_rollback_is_followed(store: WeightStore, serving: Serving, swapped: bool) -> None:
+    follower, into = serving
+    publish_ready(store, follower, 2)
+    assert not swapped or follower.swap() == 2
+    store.rollback(1)
+    assert follower.catch_up() == 1 and value_of(into) == 1
+    store.publish(3, weights(3))
+    assert follower.catch_up() == 3
+
+
+def test_a_version_that_does_not_fit_is_an_error_of_the_next_call_and_not_the_end(
+    store: WeightStore, serving: Serving
+) -> None:
+    follower, into = serving
+    store.publish(2, {"a": torch.ones(3)})
+    eventually(lambda: follower.failures > 0)
+    with pytest.raises(Mismatch, match=r"'b'|b float64|a float32\[3\]"):
+        follower.swap()
+    assert follower.swap() == 1 and value_of(into) == 1, "each error is raised once"
+    with pytest.raises(Mismatch):
         follower.wait_ready(2)
-        assert not swapped or follower.swap() == 2
-        store.rollback(1)
-        assert follower.catch_up() == 1 and value_of(into) == 1
-        store.publish(3, weights(3))
-        assert follower.catch_up() == 3
-
-
-def test_a_version_that_does_not_fit_is_an_error_of_the_next_call_and_not_the_end(store: WeightStore) -> None:
-    into = weights(-1)
-    store.publish(1, weights(1))
-    with store.follow(into) as follower:
-        follower.catch_up()
-        store.publish(2, {"a": torch.ones(3)})
-        eventually(lambda: follower.failures > 0)
-        with pytest.raises(Mismatch, match=r"'b'|b float64|a float32\[3\]"):
-            follower.swap()
-        assert follower.swap() == 1 and value_of(into) == 1, "each error is raised once"
-        with pytest.raises(Mismatch):
-            follower.wait_ready(2)
-        store.publish(3, weights(3))
-        follower.wait_ready(3)
-        assert follower.swap() == 3 and follower.failures == 1
+    publish_ready(store, follower, 3)
+    assert follower.swap() == 3 and follower.failures == 1
 
 
 def test_a_swap_that_is_broken_off_leaves_the_version_before(
     store: WeightStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     into = weights(-1)
-    store.publish(1, weights(1))
     copies = staging.copy_state
 
     def interrupted(source: StagingState, target: FlatState) -> None:
@@ -184,39 +193,32 @@ def test_a_swap_that_is_broken_off_leaves_the_version_before(
         raise KeyboardInterrupt
 
     with store.follow(into) as follower:
-        follower.wait_ready(1)
-        monkeypatch.setattr(staging, "copy_state", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            follower.swap()
-        assert follower.version is None, "the tensors had no version before"
-        assert follower.swap() == 1 and value_of(into) == 1
-        store.publish(2, weights(2))
-        follower.wait_ready(2)
-        monkeypatch.setattr(staging, "copy_state", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            follower.swap()
-        assert follower.version == 1 and value_of(into) == 1
-        assert follower.swap() == 2 and value_of(into) == 2
-
-
-def test_errors_of_the_register_are_raised_and_retried(store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    into = weights(-1)
-    store.publish(1, weights(1))
-    with store.follow(into) as follower:
-        follower.catch_up()
-        client = follower._stager.client
-
-        def away(*_: object) -> Any:
-            raise RegisterAway(store.url, "unplugged")
-
-        with monkeypatch.context() as patched:
-            patched.setattr(client, "wait", away)
-            eventually(lambda: follower.failures >= 2)
-            with pytest.raises(RegisterAway, match="unplugged"):
+        for number, before in ((1, None), (2, 1)):
+            publish_ready(store, follower, number)
+            monkeypatch.setattr(staging, "copy_state", interrupted)
+            with pytest.raises(KeyboardInterrupt):
                 follower.swap()
-        store.publish(2, weights(2))
-        eventually(lambda: follower.ready(2))
-        eventually(lambda: swapped_to(follower, 2))
+            assert follower.version == before, "at first, the tensors had no version before"
+            assert before is None or value_of(into) == before
+            assert follower.swap() == number and value_of(into) == number
+
+
+def test_errors_of_the_register_are_raised_and_retried(
+    store: WeightStore, serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    follower, _ = serving
+
+    def away(*_: object) -> Any:
+        raise RegisterAway(store.url, "unplugged")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(follower._stager.client, "wait", away)
+        eventually(lambda: follower.failures >= 2)
+        with pytest.raises(RegisterAway, match="unplugged"):
+            follower.swap()
+    store.publish(2, weights(2))
+    eventually(lambda: follower.ready(2))
+    eventually(lambda: swapped_to(follower, 2))
 
 
 def swapped_to(follower: Follower, version: int) -> bool:
@@ -434,29 +436,17 @@ def test_a_reader_that_cannot_take_a_version_aborts_the_switch(store: WeightStor
 def test_two_switches_take_turns(store: WeightStore) -> None:
     for number in (1, 2):
         store.publish(number, weights(number))
-    results: dict[int, Any] = {}
-
-    def switch(number: int, readers: list[str], timeout: float) -> None:
-        results[number] = store.switch(number, readers, timeout=timeout)
-
-    with store.follow(weights(-1), reader="g0") as one:
-        first = threading.Thread(target=switch, args=(1, ["g0", "absent"], 0.5))
-        first.start()
+    with store.follow(weights(-1), reader="g0") as one, ThreadPoolExecutor(2) as pool:
+        switching = pool.submit(store.switch, 1, ["g0", "absent"], timeout=0.5)
         eventually(lambda: store.readers()[0].ready != () and len(store.readers()) == 1)
-        second = threading.Thread(target=switch, args=(2, ["g0"], 20.0))
-        second.start()
-        first.join(), second.join()
-        assert not results[1].committed and results[2].committed
-        assert results[1].missing[0] == "absent" and "0.5 s" in results[1].reason
+        second = pool.submit(store.switch, 2, ["g0"], timeout=20.0).result()
+        first = switching.result()
+        assert not first.committed and second.committed
+        assert first.missing[0] == "absent" and "0.5 s" in first.reason
         assert one.swap() == 2
 
 
 def test_a_reader_that_another_host_took_over_does_not_serve(store: WeightStore) -> None:
-    from msgspec.structs import replace
-
-    from holdfast.comms.transport.base import Peer
-    from holdfast.store.catalog import fleet
-
     store.publish(1, weights(1))
     with store.follow(weights(-1), reader="g0") as one:
         assert store.switch(1).committed and one.swap() == 1
