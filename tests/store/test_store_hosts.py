@@ -14,6 +14,7 @@ from holdfast.harness.testbed.etcd import EtcdCluster
 from holdfast.harness.testbed.netns import Network
 from support.children import Child
 from support.samples.stores_on_hosts import OLD, StoreOnHost
+from support.waiting import eventually
 
 pytestmark = [
     pytest.mark.thorough,
@@ -101,14 +102,6 @@ def test_readers_of_other_hosts_fan_out_with_one_read_of_the_wire_a_host(open_on
         before = received
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
-    """Wait until something holds."""
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
-
-
 # -- cut
 
 
@@ -179,9 +172,7 @@ def test_replicas_are_made_again_when_a_host_is_back(network: Network, open_on: 
     assert publisher.publish(1, 1.0, MIB).error == ""
     holder.kill()
     again = open_on(1)
-    deadline = time.monotonic() + 20.0
-    while publisher.hosts(1) != {publisher.host, again.host} and time.monotonic() < deadline:
-        time.sleep(0.05)
+    eventually(lambda: publisher.hosts(1) == {publisher.host, again.host})
     publisher.close()
     assert again.get(1, MIB).found == (1.0,)
 
@@ -198,11 +189,11 @@ def test_publishing_goes_on_when_all_processes_of_a_host_are_killed(open_on: Ope
     gone.kill()
     published = publisher.publish(2, 2.0, MIB, timeout=PATIENCE)
     assert published.error == "" and publisher.hosts(2) == {publisher.host}, published
-    told = [fields for store in (publisher, mate) for kind, fields in store.events() if kind == "host_away"]
+    told = [fields for store in (publisher, mate) for kind, fields in store.ask("events").value if kind == "host_away"]
     assert [fields["hosts"] for fields in told] == [1]
-    until(lambda: publisher.hosts(1) == {publisher.host}, "version 1 has its replicas again")
+    eventually(lambda: publisher.hosts(1) == {publisher.host}, PATIENCE)
     again = open_on(1)
-    until(lambda: again.hosts(2) == {publisher.host, again.host}, "replicas move to the host")
+    eventually(lambda: again.hosts(2) == {publisher.host, again.host}, PATIENCE)
     assert again.get(1, MIB).found == (1.0,)
 
 
@@ -222,7 +213,9 @@ def test_a_host_that_is_cut_off_from_register_and_stores_comes_back(
         assert publisher.ask("versions").value == [1, 2], "the host with version 1 may come back"
         assert publisher.get(1, MIB, timeout=1.0).error == "StoreTimeout"
         network.heal(1)
-        until(lambda: publisher.hosts(2) == {publisher.host, cut_off.host}, "the host has a replica again")
+        eventually(
+            lambda: publisher.hosts(2) == {publisher.host, cut_off.host}, PATIENCE
+        )  # the host has a replica again
         assert publisher.get(1, MIB).found == (1.0,)
         for store in (mate, publisher, cut_off):
             store.close()

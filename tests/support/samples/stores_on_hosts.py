@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ from holdfast.ft.processes.channel import ChannelClosed, ProcessChannel
 from holdfast.ft.processes.zygote_client import zygote
 from holdfast.harness.testbed.netns import EnterNamespace
 from holdfast.store import Follower, WeightStore
+from support.weights.state_dicts import value_of
 
 OLD = -1.0
 """What the reader's tensors hold before a get."""
@@ -26,19 +26,18 @@ OLD = -1.0
 class Outcome:
     """What a call of a store came to.
 
-    `error` names the type of the error, `why` is its text, `value` the result of the call; `found` are the values in
-    the reader's tensors after a get, `mixed` the tensors that the error calls mixed.
+    `error` names the type of the error, `value` is the result of the call; `found` are the values in the reader's
+    tensors after a get, `mixed` the tensors that the error calls mixed.
     """
 
     seconds: float
     error: str = ""
-    why: str = ""
     value: Any = None
     found: tuple[float, ...] = ()
     mixed: tuple[str, ...] = ()
 
 
-def weights(value: float, nbytes: int) -> dict[str, torch.Tensor]:
+def filled(value: float, nbytes: int) -> dict[str, torch.Tensor]:
     """One large tensor of float32 and a small one, of equal elements."""
     return {"large": torch.full((nbytes // 4,), float(value)), "small": torch.full((7,), float(value))}
 
@@ -52,7 +51,6 @@ class StoreOnHost:
     def __init__(self, entry: EnterNamespace, url: str, output: Path, **options: Any) -> None:
         zygote().preload("holdfast.store")
         self._process = zygote().spawn(partial(serve, entry, url, options), name=entry.name, output=output)
-        self.pid = self._process.pid
         self.host = self._hear(60.0)
 
     def publish(self, version: int, value: float, nbytes: int, **options: Any) -> Outcome:
@@ -66,17 +64,12 @@ class StoreOnHost:
         """The hosts that keep a version."""
         return set(self.ask("hosts", version).value)
 
-    def events(self) -> list[tuple[str, dict[str, Any]]]:
-        """The events of the store so far, with their fields."""
-        found: list[tuple[str, dict[str, Any]]] = self.ask("events").value
-        return found
-
     def ask(self, call: str, *arguments: Any, **options: Any) -> Outcome:
         self.begin(call, *arguments, **options)
         return self.end()
 
     def begin(self, call: str, *arguments: Any, **options: Any) -> None:
-        """Begin a call; `end` waits for it."""
+        """Begin a call of `Calls`; `end` waits for it."""
         self._process.channel.send((call, arguments, options))
 
     def end(self) -> Outcome:
@@ -104,88 +97,82 @@ def serve(entry: EnterNamespace, url: str, options: dict[str, Any], channel: Pro
     """The body of the process: open a store on a host, and do what the test asks for."""
     entry()
     os.environ["UCX_TLS"] = "tcp,self"
-    with WeightStore(url, observe=lambda kind, fields: _events.append((kind, fields)), **options) as store:
+    events: list[tuple[str, dict[str, object]]] = []
+    with WeightStore(url, observe=lambda kind, fields: events.append((kind, fields)), **options) as store:
+        calls = Calls(store, events)
         channel.send(entry.name)
         while (asked := channel.recv()) is not None:
             call, arguments, more = asked
-            began = time.monotonic()
-            into = weights(OLD, arguments[1]) if call == "get" else {}
+            began, calls.into = time.monotonic(), {}
             error, value = None, None
             try:
-                value = CALLS[call](store, into, *arguments, **more)
+                value = getattr(calls, call)(*arguments, **more)
             except HoldfastError as raised:
                 error = raised
             channel.send(
                 Outcome(
                     time.monotonic() - began,
                     "" if error is None else type(error).__name__,
-                    "" if error is None else str(error),
                     value,
-                    tuple(sorted({each for tensor in into.values() for each in tensor.unique().tolist()})),
+                    tuple(sorted({each for tensor in calls.into.values() for each in tensor.unique().tolist()})),
                     getattr(error, "mixed", ()),
                 )
             )
 
 
-def _publish(store: WeightStore, _: object, version: int, value: float, nbytes: int, **options: Any) -> None:
-    store.publish(version, weights(value, nbytes), **options)
+class Calls:
+    """What a test may ask of the process for."""
 
+    def __init__(self, store: WeightStore, events: list[tuple[str, dict[str, object]]]) -> None:
+        self.store, self._events = store, events
+        self.into: dict[str, torch.Tensor] = {}
+        self.model: dict[str, torch.Tensor] = {}
+        """Weights that `step` changes, or `follow` brings up to date."""
+        self.follower: Follower | None = None
 
-_events: list[tuple[str, dict[str, object]]] = []
+    def publish(self, version: int, value: float, nbytes: int, **options: Any) -> None:
+        self.store.publish(version, filled(value, nbytes), **options)
 
+    def get(self, version: int, nbytes: int, **options: Any) -> int:
+        self.into = filled(OLD, nbytes)
+        return self.store.get(version, self.into, **options)
 
-_model: dict[str, torch.Tensor] = {}
-"""The weights of this process that `_step` changes, or `_follow` brings up to date."""
+    def hosts(self, version: int) -> list[str]:
+        return [each.peer.host.rpartition("/")[2] for each in self.store.holders(version)]
 
+    def versions(self) -> list[int]:
+        return self.store.versions()
 
-def _step(store: WeightStore, _: object, version: int, nbytes: int, share: float) -> tuple[float, int]:
-    """Change a share of bf16 weights, and publish them; returns the seconds of publish, and the sum of the bits."""
-    bits = _model.setdefault("w", torch.randn(nbytes // 2, dtype=torch.bfloat16)).view(torch.int16)
-    where = torch.randint(0, len(bits), (int(len(bits) * share),))
-    bits[where] ^= 1
-    began = time.monotonic()
-    store.publish(version, _model)
-    return time.monotonic() - began, int(bits.long().sum())
+    def events(self) -> list[tuple[str, dict[str, object]]]:
+        """The events of the store so far, with their fields."""
+        return list(self._events)
 
+    def step(self, version: int, nbytes: int, share: float) -> tuple[float, int]:
+        """Change a share of bf16 weights, and publish them; returns the seconds of publish, and the sum of the bits."""
+        bits = self.model.setdefault("w", torch.randn(nbytes // 2, dtype=torch.bfloat16)).view(torch.int16)
+        where = torch.randint(0, len(bits), (int(len(bits) * share),))
+        bits[where] ^= 1
+        began = time.monotonic()
+        self.store.publish(version, self.model)
+        return time.monotonic() - began, int(bits.long().sum())
 
-def _follow(store: WeightStore, _: object, version: int, nbytes: int) -> tuple[float, int]:
-    """Get a version into the same tensors each time; returns the seconds, and the sum of the bits."""
-    target = _model.setdefault("w", torch.empty(nbytes // 2, dtype=torch.bfloat16))
-    began = time.monotonic()
-    store.get(version, _model)
-    return time.monotonic() - began, int(target.view(torch.int16).long().sum())
+    def follow(self, version: int, nbytes: int) -> tuple[float, int]:
+        """Get a version into the same tensors each time; returns the seconds, and the sum of the bits."""
+        target = self.model.setdefault("w", torch.empty(nbytes // 2, dtype=torch.bfloat16))
+        began = time.monotonic()
+        self.store.get(version, self.model)
+        return time.monotonic() - began, int(target.view(torch.int16).long().sum())
 
+    def swap(self, version: int, nbytes: int) -> float:
+        """Follow the store, if this process does not yet; swap a version in, and return its value."""
+        if self.follower is None:
+            self.model = filled(OLD, nbytes)
+            self.follower = self.store.follow(self.model, timeout=60.0)
+        self.follower.wait_ready(version)
+        assert self.follower.swap() == version
+        return value_of(self.model)
 
-_followers: list[tuple[Follower, dict[str, torch.Tensor]]] = []
-"""The follower of this process, and its tensors."""
-
-
-def _swap(store: WeightStore, _: object, version: int, nbytes: int) -> float:
-    """Follow the store, if this process does not yet; swap a version in, and return its value."""
-    if not _followers:
-        model = weights(OLD, nbytes)
-        _followers.append((store.follow(model, timeout=60.0), model))
-    follower, model = _followers[0]
-    follower.wait_ready(version)
-    assert follower.swap() == version
-    (value,) = {each for tensor in model.values() for each in tensor.unique().tolist()}
-    return float(value)
-
-
-def _received(store: WeightStore, _: object) -> int:
-    """The bytes that this host has received over the network."""
-    (line,) = [each for each in Path("/proc/thread-self/net/dev").read_text().splitlines() if "eth0:" in each]
-    return int(line.partition(":")[2].split()[0])
-
-
-CALLS: dict[str, Callable[..., Any]] = {
-    "publish": _publish,
-    "get": lambda store, into, version, _, **options: store.get(version, into, **options),
-    "hosts": lambda store, _, version: [each.peer.host.rpartition("/")[2] for each in store.holders(version)],
-    "versions": lambda store, _: store.versions(),
-    "events": lambda store, _: list(_events),
-    "step": _step,
-    "follow": _follow,
-    "swap": _swap,
-    "received": _received,
-}
+    def received(self) -> int:
+        """The bytes that this host has received over the network."""
+        (line,) = [each for each in Path("/proc/thread-self/net/dev").read_text().splitlines() if "eth0:" in each]
+        return int(line.partition(":")[2].split()[0])
