@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+import holdfast.store.torchstore as ts
 from holdfast.store import WeightStore
 from support.children import Child
 from support.samples.store_processes import Holders, a_holder
@@ -16,6 +18,14 @@ from support.samples.store_processes import Holders, a_holder
 def store(tmp_path: Path) -> Iterator[WeightStore]:
     with WeightStore(f"memory://{tmp_path}") as opened:
         yield opened
+
+
+@pytest.fixture
+def torchstore() -> Iterator[None]:
+    """The default store of torchstore's interface, owned by this process."""
+    asyncio.run(ts.initialize())
+    yield
+    asyncio.run(ts.shutdown())
 
 
 @pytest.fixture

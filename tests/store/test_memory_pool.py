@@ -126,18 +126,15 @@ def test_no_more_is_touched_than_the_limit_allows(plane: CountingPlane, pool: Me
     assert other.nbytes == NBYTES // 4, "what was touched ahead makes room"
 
 
-def test_no_more_is_touched_than_half_of_what_the_machine_has_left(
-    plane: CountingPlane, pool: MemoryPool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("nbytes", "left"), [(NBYTES // 2, 1 << 40), (NBYTES, 2 * NBYTES - 1)], ids=["small", "half"])
+def test_small_parts_are_touched_as_they_come_and_no_more_than_half_of_what_the_machine_has_left(
+    plane: CountingPlane, pool: MemoryPool, nbytes: int, left: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_pool, "available_memory", lambda: 2 * NBYTES - 1)
-    take(pool, 1)
+    monkeypatch.setattr(memory_pool, "available_memory", lambda: left)
+    take(pool, 1, nbytes)
+    assert nbytes == NBYTES or (is_idle(pool) and not plane.improved)
     eventually(lambda: is_idle(pool))
     assert len(plane.made) == 1
-
-
-def test_small_parts_are_touched_as_they_come(plane: CountingPlane, pool: MemoryPool) -> None:
-    take(pool, 1, NBYTES // 2)
-    assert is_idle(pool) and len(plane.made) == 1 and not plane.improved
 
 
 def test_a_part_touches_its_memory_itself_if_the_thread_could_not(plane: CountingPlane, pool: MemoryPool) -> None:

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -165,53 +164,6 @@ def test_wrong_bytes_are_found_and_the_replica_is_made_anew(url: str, holders: H
         assert value_in(store, 1) == 4.0, "what was wrong was copied anew"
 
 
-def test_a_dead_process_pins_nothing(url: str, start: Callable[..., Child]) -> None:
-    def pinner(pipe: Connection) -> None:
-        with WeightStore(url, hold=False) as mine:
-            mine.pin(1)
-            pipe.send("pinned")
-            pipe.recv()
-
-    with WeightStore(url, replicas=1) as store:
-        store.publish(1, weights(1))
-        child = start(pinner)
-        child.hear()
-        for version in (2, 3, 4):
-            store.publish(version, weights(version))
-        assert store.versions() == [1, 3, 4]
-        child.kill()
-        store.publish(5, weights(5))
-        eventually(lambda: store.versions() == [4, 5])
-
-
-def test_one_of_two_publishers_that_disagree_wins(url: str, start: Callable[..., Child]) -> None:
-    def publisher(pipe: Connection, value: float) -> None:
-        with WeightStore(url) as mine:
-            pipe.recv()
-            for version in range(10):
-                try:
-                    mine.publish(version, weights(value))
-                    pipe.send((version, value))
-                except Mismatch:
-                    pipe.send((version, None))
-            pipe.recv()
-
-    rivals = [start(publisher, float(value)) for value in (1, 2, 3)]
-    for rival in rivals:
-        rival.tell("go")
-    won = [rival.hear() for _ in range(10) for rival in rivals]
-    with WeightStore(url, hold=False) as reader:
-        for version in range(10):
-            values = [value for number, value in won if number == version and value is not None]
-            assert len(values) <= 1
-            if version in reader.versions():
-                assert value_in(reader, version) == values[0]
-    for rival in rivals:
-        rival.tell("end")
-    for rival in rivals:
-        rival.end()
-
-
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.thorough)])
 def test_holders_die_at_random_and_no_version_is_lost(url: str, holders: Holders, seed: int) -> None:
     """Holders are killed and replaced at random moments while versions are published and read.
@@ -239,6 +191,9 @@ def test_a_publish_that_times_out_is_withdrawn(url: str, holders: Holders) -> No
         holders(1)
         with pytest.raises(StoreTimeout, match=r"2 of 3 processes keep part 0.*open it in more"):
             store.publish(1, weights(1), timeout=0.2)
+        why = r"1 of 2 processes keep part 0.*on 1 host, and spread='hosts' needs 2"
+        with WeightStore(url, spread="hosts") as spread, pytest.raises(StoreTimeout, match=why):
+            spread.publish(1, weights(1), timeout=0.2)
         assert store.versions() == []
         with pytest.raises(NoSuchVersion, match="nobody published"):
             value_in(store, 1)
@@ -247,58 +202,51 @@ def test_a_publish_that_times_out_is_withdrawn(url: str, holders: Holders) -> No
         assert value_in(store, 1) == 2.0
 
 
-def test_listeners_are_told_of_lost_versions(url: str, holders: Holders) -> None:
-    lost: list[object] = []
+def test_listeners_are_told_of_versions_that_are_superseded_deleted_or_lost(url: str, holders: Holders) -> None:
+    """The end of a store is no loss."""
+    ended: list[tuple[str, object]] = []
 
     def observe(kind: str, fields: dict[str, object]) -> None:
-        if kind == "lost":
-            lost.append(fields["version"])
+        if kind in ("retired", "lost"):
+            ended.append((kind, fields["version"]))
 
-    living = holders(2)
-    with WeightStore(url, hold=False, observe=observe) as store:
-        for version in (1, 2, 3):
-            store.publish(version, weights(version))
-        assert lost == []
-        for holder in living:
-            holder.kill()
-        with pytest.raises(NoSuchVersion, match="all its holders are gone"):
-            value_in(store, 3)
-        assert lost == [2, 3] and store.versions() == [] and store.latest() is None
-
-
-def test_listeners_are_told_of_superseded_and_deleted_versions_but_the_end_of_a_store_is_no_loss(url: str) -> None:
-    told: list[tuple[str, object]] = []
-    with WeightStore(url, replicas=1, observe=lambda kind, fields: told.append((kind, fields["version"]))) as store:
+    with WeightStore(url, replicas=1, observe=observe) as store:
         for version in (1, 2, 3):
             store.publish(version, weights(version))
         store.delete(3)
-    assert [each for each in told if each[0] in ("retired", "lost")] == [("retired", 1), ("retired", 3)]
+    assert ended == [("retired", 1), ("retired", 3)]
+    ended.clear()
+    living = holders(2)
+    with WeightStore(url, hold=False, observe=observe) as store:
+        for version in (4, 5, 6):
+            store.publish(version, weights(version))
+        assert "lost" not in dict(ended)
+        ended.clear()
+        for holder in living:
+            holder.kill()
+        with pytest.raises(NoSuchVersion, match="all its holders are gone"):
+            value_in(store, 6)
+        assert ended == [("lost", 5), ("lost", 6)] and store.versions() == [] and store.latest() is None
 
 
-def test_a_lease_that_could_not_be_released_can_be_released_again(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lease_that_could_not_be_released_can_be_released_again_and_a_closed_store_pins_nothing(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def away(*_: object) -> None:
         raise RegisterAway(url, "it is locked")
 
-    with WeightStore(url, replicas=1) as store:
-        store.publish(1, weights(1))
-        lease = store.pin(1)
-        with monkeypatch.context() as broken:
-            broken.setattr(store._catalog_client, "change", away)
-            with pytest.raises(RegisterAway):
-                lease.release()
-        lease.release()
-        lease.release()
-        store.delete(1)
-
-
-def test_a_closed_store_pins_nothing(url: str) -> None:
     with WeightStore(url, replicas=1) as holder:
         holder.publish(1, weights(1))
         with WeightStore(url, hold=False) as reader:
             lease, other = reader.pin(1), holder.pin(1)
         lease.release()
+        with monkeypatch.context() as broken:
+            broken.setattr(holder._catalog_client, "change", away)
+            with pytest.raises(RegisterAway):
+                other.release()
         with pytest.raises(Mismatch, match="pinned"):
             holder.delete(1)
+        other.release()
         other.release()
         holder.delete(1)
 
@@ -400,7 +348,14 @@ def test_a_longer_outage_is_a_typed_error(register: Register) -> None:
         assert store.latest() is None
 
 
-def test_no_call_waits_for_the_register_past_its_own_timeout(register: Register, store: WeightStore) -> None:
+def test_no_call_waits_for_the_register_past_its_own_timeout_and_a_closed_one_is_not_away(
+    register: Register, store: WeightStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = store.open_catalog()
+    client.close()
+    with pytest.raises(RegisterAway, match="closed"):
+        client.read()
+    assert not caplog.records
     register.leave()
     with pytest.raises(RegisterAway):
         store.get(1, {"a": torch.zeros(8)}, timeout=0.1)
@@ -445,15 +400,6 @@ def test_a_store_that_closes_does_not_wait_for_its_register(register: Register) 
     closing.join(30.0)
     assert not closing.is_alive()
     register.come_back()
-
-
-def test_a_register_that_was_closed_is_not_said_to_be_away(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with WeightStore(f"sqlite://{tmp_path}/job.sqlite", timeout=30.0) as store:
-        client = store.open_catalog()
-        client.close()
-        with pytest.raises(RegisterAway, match="closed"):
-            client.read()
-    assert not caplog.records
 
 
 # -- every order of publishing, closing and dying
@@ -519,42 +465,6 @@ def _part(store: WeightStore) -> Shard:
     found = store._catalog_client.read()[1].shard(1, 0)
     assert found is not None
     return found
-
-
-def test_one_of_two_publishers_of_a_part_dies_and_the_other_has_published(
-    url: str, holders: Holders, start: Callable[..., Child]
-) -> None:
-    def publisher(pipe: Connection) -> None:
-        with WeightStore(url) as mine:
-            mine.publish(1, a_part(0), part=0, parts=2)
-            pipe.send("published")
-            pipe.recv()
-
-    first = start(publisher)
-    with WeightStore(url) as store:
-        first.hear()
-        store.publish(1, a_part(0), part=0, parts=2)
-        holders(1)
-        first.kill()
-        store.publish(1, a_part(1), part=1, parts=2)
-        eventually(lambda: store.versions() == [1])
-
-
-def test_a_failed_repeated_publish_withdraws_nothing(url: str, holders: Holders) -> None:
-    def interrupted(kind: str, _: dict[str, object]) -> None:
-        if kind == "announced" and again:
-            raise KeyboardInterrupt
-
-    again = False
-    holders(1)
-    with WeightStore(url, observe=interrupted) as store:
-        store.publish(1, a_part(0), part=0, parts=2)
-        again = True
-        with pytest.raises(KeyboardInterrupt):
-            store.publish(1, a_part(0), part=0, parts=2)
-        again = False
-        store.publish(1, a_part(1), part=1, parts=2)
-        assert store.versions() == [1]
 
 
 def test_a_part_that_is_still_being_published_is_withdrawn_when_its_store_closes(

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from hypothesis import strategies as st
+
+damages = st.tuples(
+    st.sampled_from(["flip", "cut", "remove", "insert"]), st.integers(0, 1 << 20), st.integers(0, 1 << 10)
+)
+"""What may be done to one frame: `mutated([frame], *damage)`."""
+
 
 def mutated(frames_: list[bytes], kind: str, where: int, what: int) -> list[bytes]:
     """The frames after one mutation of this `kind`."""

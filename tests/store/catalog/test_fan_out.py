@@ -39,7 +39,7 @@ from holdfast.store.catalog.records import Catalog, Holder, Reader
 from holdfast.store.data.manifest import Manifest
 from holdfast.store.read.part_source import PartSource, sources_for
 from support.children import Child
-from support.mutations import mutated
+from support.mutations import damages, mutated
 from support.samples.store_processes import move_to_host
 from support.waiting import eventually
 from support.weights.catalogs import DIGEST, replica, shard
@@ -69,46 +69,22 @@ def sources(group: ReaderGroup) -> dict[str, str]:
     return {each.reader: each.source for each in group.part(KEY).copies if each.handle is None}
 
 
-def test_the_first_readers_read_from_replicas_and_the_next_from_them() -> None:
+def test_the_first_readers_read_from_replicas_or_elsewhere_and_the_next_from_them() -> None:
     readers = [reader(number) for number in range(6)]
     group = requested(ReaderGroup(), *readers)
     assert sorted(sources(group).values()) == ["", "", "", "", "north", "south"], "one reader of each at a time"
     first = [each for each in readers if sources(group)[each.id]]
     group = announced(group, first[0])
     assert sorted(sources(group).values())[:3] == ["", "", ""] and first[0].id in sources(group).values()
-
-
-def test_the_leader_of_a_group_asks_elsewhere_and_serves_the_others() -> None:
     leader, other, third = (reader(number) for number in (1, 2, 3))
     group = requested(ReaderGroup(), leader, other, third, seeds=[LEAD])
     assert sources(group) == {leader.id: LEAD, other.id: "", third.id: ""}
     assert sources(announced(group, leader)) == {other.id: leader.id, third.id: ""}, "one at a time"
 
 
-def test_a_reader_whose_source_is_gone_is_assigned_another() -> None:
-    one, two = reader(1), reader(2)
-    group = requested(announced(requested(ReaderGroup(), one, seeds=["north"]), one), two, seeds=["north"])
-    assert sources(group) == {two.id: one.id}
-    assert sources(withdraw_copy(group, KEY, one.id)) == {two.id: "north"}
-
-
-@pytest.mark.parametrize("how", ["withdraws", "closes", "dies"])
-def test_a_reader_that_gives_up_frees_its_source(how: str) -> None:
-    one, two = reader(1), reader(2)
-    group = requested(ReaderGroup(), one, two, seeds=[LEAD])
-    if how == "withdraws":
-        group = withdraw_copy(group, KEY, one.id)
-    else:
-        group = remove_readers(group, {one.id if how == "closes" else one.peer})
-    assert sources(group) == {two.id: LEAD}
-
-
-def test_a_host_asks_for_one_copy() -> None:
+def test_a_host_asks_for_one_copy_and_their_number_is_bounded() -> None:
     once = requested(ReaderGroup(), reader(1, "west"))
     assert requested(once, reader(2, "west")) is once, "another process of that host is at it"
-
-
-def test_the_number_of_copies_is_bounded() -> None:
     copies = tuple(ServingCopy(each.id, each.peer) for each in map(reader, range(COPIES - 1)))
     group = requested(ReaderGroup(parts=(GroupPart(KEY, SEEDS, copies),)), reader(COPIES), reader(COPIES + 1))
     assert len(group.part(KEY).copies) == COPIES
@@ -136,21 +112,20 @@ def test_only_readers_on_many_hosts_or_several_on_one_share_a_copy() -> None:
     assert not shares(following("north", "north"), "north"), "it has the replica"
 
 
-def test_a_reader_tries_its_own_memory_then_its_host() -> None:
+def test_a_reader_tries_its_own_memory_then_its_host_and_all_spread_over_the_others() -> None:
     here, mate, other = Peer("west", 1, 1), Peer("west", 2, 1), Peer("east", 3, 1)
     holders = tuple(Holder(str(peer.pid), peer) for peer in (other, mate, here))
     found = sources_for(Catalog(holders=holders), shard("3", "2", "1"), here)
     assert [each.holder for each in found] == ["1", "2", "3"]
-
-
-def test_readers_without_an_assigned_source_spread_over_all() -> None:
     catalog = Catalog(holders=tuple(Holder(name, Peer(name, 1, 1)) for name in "abcd"))
     first = Counter(sources_for(catalog, shard(*"abcd"), reader(number).peer)[0].holder for number in range(200))
     assert set(first) == {"a", "b", "c", "d"} and max(first.values()) < 100
 
 
 @given(
-    steps=st.lists(st.tuples(st.sampled_from(["ask", "announce", "withdraw"]), st.integers(0, 9)), max_size=60),
+    steps=st.lists(
+        st.tuples(st.sampled_from(["ask", "announce", "withdraw", "close", "die"]), st.integers(0, 9)), max_size=60
+    ),
     seeds=st.sets(st.sampled_from(["p", "q"]), min_size=1).map(tuple),
 )
 def test_no_source_serves_more_than_its_share_and_no_free_source_is_left_idle(
@@ -166,7 +141,10 @@ def test_no_source_serves_more_than_its_share_and_no_free_source_is_left_idle(
             group = announced(group, who)
         elif step == "withdraw":
             group = withdraw_copy(group, KEY, who.id)
+        elif step in ("close", "die"):
+            group = remove_readers(group, {who.id if step == "close" else who.peer})
         copies = group.part(KEY).copies
+        assert step in ("ask", "announce") or who.id not in {each.reader for each in copies}
         complete = {each.reader for each in copies if each.handle is not None}
         load = Counter(each.source for each in copies if each.handle is None and each.source)
         assert set(load) <= complete | set(seeds) and all(count <= AT_ONCE for count in load.values())
@@ -184,13 +162,11 @@ def test_hosts_are_spread_over_groups() -> None:
     assert len(sizes) == GROUPS and max(sizes.values()) < 80
 
 
-@given(
-    where=st.integers(0, 10_000), what=st.integers(0, 255), kind=st.sampled_from(["flip", "cut", "remove", "insert"])
-)
-def test_a_damaged_group_is_read_as_a_group_or_refused(where: int, what: int, kind: str) -> None:
+@given(damages)
+def test_a_damaged_group_is_read_as_a_group_or_refused(damage: tuple[str, int, int]) -> None:
     group = announced(requested(ReaderGroup(), reader(1), reader(2)), reader(1))
     assert ReaderGroup.decode(group.encode()) == group
-    (damaged,) = mutated([group.encode()], kind, where, what)
+    (damaged,) = mutated([group.encode()], *damage)
     try:
         assert isinstance(ReaderGroup.decode(damaged), ReaderGroup)
     except CorruptData:

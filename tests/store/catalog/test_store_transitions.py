@@ -9,32 +9,32 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from msgspec.structs import replace
 
 from holdfast.comms.errors import CorruptData, HoldfastError
 from holdfast.comms.memory_plane import Handle
 from holdfast.comms.transport.base import Peer
 from holdfast.store.catalog import fleet, transitions
 from holdfast.store.catalog.failure_domains import candidates
-from holdfast.store.catalog.records import KEPT, Catalog, Holder, Pin, Reader, Replica, Shard, Spread, Version
+from holdfast.store.catalog.part_casts import announce_cast, casts_of, request_cast, withdraw_cast
+from holdfast.store.catalog.records import KEPT, CastForm, Catalog, Holder, Pin, Reader, Replica, Shard, Spread, Version
 from holdfast.store.errors import NoSuchVersion
-from support.mutations import mutated
-from support.weights.catalogs import announced, copied, joined
+from support.mutations import damages, mutated
+from support.weights.catalogs import DIGEST, announced, copied, joined
 
 PEERS = [Peer(host, 100 + number, 7) for number, host in enumerate(("north", "north", "south", "west"))]
 HOLDERS = [Holder(f"holder{number}", PEERS[number % 4]) for number in range(5)]
 """The last one is a second store in the process of the first."""
 
 
-@given(
-    where=st.integers(0, 10_000), what=st.integers(0, 255), kind=st.sampled_from(["flip", "cut", "remove", "insert"])
-)
-def test_a_damaged_catalogue_is_read_as_a_catalogue_or_refused(where: int, what: int, kind: str) -> None:
+@given(damages)
+def test_a_damaged_catalogue_is_read_as_a_catalogue_or_refused(damage: tuple[str, int, int]) -> None:
     catalog = announced(joined(HOLDERS[0], HOLDERS[1]), HOLDERS[0].id)
     catalog = transitions.pin(catalog, 1, "lease", HOLDERS[1])
     catalog = fleet.register(catalog, Reader("g0", "token", "store", HOLDERS[2].peer, switched=True))
     catalog = fleet.propose(catalog, "undecided", 1, ["g0", "g1"], 2, 5.0, HOLDERS[0].peer)
     catalog = fleet.refuse(catalog, "g0", "token", 1, "it does not fit")
-    (damaged,) = mutated([catalog.encode()], kind, where, what)
+    (damaged,) = mutated([catalog.encode()], *damage)
     try:
         assert isinstance(Catalog.decode(damaged), Catalog)
     except CorruptData:
@@ -441,3 +441,82 @@ def test_a_version_that_is_not_there_says_why() -> None:
     for number, why in ((5, "0 of 2 parts"), (3, "all its holders are gone"), (4, "nobody published")):
         with pytest.raises(NoSuchVersion, match=why):
             catalog.need(number)
+
+
+# -- which holder packs which cast
+
+
+KEEPERS = [Holder(name, Peer(f"host {name}", 100 + number, 1)) for number, name in enumerate("abc")]
+
+
+@pytest.fixture
+def catalog() -> Catalog:
+    """Version 1, of which three holders have the only part."""
+    found = copied(announced(joined(*KEEPERS), "a", replicas=3), "b", "c")
+    assert found.latest == 1
+    return found
+
+
+def asked(catalog: Catalog, cast: str = "bf16") -> Catalog:
+    return request_cast(catalog, 1, 0, DIGEST, cast)
+
+
+def form(catalog: Catalog, cast: str = "bf16") -> CastForm:
+    shard = catalog.shard(1, 0)
+    found = None if shard is None else shard.cast(cast)
+    assert found is not None
+    return found
+
+
+def packed(catalog: Catalog, maker: str) -> CastForm:
+    return CastForm("bf16", maker, b"f" * 16, 400, Handle("shm", maker.encode(), 1000))
+
+
+def test_one_holder_is_asked_once_and_only_for_what_is_there(catalog: Catalog) -> None:
+    once = asked(catalog)
+    assert form(once).maker in "abc" and form(once).handle is None
+    assert asked(once) == once and form(asked(once, "fp8")) == form(once)
+    (made,) = casts_of(once, form(once).maker, packed=False)
+    assert made[2] == form(once)
+    assert Catalog.decode(once.encode()) == once
+    for number, part, digest in ((1, 0, b"other"), (2, 0, DIGEST), (1, 1, DIGEST)):
+        assert request_cast(catalog, number, part, digest, "bf16") == catalog
+
+
+def test_only_the_holder_that_was_asked_lists_a_form(catalog: Catalog) -> None:
+    now = asked(catalog)
+    maker = form(now).maker
+    other = next(each for each in "abc" if each != maker)
+    assert announce_cast(now, 1, 0, DIGEST, packed(now, other)) == now
+    listed = announce_cast(now, 1, 0, DIGEST, packed(now, maker))
+    assert form(listed) == packed(now, maker)
+    assert [each[2] for each in casts_of(listed, maker, packed=True)] == [packed(now, maker)]
+    assert announce_cast(listed, 1, 0, DIGEST, replace(packed(now, maker), digest=b"g")) == listed
+
+
+def test_a_form_that_is_withdrawn_is_asked_for_anew(catalog: Catalog) -> None:
+    """By then another one may be there, of which the complaint says nothing."""
+    first = asked(catalog)
+    listed = announce_cast(first, 1, 0, DIGEST, packed(first, form(first).maker))
+    assert withdraw_cast(listed, 1, 0, form(first)) == listed
+    assert withdraw_cast(first, 1, 0, form(first)) == withdraw_cast(listed, 1, 0, form(listed)) == catalog
+    assert asked(withdraw_cast(listed, 1, 0, form(listed))) == first
+
+
+@pytest.mark.parametrize("how", ["dies", "leaves"])
+def test_another_holder_packs_when_one_goes(catalog: Catalog, how: str) -> None:
+    now = asked(catalog)
+    gone = next(each for each in KEEPERS if each.id == form(now).maker)
+    now = transitions.remove_dead_holders(now, {gone.peer}) if how == "dies" else transitions.leave(now, gone.id)
+    assert form(now).maker in {"a", "b", "c"} - {gone.id}
+
+
+def test_a_form_goes_with_the_replica_of_its_holder_and_with_its_version(catalog: Catalog) -> None:
+    now = asked(catalog)
+    maker = next(each for each in KEEPERS if each.id == form(now).maker)
+    listed = announce_cast(now, 1, 0, DIGEST, packed(now, maker.id))
+    left = transitions.remove_dead_holders(listed, {maker.peer}).shard(1, 0)
+    assert left is not None and left.casts == ()
+    staying = transitions.leave(listed, maker.id).shard(1, 0)
+    assert staying is not None and staying.casts == (packed(now, maker.id),)
+    assert list(casts_of(transitions.delete(listed, 1), maker.id, packed=True)) == []

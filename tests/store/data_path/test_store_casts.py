@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +19,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from holdfast.comms.codecs import float8_blocks as fp8
 from holdfast.comms.errors import CorruptData, Mismatch
-from holdfast.store import AsyncWeightStore, CallCancelled, Slice, WeightStore
+from holdfast.store import CallCancelled, Slice, WeightStore
 from holdfast.store.casts import cast_reader
 from holdfast.store.casts.cast_reader import CastVersionReader
 from holdfast.store.casts.wire_cast import CastName, EncodedTensor, WireCast
 from holdfast.store.catalog import part_casts
+from support.children import Child
+from support.samples.store_processes import count_reads, move_to_host
 from support.waiting import eventually
 from support.weights.layouts import as_rank
 
@@ -277,13 +280,19 @@ def test_targets_of_any_strides_and_meshes_are_filled(store: WeightStore) -> Non
             assert torch.equal(shard.to_local(), read[:, 128:])
 
 
-def test_many_tensors_are_decoded_in_batches(store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_tensors_are_decoded_in_batches_and_cast_once_if_that_is_asked_for(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     state = {f"t{number}": torch.randn(number, 40) for number in range(1, 9)}
     store.publish(1, state)
+    store.load(1)
+    assert forms(store) == [], "casts are never implied"
     at_once = store.load(1, cast="fp8")
+    listed = forms(store)
     monkeypatch.setattr(cast_reader, "BATCH_ELEMENTS", 500)
     batches = store.load(1, cast="fp8")
     assert all(torch.equal(batches[name], at_once[name]) for name in state)
+    assert len(listed) == 1 and forms(store) == listed
 
 
 def test_tied_tensors_and_atomic_reads_take_a_cast(store: WeightStore) -> None:
@@ -313,24 +322,6 @@ def test_float32_fills_targets_of_other_floating_point_dtypes(store: WeightStore
     if dtype != torch.float32:
         with pytest.raises(Mismatch, match="the version has w float32"):
             store.get(1, into)
-
-
-def test_a_cast_is_half_or_a_quarter_of_float32_and_packed_once(store: WeightStore) -> None:
-    store.publish(1, {"w": torch.randn(1024, 1024), "steps": torch.arange(10)})
-    (shard,) = store._catalog_client.read()[1].need(1).shards
-    whole = shard.replicas[0].handle.nbytes
-    assert forms(store) == []
-    store.load(1)
-    assert forms(store) == [], "casts are never implied"
-    for cast in CASTS:
-        store.load(1, cast=cast)
-    listed = forms(store)
-    ratios = {cast: nbytes / whole for _, cast, nbytes in listed}
-    assert ratios["bf16"] == pytest.approx(1 / 2, rel=0.01)
-    assert ratios["fp8"] == pytest.approx(1 / 4 + 1 / 256, rel=0.01)
-    for cast in CASTS:
-        store.load(1, cast=cast)
-    assert forms(store) == listed
 
 
 def test_a_version_that_a_cast_does_not_shrink_is_read_as_it_is(store: WeightStore) -> None:
@@ -363,25 +354,20 @@ def test_the_memory_of_a_cast_counts_and_goes_with_its_version(store: WeightStor
     eventually(lambda: pool.used == 0)
 
 
-@pytest.fixture
-def tight(tmp_path: Path) -> Iterator[WeightStore]:
-    """A store with room for two versions of a megabyte, and no more."""
-    with WeightStore(f"memory://{tmp_path}/tight", limit=(2 << 20) + (256 << 10)) as opened:
-        yield opened
-
-
 def test_a_part_for_whose_form_there_is_no_room_is_cast_by_the_reader(
-    tight: WeightStore, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for version in (1, 2):
-        tight.publish(version, {"w": torch.full((1 << 18,), float(version) / 3)})
-    into = {"w": torch.zeros(1 << 18)}
-    tight.get(2, into, cast="bf16")
-    assert into["w"].unique().tolist() == [float(torch.tensor(2 / 3).bfloat16())] and forms(tight, 2) == []
-    assert "is read whole, and cast here" in caplog.text
-    tight.delete(1)
-    tight.get(2, into, cast="bf16")
-    assert len(forms(tight, 2)) == 1, "the next reader asks anew"
+    """The store has room for two versions of a megabyte, and no more."""
+    with WeightStore(f"memory://{tmp_path}/tight", limit=(2 << 20) + (256 << 10)) as tight:
+        for version in (1, 2):
+            tight.publish(version, {"w": torch.full((1 << 18,), float(version) / 3)})
+        into = {"w": torch.zeros(1 << 18)}
+        tight.get(2, into, cast="bf16")
+        assert into["w"].unique().tolist() == [float(torch.tensor(2 / 3).bfloat16())] and forms(tight, 2) == []
+        assert "is read whole, and cast here" in caplog.text
+        tight.delete(1)
+        tight.get(2, into, cast="bf16")
+        assert len(forms(tight, 2)) == 1, "the next reader asks anew"
 
 
 def test_parts_that_are_cast_by_the_reader_are_logged_together(
@@ -433,21 +419,78 @@ def test_a_replica_with_wrong_bytes_is_not_cast(store: WeightStore) -> None:
     assert forms(store) == []
 
 
-def test_a_follower_and_asyncio_take_a_cast(tmp_path: Path) -> None:
-    first, second = torch.randn(512), torch.randn(512)
+def test_a_follower_takes_a_cast(store: WeightStore) -> None:
+    into = {"w": torch.zeros(512)}
+    with store.follow(into, cast="bf16") as follower:
+        for version in (1, 2):
+            values = torch.randn(512)
+            store.publish(version, {"w": values})
+            assert follower.catch_up() == version
+            assert torch.equal(into["w"], values.bfloat16().float())
 
-    async def run() -> None:
-        async with AsyncWeightStore(f"memory://{tmp_path}/async") as store:
-            await store.publish(1, {"w": first})
-            found = await store.load(1, cast="fp8")
-            into = {"w": torch.zeros(512)}
-            await store.get(1, into, cast="fp8")
-            assert torch.equal(into["w"], found["w"])
-            async with await store.follow(into, cast="bf16") as follower:
-                assert await follower.catch_up() == 1
-                assert torch.equal(into["w"], first.bfloat16().float())
-                await store.publish(2, {"w": second})
-                assert await follower.catch_up() == 2
-                assert torch.equal(into["w"], second.bfloat16().float())
 
-    asyncio.run(run())
+# -- between hosts
+
+
+VALUES = torch.randn(1 << 12, 256, generator=torch.Generator().manual_seed(1))
+
+
+def a_holder(pipe: Connection, url: str) -> None:
+    """Publish version 1 on another host over ucx, and pack forms of it once the pipe says so. None ends it."""
+    move_to_host("south")
+    may_pack, encode = threading.Event(), WireCast.encode
+
+    def waiting(cast: WireCast, source: torch.Tensor, into: EncodedTensor) -> None:
+        assert may_pack.wait(60.0)
+        encode(cast, source, into)
+
+    WireCast.encode = waiting  # type: ignore[method-assign]
+    with WeightStore(url, plane="ucx", replicas=1) as store:
+        store.publish(1, {"w": VALUES})
+        pipe.send("published")
+        while pipe.recv() is not None:
+            may_pack.set()
+
+
+@pytest.fixture
+def holder(url: str, start: Callable[..., Child], monkeypatch: pytest.MonkeyPatch) -> Child:
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    monkeypatch.setattr(cast_reader, "PACK_SECONDS", 0.3)
+    child = start(a_holder, url)
+    assert child.hear() == "published"
+    return child
+
+
+@pytest.fixture
+def reader(holder: Child, url: str) -> Iterator[WeightStore]:
+    """A reader on another host. It does not wait long for a form."""
+    with WeightStore(url, plane="ucx", hold=False, timeout=60.0) as store:
+        yield store
+
+
+def bytes_of(store: WeightStore, cast: CastName | None) -> tuple[int, torch.Tensor]:
+    """The bytes that a get moves from another host, and what it got."""
+    sizes, into = count_reads(store._plane), {"w": torch.zeros_like(VALUES)}
+    store.get(1, into, cast=cast)
+    return sum(sizes), into["w"]
+
+
+def is_packed(store: WeightStore) -> bool:
+    shard = store._catalog_client.read()[1].shard(1, 0)
+    return shard is not None and all(each.handle is not None for each in shard.casts)
+
+
+@pytest.mark.parametrize(("cast", "share"), [("bf16", 1 / 2), ("fp8", 1 / 4 + 1 / 256)])
+def test_a_half_or_a_quarter_of_the_bytes_is_moved_between_hosts(
+    holder: Child, reader: WeightStore, cast: CastName, share: float
+) -> None:
+    """All of them until a holder has packed it: then the reader casts what it gets, to the same bits."""
+    whole, exact = bytes_of(reader, None)
+    assert torch.equal(exact, VALUES)
+    moved, cast_here = bytes_of(reader, cast)
+    assert moved / whole == pytest.approx(1.0, rel=0.02) and not torch.equal(cast_here, VALUES)
+    holder.tell("pack")
+    eventually(lambda: is_packed(reader), 30.0)
+    moved, found = bytes_of(reader, cast)
+    assert moved / whole == pytest.approx(share, rel=0.02) and torch.equal(found, cast_here)
+    holder.tell(None)

@@ -42,7 +42,7 @@ from holdfast.store.data.delta import (
 )
 from holdfast.store.publication import pays
 from support.children import Child
-from support.mutations import mutated
+from support.mutations import damages, mutated
 from support.samples.store_processes import count_reads, move_to_host
 from support.weights.peers import site_of
 
@@ -158,42 +158,9 @@ def test_a_delta_is_never_larger_than_half_of_the_part_and_its_index(
         assert size == WHOLE or size <= most_of(piece)
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_elements_are_compared_by_their_bits(dtype: torch.dtype) -> None:
-    """-0.0 equals 0.0 and no NaN equals itself as numbers; NaNs have many encodings."""
-    old = torch.zeros(4096, dtype=dtype)
-    old[100] = float("nan")
-    new = old.clone()
-    new[7] = -0.0
-    raw(new)[200 * dtype.itemsize : 201 * dtype.itemsize] = 0xFF
-    packed = diff(raw(old), raw(new), [piece_of(old)])
-    assert packed.sizes.tolist() == [record_bytes(piece_of(old), 2)]
-    into = torch.empty_like(old)
-    delta = decoded(encoded(packed), [piece_of(old)])
-    assert patch([raw(old)], [raw(into)], delta, sums(raw(new), [piece_of(old)])) == ()
-    assert torch.equal(raw(into), raw(new))
-
-
-def test_a_base_with_other_bytes_is_not_taken_for_the_new_version() -> None:
-    old = torch.zeros(3 * 4096, dtype=torch.uint8)
-    pieces = [ElementPiece(at, 4096, 2) for at in range(0, len(old), 4096)]
-    new = old.clone()
-    new[5000] = 1
-    delta = decoded(encoded(diff(old, new, pieces)), pieces)
-    old[9000] = 7
-    into = torch.empty_like(old)
-    assert patch(cut(old, pieces), cut(into, pieces), delta, sums(new, pieces)) == (2,)
-    assert torch.equal(into[:8192], new[:8192])
-
-
-@given(
-    st.sampled_from(["flip", "cut", "remove", "insert"]),
-    st.integers(0, 2**20),
-    st.integers(0, 2**10),
-    st.sampled_from([1, 2, 4, 8]),
-)
+@given(damages, st.sampled_from([1, 2, 4, 8]))
 def test_a_damaged_delta_writes_nowhere_else_and_is_never_taken_for_good(
-    kind: str, where: int, what: int, itemsize: int
+    damage: tuple[str, int, int], itemsize: int
 ) -> None:
     elements = BLOCK + 37
     piece = ElementPiece(64, elements * itemsize, itemsize)
@@ -201,7 +168,7 @@ def test_a_damaged_delta_writes_nowhere_else_and_is_never_taken_for_good(
     new = old.clone()
     new[64 : 64 + piece.nbytes : 999] = 5
     good = encoded(diff(old, new, [piece]))
-    bad = torch.tensor(list(mutated([good.numpy().tobytes()], kind, where, what)[0]), dtype=torch.uint8)
+    bad = torch.tensor(list(mutated([good.numpy().tobytes()], *damage)[0]), dtype=torch.uint8)
     into = torch.full_like(old, 9)
     left: tuple[int, ...] = (0,)
     with suppress(CorruptData):
@@ -238,16 +205,13 @@ def test_a_record_of_another_piece_is_refused_before_a_byte_is_written(
     assert bool((into == 9).all())
 
 
-def test_a_delta_of_other_parts_is_refused() -> None:
+def test_a_delta_of_other_parts_and_pieces_that_are_none_are_refused() -> None:
     old, new = torch.zeros(4096, dtype=torch.uint8), torch.ones(4096, dtype=torch.uint8)
     piece = piece_of(old)
     data = encoded(diff(old, new, [piece]))
     for base, later, pieces in [(NEW, NEW, [piece]), (OLD, OLD, [piece]), (OLD, NEW, [piece, piece]), (OLD, NEW, [])]:
         with pytest.raises(CorruptData, match="delta"):
             Delta.decode(data, base, later, pieces)
-
-
-def test_pieces_that_are_no_pieces_are_refused() -> None:
     for nbytes, itemsize in [(8, 3), (7, 2), (-8, 8), (1 << 31, 1)]:
         with pytest.raises(ValueError, match="not up to 1 GiB"):
             ElementPiece(0, nbytes, itemsize)

@@ -33,7 +33,7 @@ from holdfast.store.interop.dcp import DcpDirectory
 from holdfast.store.interop.disk_copy import shares
 from holdfast.store.interop.safetensors import INDEX, SafetensorsDirectory
 from support.children import Child
-from support.mutations import mutated
+from support.mutations import damages, mutated
 from support.weights.state_dicts import a_llama, content, of_many_dtypes, same
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -305,9 +305,9 @@ FUZZED = {"safetensors": (INDEX, "holdfast.json"), "dcp": (".metadata", "__0_0.d
 
 
 @pytest.mark.parametrize("kind", FUZZED)
-@given(st.sampled_from(["flip", "cut", "remove", "insert"]), st.integers(0, 1 << 16), st.integers(0, 255))
+@given(damages)
 def test_no_mutation_of_a_directory_raises_anything_but_our_errors(
-    tmp_path_factory: pytest.TempPathFactory, kind: str, how: str, where: int, what: int
+    tmp_path_factory: pytest.TempPathFactory, kind: str, damage: tuple[str, int, int]
 ) -> None:
     directory = tmp_path_factory.getbasetemp() / f"fuzzed {kind}"
     state = {"a": torch.zeros(10), "nested": {"b": [torch.zeros(3)], "step": 3}}
@@ -320,7 +320,7 @@ def test_no_mutation_of_a_directory_raises_anything_but_our_errors(
     for name in FUZZED[kind]:
         right = (directory / name).read_bytes()
         try:
-            (directory / name).write_bytes(mutated([right], how, where, what)[0])
+            (directory / name).write_bytes(mutated([right], *damage)[0])
             with nullcontext(DcpDirectory(directory)) if kind == "dcp" else SafetensorsDirectory(directory) as found:
                 found.state({each: found.read(each) for each in found.sizes}, 0, 1)
         except HoldfastError:

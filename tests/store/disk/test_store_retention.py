@@ -61,25 +61,6 @@ def test_every_kth_version_is_on_disk_whole(store: WeightStore, tmp_path: Path, 
         assert other.versions() == [6] and value_in(other, 6) == 6.0
 
 
-def test_a_version_that_waits_for_the_disk_stays_although_newer_ones_supersede_it(
-    store: WeightStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    go_on = threading.Event()
-    monkeypatch.setattr(
-        "holdfast.store.interop.safetensors.export_version",
-        lambda *arguments, **options: go_on.wait(20.0) and export_version(*arguments, **options),
-    )
-    with DiskRetention(store, tmp_path / "copies", every=100) as retention:
-        store.publish(0, weights(0.0))
-        eventually(lambda: bool(disk_copies.claimed(store._read(), retention._retainer)))
-        for version in range(1, 6):
-            store.publish(version, weights(version))
-        assert store.versions() == [0, 4, 5]
-        go_on.set()
-        eventually(lambda: store.versions() == [4, 5])
-    assert list(copies(tmp_path / "copies")) == [0]
-
-
 def test_old_copies_are_removed(store: WeightStore, tmp_path: Path) -> None:
     happened = Events()
     with DiskRetention(store, tmp_path / "copies", keep=2, observe=happened):
@@ -116,27 +97,27 @@ def test_a_full_disk_is_an_event_and_publishing_goes_on(store: WeightStore, tmp_
     assert failed["error"] == "NoRoomOnDisk" and "2000000 bytes" in str(failed["why"])
 
 
-def test_a_directory_of_another_run_is_not_overwritten(store: WeightStore, tmp_path: Path) -> None:
+def test_a_directory_of_another_run_is_not_overwritten_and_a_copy_that_is_right_is_kept(
+    store: WeightStore, tmp_path: Path
+) -> None:
     with WeightStore(f"memory://{tmp_path}/before") as before:
         before.publish(0, weights(7.0))
-        export_version(before, 0, copy_path(tmp_path / "copies", 0))
+        before.publish(1, weights(2.0))
+        for version in (0, 1):
+            export_version(before, version, copy_path(tmp_path / "copies", version))
+    written = copy_path(tmp_path / "copies", 1).stat().st_ino
     happened = Events()
     with DiskRetention(store, tmp_path / "copies", observe=happened):
         store.publish(0, weights(1.0))
         eventually(lambda: happened.versions("disk_failed") == [0])
-    assert "it exists already" in str(happened.all[0][1]["why"])
+        store.publish(1, weights(2.0))
+        eventually(lambda: happened.versions("disk_copied") == [1])
+    assert copy_path(tmp_path / "copies", 1).stat().st_ino == written
+    (why,) = (fields["why"] for kind, fields in happened.all if kind == "disk_failed")
+    assert "it exists already" in str(why)
+    copy_path(tmp_path / "copies", 1).rename(tmp_path / "gone")
     with WeightStore(f"memory://{tmp_path}/after") as after:
         assert restore(after, tmp_path / "copies") == 0 and value_in(after, 0) == 7.0
-
-
-def test_a_copy_that_is_already_right_is_kept(store: WeightStore, tmp_path: Path) -> None:
-    store.publish(0, weights(1.0))
-    export_version(store, 0, copy_path(tmp_path / "copies", 0))
-    written = copy_path(tmp_path / "copies", 0).stat().st_ino
-    happened = Events()
-    with DiskRetention(store, tmp_path / "copies", observe=happened):
-        eventually(lambda: happened.versions("disk_copied") == [0])
-    assert copy_path(tmp_path / "copies", 0).stat().st_ino == written
 
 
 @pytest.mark.parametrize(
@@ -206,7 +187,7 @@ def test_a_writer_is_killed_in_the_middle_and_another_one_writes_the_copy(
         assert second.hear() == "ready"
         for version in range(1, 6):
             store.publish(version, weights(version))
-        assert copies(directory) == {}
+        assert copies(directory) == {} and store.versions() == [0, 4, 5], "what waits for the disk stays"
         first.kill()
         assert second.hear() == ("disk_copied", 0)
         second.tell("end")
@@ -341,18 +322,15 @@ def test_a_second_writer_is_too_late() -> None:
         assert late(catalog, 1, RETAINERS[1]) == catalog
 
 
-def test_without_a_retainer_nothing_stays_for_the_disk() -> None:
-    catalog = disk_copies.join(Catalog(), RETAINERS[0])
-    for number in range(5):
-        catalog = published(catalog, number)
-    assert catalog.visible() == (0, 2, 3, 4)
-    assert transitions.remove_dead_holders(catalog, {RETAINERS[0].peer}).visible() == (3, 4)
-
-
-def test_retainers_that_cannot_keep_up_leave_versions_out() -> None:
+def test_retainers_that_cannot_keep_up_leave_versions_out_and_without_one_nothing_stays_for_the_disk() -> None:
     catalog = disk_copies.join(Catalog(), RETAINERS[0])
     for number in range(20):
         catalog = published(catalog, number)
     assert disk_copies.due(catalog) == (0, 2), "two wait for each retainer at most"
     catalog = disk_copies.finish(disk_copies.claim(catalog, 0, RETAINERS[0]), 0, RETAINERS[0])
     assert disk_copies.due(published(catalog, 20)) == (2, 20)
+    catalog = disk_copies.join(Catalog(), RETAINERS[0])
+    for number in range(5):
+        catalog = published(catalog, number)
+    assert catalog.visible() == (0, 2, 3, 4)
+    assert transitions.remove_dead_holders(catalog, {RETAINERS[0].peer}).visible() == (3, 4)

@@ -177,15 +177,12 @@ def test_a_sharded_fused_tensor_is_filled_from_sharded_pieces(
                     assert torch.equal(found[name][at(local)], wanted[name][at(box)])
 
 
-def test_a_name_is_replaced_by_pattern_in_either_direction() -> None:
+def test_names_are_replaced_by_pattern_in_either_direction_and_a_tied_weight_has_either() -> None:
     layout = Layout((NameRule.rename("policy.**", "model.**"), NameRule.rename("*.scale", "*.gamma")))
     published = {"model.a.weight": torch.ones(2), "b.gamma": torch.zeros(3), "same": torch.ones(())}
     mine = {"policy.a.weight": torch.ones(2), "b.scale": torch.zeros(3), "same": torch.ones(())}
     assert equal(read(layout, shapes_of(mine), published), mine)
     assert equal(read(layout, shapes_of(published), mine), published)
-
-
-def test_a_tied_weight_is_read_under_either_name() -> None:
     layout = Layout(tied=(("head", "embedding"),))
     weight = torch.ones(3, 2)
     both = {"head": (3, 2), "embedding": (3, 2)}
@@ -220,7 +217,7 @@ def test_one_error_lists_every_tensor_that_cannot_be_made() -> None:
     )
 
 
-def test_lengths_that_the_layout_says_are_checked() -> None:
+def test_lengths_of_the_layout_are_checked_and_rules_that_cannot_be_meant_are_refused_all_at_once() -> None:
     layout = Layout((NameRule("qkv", (Component("q", 4), Component("kv", 2)), sliced=True),), rank=0, size=2)
     with pytest.raises(Mismatch, match="'q' is 3 long, the layout says 4"):
         layout.check({"qkv": (3,)}, {"q": (3,), "kv": (2,)})
@@ -229,9 +226,6 @@ def test_lengths_that_the_layout_says_are_checked() -> None:
     odd = Layout((NameRule("qkv", (Component("q"), Component("kv")), sliced=True),), rank=0, size=2)
     with pytest.raises(Mismatch, match="'kv', 3 long along 0, is not divided by 2"):
         odd.check({"qkv": (3,)}, {"q": (4,), "kv": (3,)})
-
-
-def test_rules_that_cannot_be_meant_are_refused_all_at_once() -> None:
     with pytest.raises(ValueError, match="this is no layout") as caught:
         Layout(
             (

@@ -59,23 +59,19 @@ def test_the_blocks_of_every_rank_are_what_torch_gives_it(sizes: Sizes, shape: S
         assert (seen == 1).all()
 
 
-def test_negative_dimensions_count_from_the_end() -> None:
-    placed = (_StridedShard(-2, split_factor=2), Replicate(), Shard(-1))
-    assert cuts_of("w", placed, 3) == cuts_of("w", (_StridedShard(1, split_factor=2), Replicate(), Shard(2)), 3)
-
-
-def test_fsdp_over_tensor_parallel_is_one_box_and_free_chunks_are_several() -> None:
+def test_fsdp_over_tensor_parallel_is_one_box_free_chunks_are_several_and_an_empty_tensor_has_an_empty_one() -> None:
     both = cuts_of("w", (_StridedShard(0, split_factor=2), Shard(0)), 1)
     assert blocks_of((8,), both, (2, 2), (1, 0)) == (LocalBlock(((2, 4),), ((0, 2),)),)
     free = cuts_of("w", (_StridedShard(0, split_factor=2),), 1)
     assert blocks_of((8,), free, (2,), (1,)) == (LocalBlock(((2, 4),), ((0, 2),)), LocalBlock(((6, 8),), ((2, 4),)))
-
-
-def test_a_tensor_without_elements_has_an_empty_block_everywhere_and_an_empty_shard_has_none() -> None:
     cuts = cuts_of("w", (Shard(0),), 2)
     assert blocks_of((0, 3), cuts, (2,), (1,)) == (LocalBlock(((0, 0), (0, 3)), ((0, 0), (0, 3))),)
     assert blocks_of((1, 0), cuts, (2,), (1,)) == (LocalBlock(((0, 0), (0, 0)), ((0, 0), (0, 0))),)
     assert blocks_of((1, 3), cuts, (2,), (1,)) == ()
+    from_the_end = (_StridedShard(-2, split_factor=2), Replicate(), Shard(-1))
+    assert cuts_of("w", from_the_end, 3) == cuts_of("w", (_StridedShard(1, split_factor=2), Replicate(), Shard(2)), 3)
+    stands_for_no_cut = cuts_of("w", (_StridedShard(0, split_factor=3), Shard(0)), 1)
+    assert in_cutting_order(stands_for_no_cut, (2, 2)) is None
 
 
 @pytest.mark.parametrize(
@@ -119,10 +115,6 @@ def test_the_order_of_fully_shard_differs_in_uneven_tensors_only(
             assert blocks_of((length,), order, sizes, coords) == blocks_of((length,), cuts, sizes, coords)
 
 
-def test_chunks_that_stand_for_no_cut_have_no_other_order() -> None:
-    assert in_cutting_order(cuts_of("w", (_StridedShard(0, split_factor=3), Shard(0)), 1), (2, 2)) is None
-
-
 @given_examples(st.data(), st.integers(0, 3))
 def test_a_cover_takes_each_element_once_from_the_first_box_that_has_it(data: st.DataObject, dims: int) -> None:
     pairs = st.tuples(*[st.tuples(st.integers(0, 4), st.integers(0, 4)).map(lambda p: (min(p), max(p)))] * dims)
@@ -141,28 +133,6 @@ def test_a_cover_takes_each_element_once_from_the_first_box_that_has_it(data: st
 
 def targets(blocks: Mapping[str, Blocks]) -> list[BoxTarget]:
     return [BoxTarget(name, name, *block) for name, each in blocks.items() for block in each]
-
-
-@given_examples(shapes, meshes, meshes, st.data())
-def test_any_layout_is_filled_from_any_other(shape: Shape, before: Sizes, after: Sizes, data: st.DataObject) -> None:
-    full = np.arange(math.prod(shape)).reshape(shape)
-    old = cuts_of("w", data.draw(placements(before, len(shape))), len(shape))
-    new = cuts_of("w", data.draw(placements(after, len(shape))), len(shape))
-    sources = [
-        PartBox(part, block.box)
-        for part, coords in enumerate(coordinates(before))
-        for block in blocks_of(shape, old, before, coords)
-    ]
-    for reader, coords in enumerate(coordinates(after)):
-        blocks = blocks_of(shape, new, after, coords)
-        local = np.full(local_shape(shape, new, after, coords), -1)
-        copies = plan(targets({"w": blocks}), {"w": sources}, reader)
-        for copy in copies:
-            assert PartBox(copy.part, copy.source) in sources
-            assert (local[at(copy.put)] == -1).all(), "an element is copied twice"
-            local[at(copy.put)] = full[at(copy.source)][at(copy.take)]
-        for box, there in blocks:
-            assert np.array_equal(local[at(there)], full[at(box)])
 
 
 @given_examples(st.integers(1, 3), st.data())
@@ -188,7 +158,7 @@ def test_arbitrary_boxes_that_overlap_are_used_once_or_what_is_missing_is_named(
             plan([BoxTarget("into", "w", box, whole(shape_of(box))) for box in wanted], sources)
 
 
-def test_one_error_lists_all_that_is_missing() -> None:
+def test_one_error_lists_all_that_is_missing_and_cuts_a_long_list() -> None:
     sources = {"a": [PartBox(0, ((0, 2), (0, 3)))], "b": [PartBox(0, ((0, 2),))], "empty": list[PartBox]()}
     blocks: dict[str, Blocks] = {
         "a": (LocalBlock(((0, 4), (1, 3)), ((0, 4), (0, 2))),),
@@ -202,22 +172,16 @@ def test_one_error_lists_all_that_is_missing() -> None:
         "the sources do not have all that is wanted: no part has [2:4, 1:3] of 'a'; 'b' has 1 dimensions, not 2; "
         "there is no 'c'; there is no 'empty'"
     )
-
-
-def test_a_long_list_of_faults_is_cut() -> None:
     with pytest.raises(Mismatch, match=r"'19'; and 980 more$"):
         plan([BoxTarget(str(number), str(number), (), ()) for number in range(1000)], {})
 
 
-def test_the_parts_that_have_a_replica_share_the_load() -> None:
+def test_parts_that_have_a_replica_share_the_load_and_a_box_that_has_all_is_preferred_to_pieces() -> None:
     box = whole((10, 10))
     sources = {str(number): [PartBox(part, box) for part in range(4)] for number in range(40)}
     wanted = targets({name: (LocalBlock(box, box),) for name in sources})
     assert Counter(copy.part for copy in plan(wanted, sources)) == dict.fromkeys(range(4), 10)
     assert [plan(wanted[:1], sources, reader)[0].part for reader in range(4)] == [0, 1, 2, 3]
-
-
-def test_a_box_that_has_all_that_is_wanted_is_preferred_to_pieces() -> None:
     halves = [PartBox(0, ((0, 4),)), PartBox(1, ((4, 8),)), PartBox(2, ((0, 8),))]
     (copy,) = plan([BoxTarget("w", "w", ((2, 6),), ((10, 14),))], {"w": halves})
     assert copy == BoxCopy("w", "w", 2, ((0, 8),), ((2, 6),), ((10, 14),))
@@ -381,47 +345,23 @@ def on(mesh: DeviceMesh, dims: int) -> DTensor:
     return split(torch.arange(8), mesh, *[Replicate()] * dims)
 
 
-def test_a_rank_outside_of_the_mesh_holds_nothing_and_cannot_publish() -> None:
+def test_what_cannot_be_given_or_placed_is_refused_by_name() -> None:
     with as_rank(3, 4):
         placed = {"w": place("w", on(DeviceMesh("cpu", [0, 1]), 1))}
     assert placed["w"].blocks == ()
     with pytest.raises(Mismatch, match="'w' lies on a mesh of 2 ranks out of 2 without this rank"):
         given(placed)
-
-
-def test_a_local_tensor_of_another_shape_is_refused_with_both_shapes() -> None:
     with as_rank(0, 2):
         mesh = init_device_mesh("cpu", (2,))
         wrong = DTensor.from_local(torch.ones(5), mesh, (Shard(0),), shape=torch.Size([6]), stride=(1,))
         with pytest.raises(Mismatch, match=r"'w': its placements .* give this rank \(3,\) of \(6,\), .* has \(5,\)"):
             place("w", wrong)
+    with as_rank(14, 16):
+        mesh = init_device_mesh("cpu", (4, 4))
+        with pytest.raises(Unsupported, match=r"'w', of shape \(38,\), which mesh of 4x4 ranks out of 16 does not"):
+            place("w", fully_sharded(torch.tensor([29]), mesh, 38))
 
 
 def fully_sharded(local: torch.Tensor, mesh: DeviceMesh, length: int) -> DTensor:
     how: tuple[Any, ...] = (_StridedShard(0, split_factor=mesh.size(1)), Shard(0))
     return DTensor.from_local(local, mesh, how, run_check=False, shape=torch.Size([length]), stride=(1,))
-
-
-def test_an_uneven_tensor_of_fully_shard_over_tensor_parallel_is_placed_as_it_was_cut() -> None:
-    """Rank (3, 1) of a 4x2 mesh has the last of 9 elements.
-
-    Torch's placements say that rank (3, 0) has it.
-    """
-    full, seen = torch.arange(9), []
-    for rank in range(8):
-        with as_rank(rank, 8):
-            mesh = init_device_mesh("cpu", (4, 2))
-            columns = full.chunk(2)[rank % 2].chunk(4)
-            local = columns[rank // 2] if rank // 2 < len(columns) else full[:0]
-            placed = place("w", fully_sharded(local, mesh, 9))
-        for box, there in placed.blocks:
-            assert torch.equal(part(full, box), part(placed.local, there))
-            seen += part(full, box).tolist()
-    assert sorted(seen) == full.tolist()
-
-
-def test_an_uneven_tensor_that_could_have_been_cut_in_two_ways_is_refused() -> None:
-    with as_rank(14, 16):
-        mesh = init_device_mesh("cpu", (4, 4))
-        with pytest.raises(Unsupported, match=r"'w', of shape \(38,\), which mesh of 4x4 ranks out of 16 does not"):
-            place("w", fully_sharded(torch.tensor([29]), mesh, 38))

@@ -73,7 +73,7 @@ def call(child: Child, name: str, *args: Any, **kwargs: Any) -> Any:
     return value
 
 
-@pytest.mark.usefixtures("store")
+@pytest.mark.usefixtures("torchstore")
 def test_a_reader_of_a_key_that_is_overwritten_gets_one_value_whole_also_after_its_writers_are_killed(
     start: Start,
 ) -> None:
@@ -92,7 +92,7 @@ def test_a_reader_of_a_key_that_is_overwritten_gets_one_value_whole_also_after_i
     assert len(seen) > 1
 
 
-@pytest.mark.usefixtures("store")
+@pytest.mark.usefixtures("torchstore")
 def test_memory_that_a_dead_process_was_filling_is_used_again(start: Start) -> None:
     run(ts.put("other", torch.zeros(10)))
     filler = start(a_filler_that_stops, LARGE)
@@ -124,6 +124,9 @@ def test_a_process_that_was_started_before_the_store_finds_it_and_may_end_it(
         run(ts.keys())
     run(ts.initialize())
     assert run(ts.keys()) == [] and call(child, "keys") == []
+    run(ts.put("k", torch.ones(3000)))
+    assert call(child, "get", "k").sum() == 3000, "both find the new store by the clients that they had"
+    run(ts.shutdown())
     run(ts.shutdown())
     child.tell(None)
     child.end()

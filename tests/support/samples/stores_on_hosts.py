@@ -15,8 +15,7 @@ from holdfast.comms.errors import HoldfastError
 from holdfast.ft.processes.channel import ChannelClosed, ProcessChannel
 from holdfast.ft.processes.zygote_client import zygote
 from holdfast.harness.testbed.netns import EnterNamespace
-from holdfast.store import Follower, WeightStore
-from support.weights.state_dicts import value_of
+from holdfast.store import WeightStore
 
 OLD = -1.0
 """What the reader's tensors hold before a get."""
@@ -128,7 +127,6 @@ class Calls:
         self.into: dict[str, torch.Tensor] = {}
         self.model: dict[str, torch.Tensor] = {}
         """Weights that `step` changes, or `follow` brings up to date."""
-        self.follower: Follower | None = None
 
     def publish(self, version: int, value: float, nbytes: int, **options: Any) -> None:
         self.store.publish(version, filled(value, nbytes), **options)
@@ -162,17 +160,3 @@ class Calls:
         began = time.monotonic()
         self.store.get(version, self.model)
         return time.monotonic() - began, int(target.view(torch.int16).long().sum())
-
-    def swap(self, version: int, nbytes: int) -> float:
-        """Follow the store, if this process does not yet; swap a version in, and return its value."""
-        if self.follower is None:
-            self.model = filled(OLD, nbytes)
-            self.follower = self.store.follow(self.model, timeout=60.0)
-        self.follower.wait_ready(version)
-        assert self.follower.swap() == version
-        return value_of(self.model)
-
-    def received(self) -> int:
-        """The bytes that this host has received over the network."""
-        (line,) = [each for each in Path("/proc/thread-self/net/dev").read_text().splitlines() if "eth0:" in each]
-        return int(line.partition(":")[2].split()[0])

@@ -85,6 +85,44 @@ def of_many_dtypes() -> dict[str, Tensor]:
     return {**state, **layers, **odd}
 
 
+def odd_tensors(seed: int) -> dict[str, Tensor]:
+    """Unusual tensors, the same in every process; the layout keeps small and large ones apart, and reads differ."""
+    torch.manual_seed(seed)
+    state: dict[str, Tensor] = {
+        "a scalar": torch.randn(()),
+        "nothing": torch.empty(0, 3),
+        "one element of a stride": torch.randn(4)[2::4],
+        "expanded": torch.randn(2).expand(5, 2),
+        "not a number": torch.tensor([float("nan"), float("inf"), -0.0]),
+    }
+    for size in (5, 70_000):
+        tied = torch.randn(size)
+        pairs = torch.randn(size, 2)
+        with torch.inference_mode():
+            inferred = torch.randn(size)
+        state |= {
+            f"{size} tied": tied,
+            f"{size} tied to it": tied,
+            f"{size} bool": torch.rand(size) > 0.5,
+            f"{size} complex": torch.randn(size, dtype=torch.complex64),
+            f"{size} conjugate": torch.randn(size, dtype=torch.complex64).conj(),
+            f"{size} negated": torch.randn(size, dtype=torch.complex64).conj().imag,
+            f"{size} bfloat16": torch.randn(size).bfloat16(),
+            f"{size} transposed": torch.randn(2, size).t(),
+            f"{size} float8, strided": pairs.to(torch.float8_e4m3fn)[:, 1],
+            f"{size} unsigned, strided": pairs.view(torch.uint32)[:, 0],
+            f"{size} parameter": nn.Parameter(torch.randn(size)),
+            f"{size} leaf": torch.randn(size).requires_grad_(),
+            f"{size} inferred": inferred,
+        }
+    return state
+
+
+def odd_targets() -> dict[str, Tensor]:
+    """Tensors of the same layout as those of `odd_tensors`, with other content; what is expanded cannot be filled."""
+    return odd_tensors(99) | {"expanded": torch.zeros(5, 2)}
+
+
 def a_llama(tied: bool) -> Any:
     """A small language model of transformers; skips the test without them."""
     transformers = pytest.importorskip("transformers", reason="pip install 'holdfast[rl]'")
