@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,6 +15,7 @@ import pytest
 
 pytest.importorskip("transformers", reason="generators need transformers: pip install 'holdfast[rl]'")
 
+from holdfast.comms.transport.liveness import this_host
 from holdfast.harness.training import PRELOAD
 from holdfast.rl.actors.engine import LocalEngine
 from holdfast.rl.actors.service import ReplicaEvent, ReplicaStatus
@@ -34,7 +31,6 @@ from holdfast.rl.run.telemetry import Observer, RunTelemetry
 from holdfast.store import WeightStore
 from support.rl.small_batches import tiny_llama
 from support.rl.training_runs import configured
-from support.waiting import PATIENCE, next_line
 
 SOURCE = tiny_llama(11)
 
@@ -124,79 +120,42 @@ async def test_generators_that_cannot_take_a_version_are_replaced_and_it_is_an_e
         assert await drawn_with(generators) == 2
 
 
-UNSHARE = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
-HOLDER = """
-import os, sys, torch
-from holdfast.comms.transport.liveness import this_host
-from holdfast.store import WeightStore
-store = WeightStore(sys.argv[1], replicas=1)
-if sys.argv[2] == "publish":
-    store.publish(1, {"w": torch.ones(4)})
-print(os.getpid(), this_host(), flush=True)
-sys.stdin.read()
-"""
+async def restored_after_a_loss(store: WeightStore, services: Any, path: Path) -> list[Event]:
+    """The events after the loss of a holder that has the pid of this process, on another host."""
+    told = list[Event]()
+    lost = ReplicaStatus(name="holder-1", slot=1, host="", pid=os.getpid(), health="lost", load=0, restarts=0)
+    with RunDirectory(path / "run").open() as directory:
+        holders = Holders(configured(store__copies=1), services, store, RunTelemetry(directory, (told.append,)))
+        async with asyncio.timeout(30.0), running(holders.watch):
+            holders.hear(ReplicaEvent(time=0.0, replica=lost, kind="lost"))
+            while not told:
+                await asyncio.sleep(0.01)
+    return told
 
 
-def separate() -> bool:
-    """Whether processes can be started in a namespace of pids of their own."""
-    return shutil.which("unshare") is not None and subprocess.run([*UNSHARE, "true"], check=False).returncode == 0
+async def test_a_holder_of_another_host_with_the_same_pid_is_not_taken_for_the_lost_one(
+    store: WeightStore, tmp_path: Path
+) -> None:
+    publish(store, 1)
+    [holder] = store.holders(1)
+    assert (holder.peer.host, holder.pid) == (this_host(), os.getpid())
+    hosts = []
 
+    def processes(role: str) -> dict[tuple[str, int], str]:
+        hosts.append("another host" if not hosts else this_host())
+        return {(hosts[-1], os.getpid()): "holder-0"}
 
-@contextlib.contextmanager
-def holder(url: str, what: str) -> Iterator[tuple[subprocess.Popen[str], int, str]]:
-    """A holder in a namespace of pids, so that it is on a host of its own. Yields its pid, and `this_host` there."""
-    command = [*UNSHARE, sys.executable, "-c", HOLDER, url, what]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        pid, host = next_line(process.stdout).split()
-        yield process, int(pid), host
-    finally:
-        process.kill()
-        process.communicate(timeout=PATIENCE)
-
-
-@pytest.mark.timeout(120)
-@pytest.mark.skipif(not separate(), reason="namespaces of pids take unshare, and root")
-def test_a_holder_of_another_host_with_the_same_pid_is_not_taken_for_the_lost_one(tmp_path: Path) -> None:
-    url, told = f"sqlite://{tmp_path / 'register'}", list[Event]()
-    with (
-        holder(url, "publish") as (_, kept, other),
-        holder(url, "hold") as (victim, pid, host),
-        WeightStore(url, hold=False) as store,
-        RunDirectory(tmp_path / "run").open() as directory,
-    ):
-        assert kept == pid and host != other and pid != os.getpid()
-        assert [(each.pid, each.peer.host) for each in store.holders(1)] == [(kept, other)]
-        telemetry = RunTelemetry(directory, (told.append,))
-        services: Any = SimpleNamespace(processes=lambda role: {(other, kept): "holder-0"})
-        holders = Holders(configured(store__copies=1), services, store, telemetry)
-
-        async def body() -> None:
-            async with asyncio.timeout(30.0), running(holders.watch):
-                victim.kill()
-                holder = ReplicaStatus(name="holder-1", slot=1, host="", pid=pid, health="lost", load=0, restarts=0)
-                holders.hear(ReplicaEvent(time=0.0, replica=holder, kind="lost"))
-                while not any(isinstance(each, CopiesRestored) for each in told):
-                    await asyncio.sleep(0.01)
-
-        asyncio.run(body())
-        [restored] = [each for each in told if isinstance(each, CopiesRestored)]
-        assert restored.versions == 1, "the copy of the other holder counts"
+    [restored] = await restored_after_a_loss(store, SimpleNamespace(processes=processes), tmp_path)
+    assert isinstance(restored, CopiesRestored) and restored.versions == 1
+    assert len(hosts) > 1, "the one of another host has no copy"
 
 
 async def test_a_holder_that_is_lost_while_the_others_start_ends_no_run(store: WeightStore, tmp_path: Path) -> None:
-    told = list[Event]()
-    with RunDirectory(tmp_path / "run").open() as directory:
-        telemetry = RunTelemetry(directory, (told.append,))
-        async with LocalEngine() as engine, asyncio.timeout(30.0):
-            config = configured()
-            holders = Holders(config, RunServices(config, engine, telemetry=telemetry), store, telemetry)
-            async with running(holders.watch):
-                holder = ReplicaStatus(name="holder-0", slot=0, host="", pid=1, health="lost", load=0, restarts=0)
-                holders.hear(ReplicaEvent(time=0.0, replica=holder, kind="lost"))
-                while not told:
-                    await asyncio.sleep(0.01)
-    assert [type(each) for each in told] == [CopiesRestored]
+    with RunDirectory(tmp_path / "services").open() as directory:
+        async with LocalEngine() as engine:
+            services = RunServices(configured(), engine, telemetry=RunTelemetry(directory))
+            events = await restored_after_a_loss(store, services, tmp_path)
+    assert [type(each) for each in events] == [CopiesRestored]
 
 
 def request(token: int, *, samples: int = 2, version: int | None = 0) -> SamplingRequest:
