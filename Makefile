@@ -181,8 +181,11 @@ executorch: extra-executorch  ## a trained model as a program of ExecuTorch, whi
 monarch: $(STAMP)  ## memory between Monarch's actors: a memory plane beside Monarch's RDMABuffer over TCP
 	$(BIN)/python examples/stack/monarch/rdma.py
 
-lightning openenv ray titan torchft trl verl: %: extra-%
+openenv ray titan torchft verl: %: extra-%
 	$(EXTRAS)/$*/bin/python examples/stack/$*/show.py
+
+lightning trl: %: extra-%
+	$(EXTRAS)/$*/bin/python examples/stack/restarted_job.py $*
 
 lightning:  ## Lightning's Trainer over holdfast, beside gloo and with a rank killed
 openenv:  ## our environments at OpenEnv's server: `openenv validate`, and its client

@@ -49,7 +49,7 @@ def train(session: ft.Session, steps: int, kill_rank: int = -1, kill_step: int =
 def main() -> None:
     asked = arguments(__doc__).parse_args()
     with ft.Session(shards=SHARDS) as session:
-        train(session, asked.steps, asked.kill_rank, asked.kill_step)
+        train(session, **vars(asked))
 
 
 if __name__ == "__main__":

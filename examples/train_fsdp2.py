@@ -90,15 +90,7 @@ def main() -> None:
     asked = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     with ft.Session(shards=SHARDS) as session:
-        train(
-            session,
-            asked.steps,
-            asked.kill_rank,
-            asked.kill_step,
-            asked.checkpoint,
-            replicas=asked.replicas,
-            copies=asked.copies,
-        )
+        train(session, **vars(asked))
 
 
 if __name__ == "__main__":

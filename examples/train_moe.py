@@ -1,6 +1,6 @@
 """A mixture of experts that trains on when a rank dies: in the same epoch, and no step is lost.
 
-    python examples/train_moe.py
+    python examples/train_moe.py [shm|gloo|ucx|mpi]
 
 Three processes hold two experts each, and each has its own part of the batch. Amid step 20 rank 1 kills itself, between
 dispatch and combine. The others finish and commit that step without its experts, and train on at once with the four
@@ -9,9 +9,9 @@ that are left.
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
+import sys
 
 import torch
 from torch.nn import functional
@@ -74,12 +74,9 @@ def train(session: ft.Session, steps: int) -> list[tuple[int, float, int]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--backend", default="shm", help="shm, gloo, ucx or mpi")
-    parser.add_argument("--steps", type=int, default=60)
-    given = parser.parse_args()
-    with LocalCluster(3, given.backend, session={"on_death": "go_on"}) as cluster:
-        for history in cluster.start(train, given.steps).results(timeout=120.0):
+    backend = sys.argv[1] if sys.argv[1:] else "shm"
+    with LocalCluster(3, backend, session={"on_death": "go_on"}) as cluster:
+        for history in cluster.start(train, 60).results(timeout=120.0):
             alive = [ranks for _, _, ranks in history]
             print(
                 f"{len(history)} steps, {sum(ranks < 3 for ranks in alive)} of them without rank {KILLED}; "

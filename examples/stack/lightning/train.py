@@ -1,6 +1,6 @@
 """Lightning's Trainer on two ranks over holdfast: `DDPStrategy(process_group_backend="holdfast")`. A job of torchrun.
 
-torchrun --nproc-per-node 2 train.py --directory saved [--backend gloo] [--kill-step 5]
+torchrun --nproc-per-node 2 train.py lightning --directory saved [--backend gloo] [--kill-step 5]
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class KillOnce(Callback):  # type: ignore[misc]
 
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("what", choices=("lightning",))
     parser.add_argument("--backend", default="holdfast", choices=("holdfast", "gloo"))
     parser.add_argument("--directory", required=True, help="where checkpoints lie")
     parser.add_argument("--steps", type=int, default=40)
@@ -88,8 +89,8 @@ def main() -> None:
     dist.all_gather_object(everywhere, hashlib.sha256(weights).hexdigest()[:12])
     if trainer.is_global_zero:
         backend = type(dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))).__module__
-        said = {"weights": everywhere, "loss": model.losses[-1], "steps": len(model.losses), "backend": backend}
-        print(json.dumps(said), flush=True)
+        said = {"weights": everywhere, "losses": model.losses, "backend": backend}
+        print(json.dumps(said | {"restarts": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))}), flush=True)
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)

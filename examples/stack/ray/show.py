@@ -5,7 +5,6 @@ show.py [MIB ROUNDS]
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import os
 import statistics
@@ -67,8 +66,7 @@ def transfers(mebibytes: int, rounds: int) -> None:
             assert ray.get(reader.take.remote(made)), way
             times[way].append(time.perf_counter() - began)
     for way, seconds in times.items():
-        found = statistics.median(seconds[1:])
-        print(f"{way}: {mebibytes} MiB read in {found * 1e3:.1f} ms, {(mebibytes << 20) / found / 1e9:.2f} GB/s")
+        print(f"{way}: {mebibytes} MiB read in {statistics.median(seconds[1:]) * 1e3:.1f} ms")
     lost = owner.over_holdfast.remote(7)
     ray.wait([lost], fetch_local=False)
     owner.die.remote()
@@ -107,7 +105,6 @@ def train() -> None:
 
 
 def main(mebibytes: int, rounds: int) -> None:
-    print(", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("ray", "torch")))
     ray.init(
         num_cpus=3,
         include_dashboard=False,

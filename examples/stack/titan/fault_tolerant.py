@@ -1,16 +1,15 @@
 """One replica group of TorchTitan's FaultTolerantTrainer: TorchFT averages the groups' gradients over holdfast.
 
-    TORCHFT_LIGHTHOUSE=http://... torchrun --nproc-per-node 1 fault_tolerant.py GROUP STEPS [--how diloco] [--kill N]
+    TORCHFT_LIGHTHOUSE=http://... torchrun --nproc-per-node 1 fault_tolerant.py GROUP STEPS sync|diloco|local_sgd KILL
 
-It trains until two groups have taken part in STEPS steps since both of them were there. With --kill it ends itself with
-SIGKILL before the commit of a step, after N such steps. At the end rank 0 prints a line of JSON.
+It trains until two groups have taken part in STEPS steps since both of them were there. It ends itself with SIGKILL
+before the commit of a step, after KILL such steps, unless that is 0. At the end rank 0 prints a line of JSON.
 """
 
 # ruff: noqa: E402  (torchtitan reads what `cpu.patch` changes when it is imported)
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -141,10 +140,4 @@ def main(group: int, together: int, how: str, kill: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("group", type=int)
-    parser.add_argument("steps", type=int)
-    parser.add_argument("--how", default="sync", choices=("sync", "diloco", "local_sgd"))
-    parser.add_argument("--kill", type=int, default=0)
-    asked = parser.parse_args()
-    main(asked.group, asked.steps, asked.how, asked.kill)
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))

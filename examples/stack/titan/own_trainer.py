@@ -1,6 +1,6 @@
 """TorchTitan's own Trainer over `init_process_group("holdfast")`: a job of torchrun, or of `holdfast run`.
 
-    torchrun --nproc-per-node 2 own_trainer.py fsdp|hsdp|tp [--backend gloo]
+    torchrun --nproc-per-node 2 own_trainer.py fsdp|hsdp|tp holdfast|gloo
 
 On a GPU leave `cpu.patch()` out, and use TorchTitan's `torchtitan.train` with the line that makes the process group.
 """
@@ -9,8 +9,8 @@ On a GPU leave `cpu.patch()` out, and use TorchTitan's `torchtitan.train` with t
 
 from __future__ import annotations
 
-import argparse
 import json
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -109,17 +109,13 @@ def config(how: str, folder: str) -> Any:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("how", choices=sorted(DEGREES))
-    parser.add_argument("--backend", default="holdfast", choices=("holdfast", "gloo"))
-    asked = parser.parse_args()
+def main(how: str, backend: str) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    dist.init_process_group(asked.backend)  # TorchTitan takes the group that is there
+    dist.init_process_group(backend)  # TorchTitan takes the group that is there
     with tempfile.TemporaryDirectory() as folder:
-        trainer = config(asked.how, folder).build()
-        if asked.backend == "gloo":
+        trainer = config(how, folder).build()
+        if backend == "gloo":
             cpu.sum_only(trainer.model_parts)
         losses: list[float] = []
         trainer.metrics_processor.log = lambda step, mean, *more, **named: losses.append(float(mean))
@@ -138,4 +134,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

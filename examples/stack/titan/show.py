@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import subprocess
@@ -13,14 +12,13 @@ from typing import Any
 import trainers
 
 HERE = Path(__file__).parent
-PACKAGES = ("torchtitan", "torch", "transformers", "triton")
 JOBS = {"fsdp": ("FSDP2", 2), "hsdp": ("HSDP", 4), "tp": ("TP 2", 2)}
 
 
 def job(how: str, backend: str) -> dict[str, Any]:
     """What a job of TorchTitan's own Trainer says at its end."""
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(JOBS[how][1]), str(HERE / "own_trainer.py"), how, "--backend", backend]
+    command += ["--nproc-per-node", str(JOBS[how][1]), str(HERE / "own_trainer.py"), how, backend]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=400)
     if done.returncode:
@@ -31,8 +29,7 @@ def job(how: str, backend: str) -> dict[str, Any]:
 
 def main() -> None:
     """Print both tables; the exit status is 1 if weights that must be equal are not."""
-    print(", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES))
-    print("\nIts own Trainer over init_process_group: 6 steps of llama3_debugmodel\n")
+    print("Its own Trainer over init_process_group: 6 steps of llama3_debugmodel\n")
     row = "{:<12} {:>6} {:>10}  {:<34} {}".format
     print(row("parallelism", "ranks", "last loss", "weights over holdfast", "equal to gloo"))
     good = True

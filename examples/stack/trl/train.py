@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -121,22 +120,21 @@ def loop(asked: argparse.Namespace) -> tuple[torch.nn.Module, list[float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser()
     parser.add_argument("what", choices=(*TRAINERS, "loop"))
-    parser.add_argument("--backend", default="holdfast", choices=("holdfast", "gloo"))
+    parser.add_argument("--backend", default="holdfast")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--directory", required=True, help="where checkpoints lie")
     parser.add_argument("--kill-step", type=int, default=0, help="rank 1 ends itself with SIGKILL after it, once")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group(asked.backend)  # before the first use of accelerate: it takes the group that is there
-    began = time.perf_counter()
     model, losses = loop(asked) if asked.what == "loop" else train(TRAINERS[asked.what](asked), asked)
-    seconds, everywhere = time.perf_counter() - began, [None] * dist.get_world_size()
+    everywhere = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, fingerprint(model))
     if dist.get_rank() == 0:
         backend = type(dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))).__module__
-        said = {"weights": everywhere, "losses": losses, "seconds": round(seconds, 2), "backend": backend}
+        said = {"weights": everywhere, "losses": losses, "backend": backend}
         print(json.dumps(said | {"restarts": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))}), flush=True)
     dist.barrier()
     dist.destroy_process_group()

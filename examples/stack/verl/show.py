@@ -6,7 +6,6 @@ carry them, call the engine and register it by `custom_backend_module`.
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import tempfile
 import time
@@ -82,7 +81,6 @@ def group(kind: type[EngineWorker], config: CheckpointEngineConfig, size: int) -
 
 
 def main() -> None:
-    print(", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("verl", "ray", "torch")))
     ray.init(num_cpus=4, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
     with tempfile.TemporaryDirectory() as directory:
         config = CheckpointEngineConfig(

@@ -7,6 +7,7 @@ interpreter: update_under_load.py [PYTHON].
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import statistics
@@ -48,26 +49,15 @@ SOURCE = ModelSource(
 PROMPTS = tuple(tuple(CharacterTokenizer().encode(each.prompt)) for each in arithmetic_held_out()[:16])
 
 
-class Load:
-    """Draws long completions all the time, and counts them."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self.drawn = self.tokens = self.mixed = 0
-        self.errors: list[str] = []
-
-    async def run(self) -> None:
-        seed = 0
-        while True:
-            seeds = tuple(range(seed, seed := seed + len(PROMPTS)))
-            request = SamplingRequest(prompts=PROMPTS, samples=1, seeds=seeds, max_new_tokens=100, temperature=1.0)
-            try:
-                found: list[Completion] = await self._service.generate.route(request)
-            except HoldfastError as error:
-                self.errors.append(f"{type(error).__name__}: {error}")
-                continue
-            self.drawn, self.tokens = self.drawn + len(found), self.tokens + sum(len(each.tokens) for each in found)
-            self.mixed += sum(len(set(each.versions)) > 1 for each in found)
+async def draw(service: Service, drawn: list[Completion], errors: list[str]) -> None:
+    """Draw long completions all the time."""
+    for seed in itertools.count(0, len(PROMPTS)):
+        seeds = tuple(range(seed, seed + len(PROMPTS)))
+        request = SamplingRequest(prompts=PROMPTS, samples=1, seeds=seeds, max_new_tokens=100, temperature=1.0)
+        try:
+            drawn += await service.generate.route(request)
+        except HoldfastError as error:
+            errors.append(f"{type(error).__name__}: {error}")
 
 
 @torch.no_grad()
@@ -88,18 +78,14 @@ def change(model: torch.nn.Module, version: int) -> None:
 
 async def main(interpreter: str) -> None:
     model, python = SOURCE.build(), extra_python("vllm", interpreter)
-    rows: list[tuple[str, str]] = []
+    drawn, errors, equal, seconds = list[Completion](), list[str](), list[bool](), list[float]()
     with tempfile.TemporaryDirectory() as folder, WeightStore(f"sqlite://{folder}/weights.sqlite", replicas=1) as store:
         store.publish(0, model.state_dict())
         async with LocalEngine() as engine:
-            began = time.monotonic()
             config = RunConfig(generator=GeneratorConfig(cache=0.1, timeout=SECONDS))
             spec = ServiceOptions(VllmGenerator, name="vllm", engine=engine, python=str(python))
             service = await spec.as_service(SOURCE, store.url, config, True)
-            rows.append(("the replica is up after", f"{time.monotonic() - began:.1f} s"))
-            load = Load(service)
-            drawing = asyncio.create_task(load.run())
-            equal, seconds = [], []
+            drawing = asyncio.create_task(draw(service, drawn, errors))
             for version in range(UPDATES + 1):
                 if version:
                     change(model, version)
@@ -109,14 +95,8 @@ async def main(interpreter: str) -> None:
                 for result in await service.update.fanout(version):
                     result.get()
                 seconds.append(time.monotonic() - began)
-                request = SamplingRequest(
-                    prompts=PROMPTS,
-                    samples=1,
-                    seeds=(0,) * len(PROMPTS),
-                    max_new_tokens=TOKENS,
-                    temperature=0.0,
-                    version=version,
-                )
+                greedily = {"max_new_tokens": TOKENS, "temperature": 0.0, "version": version}
+                request = SamplingRequest(prompts=PROMPTS, samples=1, seeds=(0,) * len(PROMPTS), **greedily)
                 found: list[Completion] = await service.generate.route(request)
                 equal.append([each.tokens for each in found] == greedy(model))
                 assert all(set(each.versions) == {version} for each in found)
@@ -124,22 +104,18 @@ async def main(interpreter: str) -> None:
                     os.kill(service.status().replicas[0].pid, signal.SIGKILL)
                     began = time.monotonic()
                     await service.generate.route(request)
-                    rows.append(
-                        ("killed; the next answer, from its successor, after", f"{time.monotonic() - began:.1f} s")
-                    )
+                    print(f"killed; its successor answers after {time.monotonic() - began:.1f} s")
             drawing.cancel()
             await asyncio.wait([drawing])
-            rows += [
-                ("greedy tokens equal to transformers', version 0", str(equal[0])),
-                (f"greedy tokens equal after each of {UPDATES} updates", str(all(equal))),
-                ("an update under load, median", f"{statistics.median(seconds[1:]) * 1e3:.0f} ms"),
-                ("completions drawn meanwhile (tokens)", f"{load.drawn:,} ({load.tokens:,})"),
-                ("of them with tokens of several versions", f"{load.mixed:,}"),
-                ("requests that failed", str(len(load.errors))),
-            ]
             await service.close()
-    print(*(f"{name:52} {value}" for name, value in rows), *load.errors, sep="\n")
-    if load.errors or not all(equal):
+    mixed = sum(len(set(each.versions)) > 1 for each in drawn)
+    print(
+        f"greedy tokens equal to transformers' before and after each of {UPDATES} updates: {all(equal)}; an update "
+        f"under load takes {statistics.median(seconds[1:]) * 1e3:.0f} ms (median); {len(drawn):,} completions were "
+        f"drawn meanwhile, {mixed:,} of them with tokens of several versions"
+    )
+    print(*errors, sep="\n")
+    if errors or not all(equal):
         raise SystemExit(1)
 
 
