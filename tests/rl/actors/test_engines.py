@@ -28,6 +28,7 @@ from holdfast.rl.actors.errors import (
     NoEngine,
     NoSuchEndpoint,
 )
+from support.rl.event_loop import until
 from support.rl.started_monarch import start_monarch_once
 from support.samples.actors import Counter, Hoarder, Stillborn
 from support.source_tree import ROOT, TESTS
@@ -145,9 +146,7 @@ async def test_a_stopped_process_answers_no_ping_and_can_be_ended(make_engine: M
     async with make_engine() as engine:
         counter = await engine.start("counter", Counter, on_exit=told.append)
         os.kill(counter.pid, signal.SIGSTOP)
-        async with asyncio.timeout(SOON):  # its threads may run on for a moment
-            while not is_stopped(counter.pid):
-                await asyncio.sleep(0.01)
+        await until(lambda: is_stopped(counter.pid))  # its threads may run on for a moment
         with pytest.raises(EndpointTimeout):
             await counter.ping(0.3)
         await counter.stop(timeout=0.2)

@@ -63,6 +63,24 @@ def host_process(address):
             return int(path.parent.name)
     raise AssertionError("there is no such host")
 
+async def raised(kind, call):
+    try:
+        await call
+    except kind as error:
+        return error
+    raise AssertionError(f"no {{kind.__name__}} was raised")
+
+async def until(holds):
+    while not holds():
+        await asyncio.sleep(0.01)
+
+async def started_there(engine, host, *arguments):
+    while True:
+        try:
+            return await engine.start("there", Counter, *arguments, host=host)
+        except ActorHostAway:
+            await asyncio.sleep(0.01)
+
 async def main(first, second):
     async with asyncio.timeout(200.0), MonarchEngine(listen="127.0.0.1", silence=2.0) as engine:
 {body}
@@ -151,19 +169,10 @@ def test_actors_of_other_hosts_are_called_and_their_ends_told(hosts: tuple[str, 
         flying = asyncio.create_task(there.call("echo", 1, 60.0))
         await there.ping(30.0)
         os.kill(there.pid, signal.SIGKILL)
-        try:
-            await flying
-        except ActorDied as died:
-            assert "SIGKILL" in died.how, died
-        else:
-            raise AssertionError("the actor was killed")
+        assert "SIGKILL" in (await raised(ActorDied, flying)).how
         assert len(told) == 1 and not there.alive
-        try:
-            await engine.start("stillborn", Stillborn, "raise", host=second)
-        except ActorStartFailed as error:
-            assert "no such model" in str(error)
-        else:
-            raise AssertionError("the actor cannot be made")
+        stillborn = engine.start("stillborn", Stillborn, "raise", host=second)
+        assert "no such model" in str(await raised(ActorStartFailed, stillborn))
         """,
     )
 
@@ -181,8 +190,7 @@ def test_replicas_are_spread_over_hosts_and_come_back_there(hosts: tuple[str, st
             await asyncio.sleep(0.1)
             os.kill(before.replicas[1].pid, signal.SIGKILL)
             assert await asyncio.gather(*flying) == list(range(16))
-            while counter.status().replicas[1].health != "ready":
-                await asyncio.sleep(0.01)
+            await until(lambda: counter.status().replicas[1].health == "ready")
             after = counter.status().replicas[1]
             assert (after.host, after.restarts, counter.status().lost) == (second, 1, 1)
         """,
@@ -205,25 +213,13 @@ def test_a_host_that_does_not_answer_is_away_and_its_replicas_move(hosts: tuple[
             await asyncio.sleep(0.1)
             signal_host(second, signal.SIGSTOP)
             assert await asyncio.gather(*flying) == list(range(8))
-            while counter.status().replicas[1].health != "ready":
-                await asyncio.sleep(0.01)
+            await until(lambda: counter.status().replicas[1].health == "ready")
             assert (counter.status().replicas[1].host, counter.status().lost) == (first, 1)
-            try:
-                await engine.start("there", Counter, host=second)
-            except ActorHostAway as error:
-                assert error.host == second and "is away" in str(error)
-            else:
-                raise AssertionError("the host is away")
+            error = await raised(ActorHostAway, engine.start("there", Counter, host=second))
+            assert error.host == second and "is away" in str(error)
             signal_host(second, signal.SIGCONT)
-            while os.path.exists(f"/proc/{lost.pid}"):
-                await asyncio.sleep(0.01)
-            while True:
-                try:
-                    back = await engine.start("there", Counter, host=second)
-                    break
-                except ActorHostAway:
-                    await asyncio.sleep(0.01)
-            assert await back.call("add") == 1
+            await until(lambda: not os.path.exists(f"/proc/{lost.pid}"))
+            assert await (await started_there(engine, second)).call("add") == 1
         """,
     )
 
@@ -241,25 +237,16 @@ def test_a_host_that_is_started_again_at_its_address_is_used_again(hosts: tuple[
             away = []
             engine.on_host_away(away.append)
             kill(family(before))
-            while not away:
-                await asyncio.sleep(0.01)
+            await until(lambda: away)
             assert away == [engine.host_identity(second)]
             command = [sys.executable, "-P", "-m", "holdfast.rl.actors.monarch_host", second]
             again = subprocess.Popen(command, stdout=sys.stderr, stderr=sys.stderr)
-            began = asyncio.get_running_loop().time()
             try:
-                while True:
-                    try:
-                        back = await engine.start("there", Counter, 3, host=second)
-                        break
-                    except ActorHostAway:
-                        await asyncio.sleep(0.05)
-                print(f"used again after {asyncio.get_running_loop().time() - began:.1f} s", file=sys.stderr)
+                back = await started_there(engine, second, 3)
                 assert await back.call("add") == 4 and back.pid in family(again.pid)
                 assert await counter.echo.route(5, 0.0) == 5
                 os.kill(back.pid, signal.SIGKILL)
-                while back.alive:
-                    await asyncio.sleep(0.01)
+                await until(lambda: not back.alive)
                 assert len(away) == 1
             finally:
                 kill(family(again.pid))

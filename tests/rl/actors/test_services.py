@@ -42,6 +42,7 @@ from holdfast.rl.actors.service import (
 from holdfast.rl.generators.errors import GenerationTimeout, VersionGone
 from holdfast.rl.run.services import service_metrics
 from holdfast.store import StoreTimeout
+from support.rl.event_loop import until
 from support.samples.actors import Counter, Late, Stillborn
 from support.waiting import PATIENCE
 
@@ -51,8 +52,8 @@ MakeEngine = Callable[..., Engine]
 class Policy(Servable):
     """An actor that serves a version."""
 
-    def __init__(self, version: int = 0, marks: str = "") -> None:
-        self.version, self._marks = version, marks
+    def __init__(self, version: int = 0) -> None:
+        self.version = version
 
     @endpoint(idempotent=True)
     async def generate(self, prompt: str, seconds: float = 0.0) -> tuple[str, int, int]:
@@ -72,39 +73,22 @@ class Policy(Servable):
         self.version = version
 
     @endpoint(idempotent=True)
-    async def poison(self) -> None:
-        """End every process that is given this."""
-        with Path(self._marks).open("a") as marks:
-            marks.write(f"{os.getpid()}\n")
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    @endpoint(idempotent=True)
-    async def hang_once(self, mark: str) -> int:
-        """Hang, unless another has done so."""
-        if not Path(mark).exists():
-            Path(mark).touch()
+    async def misbehave(self, how: str, mark: str, times: int) -> int:
+        """Die, hang or time out, so many times in all processes together, each noted in the file `mark`."""
+        with Path(mark).open("a+") as marks:
+            marks.seek(0)
+            if len(marks.read().split()) >= times:
+                return os.getpid()
+            marks.write(f"{os.getpid()} ")
+        if how == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "hang":
             await asyncio.sleep(600.0)
-        return os.getpid()
-
-    @endpoint(idempotent=True)
-    async def overloaded(self, mark: str, times: int) -> int:
-        """Time out in this process if it is the first, or in all of them, `times` times."""
-        marks = Path(mark).read_text().split() if Path(mark).exists() else []
-        if len(marks) < times and (times > 1 or not marks):
-            with Path(mark).open("a") as file:
-                file.write(f"{os.getpid()} ")
-            raise GenerationTimeout(1.0, 4)
-        return os.getpid()
+        raise GenerationTimeout(1.0, 4)
 
 
 def pids(service: Service) -> list[int]:
     return [each.pid for each in service.status().replicas if each.health == "ready"]
-
-
-async def until(holds: Callable[[], Any], timeout: float = 60.0) -> None:
-    async with asyncio.timeout(timeout):
-        while not holds():
-            await asyncio.sleep(0.005)
 
 
 async def test_a_call_goes_to_the_least_loaded_replica(make_engine: MakeEngine) -> None:
@@ -154,9 +138,9 @@ async def test_a_call_that_may_not_be_repeated_raises(make_engine: MakeEngine) -
 async def test_a_call_that_ends_its_replicas_is_not_tried_for_ever(make_engine: MakeEngine, tmp_path: Path) -> None:
     marks = tmp_path / "marks"
     options = Policy.options(num_replicas=2, tries=3)
-    async with make_engine(), await options.as_service(0, str(marks)) as policy:
+    async with make_engine(), await options.as_service() as policy:
         with pytest.raises(ReplicaLost, match="after 3 tries"):
-            await policy.poison.route()
+            await policy.misbehave.route("die", str(marks), 100)
         assert len(set(marks.read_text().split())) == 3
         assert (await policy.generate.route("still"))[0] == "STILL"
 
@@ -176,7 +160,7 @@ async def test_a_stopped_replica_is_killed_and_replaced(make_engine: MakeEngine)
 async def test_a_call_that_hangs_goes_elsewhere_at_its_deadline(make_engine: MakeEngine, tmp_path: Path) -> None:
     async with make_engine(), await Policy.options(num_replicas=2, deadline=1.0).as_service() as policy:
         before = pids(policy)
-        survivor = await policy.hang_once.route(str(tmp_path / "hung"))
+        survivor = await policy.misbehave.route("hang", str(tmp_path / "hung"), 1)
         assert survivor in before and policy.status().lost == 1
         await until(lambda: len(pids(policy)) == 2)
 
@@ -185,13 +169,13 @@ async def test_an_error_costs_no_replica_and_one_that_passes_is_tried_elsewhere(
     make_engine: MakeEngine, tmp_path: Path
 ) -> None:
     async with make_engine(), await Policy.options(num_replicas=2, tries=4).as_service() as policy:
-        answered = await policy.overloaded.route(str(tmp_path / "once"), 1)
+        answered = await policy.misbehave.route("time out", str(tmp_path / "once"), 1)
         assert answered != int((tmp_path / "once").read_text())
-        await policy.overloaded.route(str(tmp_path / "three"), 3)
+        await policy.misbehave.route("time out", str(tmp_path / "three"), 3)
         first, second, _ = map(int, (tmp_path / "three").read_text().split())
         assert first != second, "the other replica is asked before the same one again"
         with pytest.raises(EndpointFailed, match="were not drawn"):
-            await policy.overloaded.route(str(tmp_path / "always"), 100)
+            await policy.misbehave.route("time out", str(tmp_path / "always"), 100)
         assert len((tmp_path / "always").read_text().split()) == 4
         with pytest.raises(EndpointFailed, match="cannot be loaded") as caught:
             await policy.load.route(-1)

@@ -20,7 +20,6 @@ from holdfast.rl.data.prompts import (
     arithmetic_training,
     read_problems,
 )
-from holdfast.rl.data.replay_buffer import ReplayBuffer, StalenessRule
 from holdfast.rl.errors import BadDataset, InvalidEpisode
 
 TOKENIZER = CharacterTokenizer()
@@ -42,15 +41,6 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
         return tuple(source.prompt(epoch * len(source) + place).text for place in range(len(source)))
 
     assert len({order(seed, epoch) for seed in (0, 1) for epoch in (0, 1, 2)}) == 6
-
-
-async def test_a_resumed_buffer_begins_with_what_was_in_flight() -> None:
-    source = PromptSource(arithmetic_training(), TOKENIZER, 3)
-    buffer = ReplayBuffer(StalenessRule(groups=4))
-    begun = [source.prompt((await buffer.admit()).number) for _ in range(4)]
-    assert begun == [source.prompt(number) for number in range(4)]
-    resumed = ReplayBuffer.from_state(buffer.state())
-    assert [source.prompt((await resumed.admit()).number) for _ in range(4)] == begun
 
 
 def test_the_arithmetic_task_holds_out_problems_that_are_never_trained_on() -> None:
@@ -76,18 +66,15 @@ def test_problems_are_read_from_a_file(tmp_path: Path) -> None:
         ('{"prompt": "1=", "reply": "x"}', r"sums.jsonl:1: .*reply"),
         ("{", r"sums.jsonl:1: not a line"),
         ("\n", "no prompts"),
+        (None, r"sums.jsonl: cannot be read: No such file"),
     ],
 )
-def test_a_bad_line_is_named(tmp_path: Path, text: str, words: str) -> None:
+def test_a_bad_line_or_a_missing_file_is_named(tmp_path: Path, text: str | None, words: str) -> None:
     path = tmp_path / "sums.jsonl"
-    path.write_text(text)
+    if text is not None:
+        path.write_text(text)
     with pytest.raises(BadDataset, match=words):
         read_problems(path)
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(BadDataset, match=r"absent.jsonl: cannot be read: No such file"):
-        read_problems(tmp_path / "absent.jsonl")
 
 
 def test_a_prompt_that_the_tokenizer_does_not_know_is_named() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
 
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -28,28 +27,23 @@ RESERVED = {"text", "metadata", "prompt", "episode_id", "step_count"}
 REWARDS = st.none() | st.floats(allow_nan=False, allow_infinity=False)
 
 
-@given(TEXT, FIELDS)
-def test_an_action_arrives_as_it_was_sent(text: str, fields: dict[str, Any]) -> None:
-    action = Action(text, fields)
+@given(st.builds(Action, TEXT, FIELDS))
+def test_an_action_arrives_as_it_was_sent(action: Action) -> None:
     request = messages.StepRequest(messages.action_to_wire(action))
     arrived = messages.decode_request(messages.encode(request))
     assert isinstance(arrived, messages.StepRequest)
     assert messages.action_from_wire(arrived.data) == action
 
 
-@given(TEXT, FIELDS, REWARDS, st.booleans())
-def test_an_observation_arrives_as_it_was_sent(
-    text: str, fields: dict[str, Any], reward: float | None, done: bool
-) -> None:
-    observation = Observation(text=text, fields=fields, reward=reward, done=done)
+@given(st.builds(Observation, text=TEXT, fields=FIELDS, reward=REWARDS, done=st.booleans()))
+def test_an_observation_arrives_as_it_was_sent(observation: Observation) -> None:
     arrived = messages.decode_reply(messages.encode(messages.observation_to_wire(observation)))
     assert isinstance(arrived, messages.ObservationReply)
     assert messages.observation_from_wire(arrived.data) == observation
 
 
-@given(st.none() | TEXT, st.integers(0, 2**31), FIELDS)
-def test_a_state_arrives_as_it_was_sent(episode: str | None, steps: int, fields: dict[str, Any]) -> None:
-    state = State(episode_id=episode, step_count=steps, fields=fields)
+@given(st.builds(State, episode_id=st.none() | TEXT, step_count=st.integers(0, 2**31), fields=FIELDS))
+def test_a_state_arrives_as_it_was_sent(state: State) -> None:
     arrived = messages.decode_reply(messages.encode(messages.state_to_wire(state)))
     assert isinstance(arrived, messages.StateReply)
     assert messages.state_from_wire(arrived.data) == state

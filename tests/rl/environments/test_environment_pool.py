@@ -24,6 +24,7 @@ from holdfast.rl.errors import (
 )
 from support.children import Child
 from support.rl.environment_servers import Misbehaving, server_process
+from support.rl.event_loop import until
 from support.waiting import PATIENCE
 
 
@@ -66,7 +67,7 @@ async def test_a_stopped_server_costs_one_deadline_and_is_used_again_when_it_goe
                     assert await episode(session, seed) == 4
                 assert [each.up for each in pool.servers] == [False, True]
             stopped.resume()
-            await until_up(pool)
+            await until(lambda: all(each.up for each in pool.servers), 40.0)
             sessions = [pool.session() for _ in range(4)]
             assert await asyncio.gather(*[episode(each, 0) for each in sessions]) == [4] * 4
             assert [each.in_use for each in pool.servers] == [2, 2]
@@ -98,7 +99,7 @@ async def test_episodes_go_on_at_another_server_while_one_is_killed_again_and_ag
                     await asyncio.sleep(0.01)
                 victim.kill()
                 await asyncio.to_thread(victim.start)
-                await until_up(pool)
+                await until(lambda: all(each.up for each in pool.servers), 40.0)
             stop.set()
             await asyncio.gather(*players)
             assert failed <= 3 * 6, "a death costs the episodes that ran there"
@@ -135,9 +136,7 @@ async def test_the_server_frees_the_sessions_of_a_client_that_is_killed(start: C
             with pytest.raises(EnvironmentBusy, match="all of the 1 session of test are taken"):
                 await client.reset(0)
         child.kill()
-        async with asyncio.timeout(20.0):
-            while server.health().sessions:
-                await asyncio.sleep(0.01)
+        await until(lambda: not server.health().sessions)
         async with EnvironmentClient(server.url) as client:
             await client.reset(0)
 
@@ -244,9 +243,3 @@ async def test_a_pool_closes_although_a_session_fails_meanwhile() -> None:
 async def test_a_pool_without_servers_is_refused() -> None:
     with pytest.raises(UnknownEnvironment):
         EnvironmentPool([])
-
-
-async def until_up(pool: EnvironmentPool) -> None:
-    async with asyncio.timeout(40.0):
-        while not all(each.up for each in pool.servers):
-            await asyncio.sleep(0.01)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import threading
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import urlsplit
@@ -37,7 +35,8 @@ from holdfast.rl.errors import (
     UnknownEnvironment,
 )
 from holdfast.rl.telemetry import FOLD_SECONDS, WorkLog
-from support.rl.environment_servers import LIES, Misbehaving
+from support.rl.environment_servers import LIES, Misbehaving, guess
+from support.rl.event_loop import until
 from support.waiting import PATIENCE
 
 
@@ -65,19 +64,6 @@ async def remote(factory: Callable[[], Environment], timeout: float = 30.0) -> A
 
 Open = Callable[..., "AsyncIterator[EnvironmentSession]"]
 both = pytest.mark.parametrize("opened", [local, remote])
-
-
-async def guess(session: EnvironmentSession, seed: int) -> tuple[list[str], float]:
-    """Play by bisection: the texts and the last reward."""
-    observation = await session.reset(seed)
-    texts, low, high = [observation.text], 1, 100
-    while not observation.done:
-        middle = (low + high) // 2
-        observation = await session.step(str(middle))
-        texts.append(observation.text)
-        low, high = (middle + 1, high) if observation.text == "higher" else (low, middle - 1)
-    assert observation.reward is not None
-    return texts, observation.reward
 
 
 async def test_an_episode_depends_on_its_seed_alone_local_and_remote() -> None:
@@ -258,7 +244,7 @@ async def test_a_server_answers_garbage_by_an_error_and_serves_on() -> None:
                 await client.reset(0)
 
 
-async def test_a_page_in_a_browser_gets_no_session() -> None:
+async def test_a_page_in_a_browser_and_another_path_get_no_session() -> None:
     from websockets.asyncio.client import connect
     from websockets.exceptions import InvalidStatus
     from websockets.typing import Origin
@@ -266,6 +252,11 @@ async def test_a_page_in_a_browser_gets_no_session() -> None:
     async with EnvironmentServer(Misbehaving, "test") as server:
         with pytest.raises(InvalidStatus, match="403"):
             await connect(server.url + "/ws", origin=Origin("http://127.0.0.1:8000"))
+        client = EnvironmentClient(server.url)
+        client._url = server.url + "/other"
+        with pytest.raises(EnvironmentDied, match="404"):
+            await client.connect()
+        await client.close()
 
 
 async def test_a_message_over_the_limit_ends_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,15 +267,6 @@ async def test_a_message_over_the_limit_ends_the_session(monkeypatch: pytest.Mon
             with pytest.raises(EnvironmentDied, match="1009"):
                 await client.step("x" * 2000)
         await until(lambda: server.health().sessions == 0)
-
-
-async def test_other_paths_are_no_sessions() -> None:
-    async with EnvironmentServer(Misbehaving, "test") as server:
-        client = EnvironmentClient(server.url)
-        client._url = server.url + "/other"
-        with pytest.raises(EnvironmentDied, match="404"):
-            await client.connect()
-        await client.close()
 
 
 @pytest.mark.parametrize(
@@ -327,12 +309,6 @@ def test_an_observation_is_one_or_a_lie(text: Any, reward: Any, done: Any, field
 def get(url: str) -> object:
     with urllib.request.urlopen(url, timeout=20) as answer:
         return json.load(answer)
-
-
-async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def test_handshakes_that_are_never_done_are_bounded_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,21 +362,7 @@ def test_thousands_of_short_calls_are_a_few_spans_which_last_as_long_together() 
     assert 0 < sum(each.seconds for each in spans) < took
 
 
-def test_calls_of_several_sessions_at_the_same_time_are_one_span() -> None:
-    work, barrier = WorkLog(), threading.Barrier(2)
-
-    def call() -> None:
-        with work.calling("step"):
-            barrier.wait(PATIENCE)
-            time.sleep(0.1)
-
-    with ThreadPoolExecutor(2) as threads:
-        list(threads.map(lambda _: call(), range(2)))
-    [span] = work.report().spans
-    assert span.number == 2 and 0.1 <= span.seconds < 60.0
-
-
-def test_a_span_begins_with_its_first_call_also_if_a_later_one_ends_sooner() -> None:
+def test_calls_at_the_same_time_are_one_span_from_the_first_begin_to_the_last_end() -> None:
     work, began = WorkLog(), time.monotonic()
     with work.calling("step"):
         time.sleep(0.01)

@@ -18,7 +18,7 @@ pytest.importorskip("mcp", reason="pip install 'holdfast[mcp]'")
 
 from holdfast.rl.config.named_code import load_code
 from holdfast.rl.environments.environment import Action
-from holdfast.rl.environments.registry import check_environment
+from holdfast.rl.environments.registry import environment_factory
 from support.source_tree import ROOT
 
 pytestmark = pytest.mark.thorough  # each server takes seconds to import its library
@@ -38,7 +38,7 @@ def call(tool: str, **arguments: object) -> Action:
 
 @pytest.fixture(scope="module")
 def environment() -> Iterator[Any]:
-    found = example.stock_tools()
+    found = environment_factory(f"python:{NAME}")()
     found.reset(0)  # starts its process
     yield found
     found.close()
@@ -107,7 +107,3 @@ def test_a_program_that_is_no_server_is_refused() -> None:
     with pytest.raises(Exception, match="closed"):
         environment.reset(0)
     environment.close()
-
-
-def test_its_name_leads_to_it() -> None:
-    check_environment(f"python:{NAME}")

@@ -1,11 +1,9 @@
-"""OpenEnv 0.10 itself: its client at our server, our client at its server, in an environment of its own."""
+"""OpenEnv 0.10 itself: its client at our server, our client at its server, whose program is the example's."""
 
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,14 +15,14 @@ pytest.importorskip("websockets", reason="pip install 'holdfast[rl]'")
 from holdfast.ft.launch.job_contract import ReservedPort
 from holdfast.rl.environments.client import EnvironmentClient, EnvironmentPool
 from holdfast.rl.environments.environment import Action
-from holdfast.rl.environments.session import EnvironmentSession
 from holdfast.rl.errors import EnvironmentBusy, EnvironmentDied, EnvironmentRefused
-from support.rl.environment_servers import server_process
+from support.rl.environment_servers import guess, server_process
 from support.rl.event_loop import run
 from support.source_tree import ROOT, TESTS
 
 PEER = ROOT / ".venv" / "extras" / "openenv" / "bin" / "python"
 PROGRAM = TESTS / "support" / "rl" / "openenv_peer.py"
+SERVE = ROOT / "examples" / "stack" / "openenv" / "serve.py"
 
 pytestmark = [
     pytest.mark.thorough,
@@ -41,52 +39,36 @@ def ask_peer(*arguments: str) -> Any:
 
 
 @contextmanager
-def started() -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """A server of OpenEnv that begins to start, and its port."""
+def started() -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """A server of OpenEnv that begins to start, and its URL."""
     with ReservedPort("127.0.0.1") as port:
-        process = subprocess.Popen([PEER, PROGRAM, "serve", str(port.number)])
+        process = subprocess.Popen([PEER, SERVE, "guess", str(port.number)])
         try:
-            yield process, port.number
+            yield process, f"http://127.0.0.1:{port.number}"
         finally:
             process.kill()
             process.wait(30.0)
 
 
+async def played(url: str) -> list[Any]:
+    """Episodes of our client, which waits until the server has started."""
+    async with EnvironmentPool([url], wait=90.0) as pool, pool.session() as session:
+        return [await guess(session, seed) for seed in SEEDS]
+
+
 @pytest.fixture(scope="module")
 def openenv_server() -> Iterator[str]:
     """The URL of a server of OpenEnv."""
-    with started() as (process, port):
-        deadline = time.monotonic() + 90.0
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port), 1.0).close()
-                break
-            except OSError:
-                assert process.poll() is None and time.monotonic() < deadline, "openenv's server does not start"
-                time.sleep(0.05)
-        yield f"http://127.0.0.1:{port}"
-
-
-async def episode(session: EnvironmentSession, seed: int) -> list[Any]:
-    observation = await session.reset(seed)
-    texts, low, high = [observation.text], 1, 100
-    while not observation.done:
-        middle = (low + high) // 2
-        observation = await session.step(Action(fields={"number": middle}))
-        texts.append(observation.text)
-        low, high = (middle + 1, high) if texts[-1] == "higher" else (low, middle - 1)
-    return [texts, observation.reward]
+    with started() as (_, url):
+        run(played(url), 100.0)
+        yield url
 
 
 def test_both_clients_play_the_same_episodes_at_both_servers(openenv_server: str) -> None:
-    async def ours(url: str) -> list[Any]:
-        async with EnvironmentPool([url]) as pool, pool.session() as session:
-            return [await episode(session, seed) for seed in SEEDS]
-
     with server_process("guess") as server:
-        played = [run(ours(url)) for url in (openenv_server, server.url)]
+        ours = [run(played(url)) for url in (openenv_server, server.url)]
         theirs = ask_peer("play", ",".join(map(str, SEEDS)), openenv_server, server.url)
-    assert all(each == played[0] for each in [*played, *[said["episodes"] for said in theirs]])
+    assert all(each == ours[0] for each in [*ours, *[said["episodes"] for said in theirs]])
     for said in theirs:
         assert said["state"]["episode_id"] == f"e{SEEDS[-1]}"
         assert said["state"]["step_count"] == len(said["episodes"][-1][0]) - 1
@@ -97,7 +79,7 @@ async def test_openenvs_refusals_are_typed(openenv_server: str) -> None:
     async with EnvironmentClient(openenv_server) as client:
         await client.reset(0)
         with pytest.raises(EnvironmentRefused, match="VALIDATION_ERROR"):
-            await client.step("no number")
+            await client.step(Action(fields={"number": 1}))
     clients = [EnvironmentClient(openenv_server) for _ in range(9)]
     failed = 0
     for client in clients:
@@ -111,12 +93,12 @@ async def test_openenvs_refusals_are_typed(openenv_server: str) -> None:
 
 
 async def test_a_death_of_openenvs_server_ends_our_session() -> None:
-    with started() as (process, port):
-        async with EnvironmentPool([f"ws://127.0.0.1:{port}"], wait=90.0) as pool, pool.session() as session:
+    with started() as (process, url):
+        async with EnvironmentPool([url], wait=90.0) as pool, pool.session() as session:
             await session.reset(3)  # waits for the start
             process.kill()
             with pytest.raises(EnvironmentDied):
-                await session.step(Action(fields={"number": 1}))
+                await session.step("1")
 
 
 @pytest.mark.timeout(300)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import shutil
 import sys
@@ -41,46 +42,31 @@ def turned(board: Any) -> Any:
 
 
 @given(BOARDS)
-def test_2048_moves_are_one_move_turned(board: Any) -> None:
-    for move, quarters in (("up", 1), ("right", 2), ("down", 3)):
-        seen = board
-        for _ in range(4 - quarters):
-            seen = turned(seen)
-        after, gained = slide(seen, "left")
-        for _ in range(quarters):
-            after = turned(after)
-        assert slide(board, move) == (after, gained)  # type: ignore[arg-type]
-
-
-@given(BOARDS)
 def test_2048_a_row_slides_without_gaps_merges_each_tile_once_and_pays_what_it_merges(board: Any) -> None:
+    """To the left; the other moves are the same on a board that is turned."""
+    rows, paid = [], 0
     for row in board:
-        (after,), gained = slide((row,), "left")
-        tiles, filled = [tile for tile in row if tile], [tile for tile in after if tile]
-        assert after == (*filled, *[0] * (len(row) - len(filled)))
-        expected, paid = list[int](), 0
+        tiles, merged = [tile for tile in row if tile], list[int]()
         while tiles:
-            expected.append(tiles.pop(0))
-            if tiles and tiles[0] == expected[-1]:
-                expected[-1] += tiles.pop(0)
-                paid += expected[-1]
-        assert (filled, gained) == (expected, paid)
+            merged.append(tiles.pop(0))
+            if tiles and tiles[0] == merged[-1]:
+                merged[-1] += tiles.pop(0)
+                paid += merged[-1]
+        rows.append((*merged, *[0] * (len(row) - len(merged))))
+    assert slide(board, "left") == (tuple(rows), paid)
+    before, after = board, tuple(rows)
+    for move in ("up", "right", "down"):
+        before, after = turned(before), turned(after)
+        assert slide(before, move) == (after, paid)  # type: ignore[arg-type]
 
 
 @given(BOARDS, st.randoms(use_true_random=False))
-def test_2048_a_new_tile_fills_one_empty_cell(board: Any, numbers: random.Random) -> None:
-    after = add_tile(board, numbers)
-    changed = [
-        (old, new)
-        for row, line in zip(board, after, strict=True)
-        for old, new in zip(row, line, strict=True)
-        if old != new
-    ]
+def test_2048_a_new_tile_fills_one_empty_cell_and_a_full_board_without_equal_neighbours_is_the_end(
+    board: Any, numbers: random.Random
+) -> None:
+    cells = zip(itertools.chain(*board), itertools.chain(*add_tile(board, numbers)), strict=True)
+    changed = [(old, new) for old, new in cells if old != new]
     assert changed == [] if all(map(all, board)) else changed in ([(0, 2)], [(0, 4)])
-
-
-@given(BOARDS)
-def test_2048_is_over_when_the_board_is_full_and_no_neighbours_are_equal(board: Any) -> None:
     lines = [*board, *zip(*board, strict=True)]
     stuck = all(map(all, board)) and not any(a == b for line in lines for a, b in pairwise(line))
     empty = not any(map(any, board))
@@ -249,6 +235,7 @@ def test_gymnasium_takes_any_text(text: str) -> None:
         ("guess?high=0", "must be positive"),
         ("guess:what:ever", "there are arithmetic, guess"),
         (f"{GAME_2048}?goal=100", "a power of two"),
+        (f"{EXAMPLES}/coder.py:CoderEnvironment?tests=0", "tests=0 must be in 1 to 100"),
         ("arithmetic?terms=1", "must be in 2 to 100"),
         (GYMNASIUM.partition("?")[0], "name"),
         (f"{GYMNASIUM}NoSuch-v1", "NoSuch"),

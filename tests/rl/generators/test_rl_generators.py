@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -85,31 +86,22 @@ def config_of(
     )
 
 
-class Generators:
-    """Opens generators, and closes all of them at the end."""
-
-    def __init__(self) -> None:
-        self._open: list[TransformersGenerator] = []
-
-    def __call__(self, *args: Any, between: Any = None, **options: Any) -> TransformersGenerator:
-        """A generator; `between` is called between two tokens of any generator from now on."""
-        store, reader = options.pop("store", None), options.pop("reader", False)
-        if between is not None:
-            faultpoints.arm(lambda point, *_: between() if point == "generate.between_tokens" else None)
-        self._open.append(TransformersGenerator(*(args or (source(),)), store, config_of(**options), reader))
-        return self._open[-1]
-
-    def close(self) -> None:
-        faultpoints.arm(None)
-        for each in self._open:
-            each.close()
+Generators = Callable[..., TransformersGenerator]
 
 
 @pytest.fixture
 def generators() -> Iterator[Generators]:
-    found = Generators()
-    yield found
-    found.close()
+    """Opens generators, and closes all of them; `between` is called between two tokens of any of them from now on."""
+    with contextlib.ExitStack() as stack:
+
+        def opened(*args: Any, between: Any = None, store: Any = None, reader: bool = False, **options: Any) -> Any:
+            if between is not None:
+                faultpoints.arm(lambda point, *_: between() if point == "generate.between_tokens" else None)
+            generator = TransformersGenerator(*(args or (source(),)), store, config_of(**options), reader)
+            return stack.enter_context(contextlib.closing(generator))
+
+        yield opened
+        faultpoints.arm(None)
 
 
 def run(generator: TransformersGenerator, *requests: SamplingRequest) -> list[list[Completion]]:
@@ -159,18 +151,15 @@ requests = st.builds(
 @given(asked=st.lists(requests, min_size=1, max_size=4), slots=st.integers(1, 6))
 def test_a_running_batch_draws_what_each_request_alone_draws(asked: list[SamplingRequest], slots: int) -> None:
     """Whatever else runs, whichever slots are free: the same tokens, and log-probs that differ by rounding only."""
-    alone, shared = TransformersGenerator(source()), None
-    try:
-        shared = TransformersGenerator(source(), None, config_of("asynchronous", slots))
+    with (
+        contextlib.closing(TransformersGenerator(source())) as alone,
+        contextlib.closing(TransformersGenerator(source(), None, config_of("asynchronous", slots))) as shared,
+    ):
         for one, other in zip(run(shared, *asked), run(alone, *asked), strict=True):
             assert [each.tokens for each in one] == [each.tokens for each in other]
             assert [each.finish for each in one] == [each.finish for each in other]
             for mine, theirs in zip(one, other, strict=True):
                 assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
-    finally:
-        alone.close()
-        if shared is not None:
-            shared.close()
 
 
 def test_a_fixed_batch_is_equal_to_the_bit_on_every_replica(generators: Generators) -> None:
@@ -244,6 +233,21 @@ class Gate:
         assert self.open.wait(20.0)
 
 
+async def updated_halfway(
+    generators: Generators, store: WeightStore, asked: SamplingRequest, update: str = "swap"
+) -> tuple[TransformersGenerator, asyncio.Task[list[Completion]], Gate]:
+    """A generator that gets version 2 after the first token of a request; the next one comes when the gate opens."""
+    publish(store, 1)
+    gate = Gate()
+    generator = generators(source(), store=store.url, mode="asynchronous", update=update, between=gate)
+    assert await generator.update(1) == 1
+    running = asyncio.create_task(generator.generate(asked))
+    await asyncio.to_thread(gate.reached.wait, 20.0)
+    publish(store, 2)
+    assert await generator.update(2) == 2
+    return generator, running, gate
+
+
 async def test_a_generator_draws_from_weights_that_were_cast_on_their_way(
     generators: Generators, store: WeightStore
 ) -> None:
@@ -259,15 +263,8 @@ async def test_a_generator_draws_from_weights_that_were_cast_on_their_way(
 async def test_weights_change_between_two_tokens_or_after_the_batch(
     generators: Generators, store: WeightStore, update: str
 ) -> None:
-    publish(store, 1)
-    gate = Gate()
-    generator = generators(source(), store=store.url, mode="asynchronous", update=update, between=gate)
     asked = request((1, 2, 3), samples=2, tokens=8)
-    assert await generator.update(1) == 1
-    running = asyncio.create_task(generator.generate(asked))
-    await asyncio.to_thread(gate.reached.wait, 20.0)
-    publish(store, 2)
-    assert await generator.update(2) == 2
+    generator, running, gate = await updated_halfway(generators, store, asked, update)
     later = asyncio.create_task(generator.generate(asked))
     await asyncio.sleep(0)  # it is queued
     gate.open.set()
@@ -281,14 +278,7 @@ async def test_tokens_after_a_swap_have_the_logprobs_of_the_new_weights_over_the
     generators: Generators, store: WeightStore
 ) -> None:
     """One token after the swap: it attends to keys that the weights before the swap made of earlier tokens."""
-    publish(store, 1)
-    gate = Gate()
-    generator = generators(source(), store=store.url, mode="asynchronous", between=gate)
-    await generator.update(1)
-    running = asyncio.create_task(generator.generate(request((1, 2, 3), tokens=2)))
-    await asyncio.to_thread(gate.reached.wait, 20.0)
-    publish(store, 2)
-    await generator.update(2)
+    _, running, gate = await updated_halfway(generators, store, request((1, 2, 3), tokens=2))
     gate.open.set()
     [found] = await running
     old, new = source(seed=1).build(), source(seed=2).build()
@@ -313,9 +303,7 @@ async def test_a_request_gets_exactly_the_version_that_it_names(
     [one] = {each.versions[0] for each in await generator.generate(asked[1])}
     assert one == 1 and not waiting.done()
     publish(store, 2)
-    alone = TransformersGenerator(source(seed=2))
-    expected = await alone.generate(request((1, 2, 3), samples=3))
-    alone.close()
+    expected = await generators(source(seed=2)).generate(request((1, 2, 3), samples=3))
     found = await waiting
     assert [each.tokens for each in found] == [each.tokens for each in expected]
     assert {each.versions for each in found} == {(2,) * 5}
@@ -328,13 +316,7 @@ async def test_a_request_gets_exactly_the_version_that_it_names(
 async def test_running_samples_of_a_named_version_keep_it_and_others_wait_for_the_next(
     generators: Generators, store: WeightStore
 ) -> None:
-    publish(store, 1)
-    gate = Gate()
-    generator = generators(source(), store=store.url, mode="asynchronous", between=gate)
-    named = asyncio.create_task(generator.generate(request((1, 2, 3), version=1)))
-    await asyncio.to_thread(gate.reached.wait, 20.0)
-    publish(store, 2)
-    await generator.update(2)
+    generator, named, gate = await updated_halfway(generators, store, request((1, 2, 3), version=1))
     later = asyncio.create_task(generator.generate(request((1, 2, 3))))
     gate.open.set()
     assert [each.versions for each in (*await named, *await later)] == [(1,) * 5, (2,) * 5]

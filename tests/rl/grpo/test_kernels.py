@@ -73,41 +73,25 @@ def test_the_cpu_and_double_precision_get_torchs_ops(monkeypatch: pytest.MonkeyP
     assert token_logprobs(logits, tokens)[1] is None
 
 
-def test_only_large_calls_on_cuda_are_fused_where_triton_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_calls_on_cuda_are_handed_to_the_fused_kernels_where_triton_is(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 3)
     assert dispatch.fused_kernels(cpu, 1 << 30) is None
     assert dispatch.fused_kernels(gpu, dispatch.LEAST - 1) is None
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert dispatch.fused_kernels(gpu, 1 << 30) is None
 
-
-def test_the_dispatch_hands_large_calls_to_the_fused_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, int]] = []
-
-    def forward(logits: torch.Tensor, *_: object) -> tuple[torch.Tensor, ...]:
-        asked.append(("logprobs", len(logits)))
-        return (logits[:, 0],) * 3
-
-    kernels = SimpleNamespace(logprobs_forward=forward)
+    kernels = SimpleNamespace(logprobs_forward=lambda logits, *_: (logits[:, 0],) * 3)
     monkeypatch.setattr(dispatch, "fused_kernels", lambda _, elements: kernels if elements >= 8 else None)
-    token_logprobs(torch.rand(4, 2), torch.zeros(4, dtype=torch.int64))
-    assert asked == [("logprobs", 4)]
-    for logits in (torch.rand(3, 2), torch.rand(4, 2, dtype=torch.float64)):
-        tokens = torch.zeros(len(logits), dtype=torch.int64)
-        wanted = eager_token_logprobs(logits, tokens, 1.0, entropies=False)[0]
+    for rows, dtype, fused in ((4, torch.float32, True), (3, torch.float32, False), (4, torch.float64, False)):
+        logits, tokens = torch.rand(rows, 2, dtype=dtype), torch.zeros(rows, dtype=torch.int64)
+        wanted = logits[:, 0] if fused else eager_token_logprobs(logits, tokens, 1.0, entropies=False)[0]
         assert torch.equal(token_logprobs(logits, tokens)[0], wanted)
-    assert len(asked) == 1
 
 
 def on_gpu(test: Callable[..., None]) -> Callable[..., None]:
     """Mark a test that needs a GPU."""
-    for mark in (
-        pytest.mark.gpu,
-        pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-        pytest.mark.timeout(300),
-    ):
-        test = mark(test)
-    return test
+    needs = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+    return pytest.mark.gpu(needs(pytest.mark.timeout(300)(test)))
 
 
 @on_gpu
@@ -123,7 +107,6 @@ def test_gpu_fused_kernels_compute_what_torchs_ops_do(language: str) -> None:
 @on_gpu
 def test_gpu_the_dispatch_takes_a_fused_kernel_for_a_large_call_and_its_gradient_is_torchs() -> None:
     pytest.importorskip("triton", reason="needs triton: make peers")
-    torch.manual_seed(2)
     logits = (3 * torch.randn(2, 64, 9001, device="cuda")).requires_grad_()
     assert logits.numel() > LEAST
     tokens = torch.randint(0, 9001, (2, 64), device="cuda")
@@ -132,6 +115,5 @@ def test_gpu_the_dispatch_takes_a_fused_kernel_for_a_large_call_and_its_gradient
         chosen, entropies = call(logits, tokens, 0.9, entropies=True)
         (gradient,) = torch.autograd.grad((chosen - entropies).sum(), logits)
         found.append((chosen.detach(), entropies.detach(), gradient))
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
     assert not torch.equal(found[0][2], found[1][2]), "two implementations were compared"

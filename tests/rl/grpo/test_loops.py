@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -15,10 +15,12 @@ import pytest
 import torch
 
 from holdfast.rl.config.run_config import Sampling
-from holdfast.rl.data.episode import Completion, Episode, Group, Prompt, SamplingRequest
+from holdfast.rl.data.episode import Completion, Prompt, SamplingRequest
 from holdfast.rl.data.prompts import CharacterTokenizer, Problem, PromptSource
-from holdfast.rl.data.replay_buffer import Batch, BufferState, FailedGroup, ReplayBuffer, StalenessRule, StepReport
-from holdfast.rl.errors import OtherVersion
+from holdfast.rl.data.replay_buffer import Batch, BufferState, ReplayBuffer, StalenessRule, StepReport
+from holdfast.rl.environments.environment import Observation
+from holdfast.rl.environments.play import EpisodePlay, GameInPlay
+from holdfast.rl.errors import EnvironmentDied, OtherVersion
 from holdfast.rl.grpo.batch import BatchColumns, collate
 from holdfast.rl.grpo.loop import asynchronous, generate_episode, play_episodes, running, synchronous
 from holdfast.rl.grpo.loss import loss
@@ -302,21 +304,16 @@ def result_of(*rewards: float, failed: int = 0, versions: tuple[int, ...] = ()) 
     return HeldOutResult((*answers, *[HeldOutAnswer(failure="it died")] * failed), versions)
 
 
-def test_an_evaluation_of_which_most_failed_is_not_the_best_and_says_how_many() -> None:
+def test_an_evaluation_is_compared_by_reward_among_those_that_judged_about_as_many_episodes() -> None:
     """Neither by counting 0 where rewards are negative, nor by the few that were judged."""
     scores, best = evaluated(result_of(-0.2, -0.2, -0.2, -0.2), result_of(-0.5, failed=3), result_of(1.0, failed=3))
     assert [(each.reward, each.judged, each.failed) for each in scores] == [(-0.2, 4, 0), (-0.5, 1, 3), (1.0, 1, 3)]
     assert best == [0]
-
-
-def test_an_evaluation_that_judged_more_episodes_is_better_and_one_that_judged_none_is_no_score() -> None:
     scores, best = evaluated(result_of(failed=4), result_of(1.0, failed=3), result_of(0.3, 0.3, 0.3, 0.3))
     assert scores[0].reward is None and best == [5, 10]
-    several = [0.5] * 19
-    assert evaluated(result_of(*several, failed=1), result_of(*several, 0.6))[1] == [0, 5], (
-        "one of twenty is comparable"
-    )
-    assert evaluated(result_of(*several, 0.6), result_of(*several, failed=1))[1] == [0]
+    most, all_of_them = result_of(*[0.5] * 19, failed=1), result_of(*[0.5] * 19, 0.6)
+    assert evaluated(most, all_of_them)[1] == [0, 5], "one of twenty is comparable"
+    assert evaluated(all_of_them, most)[1] == [0]
 
 
 def test_tokens_of_another_version_are_no_evaluation_of_this_one() -> None:
@@ -355,26 +352,16 @@ class Broken(Exception):
     pass
 
 
-class BrokenTrainer(ToyCluster):
-    async def step(self, batch: Batch) -> StepReport:
-        raise Broken
-
-
-class BrokenSwitch(ToyCluster):
-    async def switch(self, version: int) -> None:
-        raise Broken
-
-
-class BrokenGenerator(ToyCluster):
-    async def generate(self, request: SamplingRequest) -> Sequence[Completion]:
-        raise Broken
-
-
 @pytest.mark.parametrize("bound", [0, 2])
-@pytest.mark.parametrize("kind", [BrokenTrainer, BrokenGenerator, BrokenSwitch])
-async def test_an_error_of_a_service_ends_the_loop_as_itself(kind: type[ToyCluster], bound: int) -> None:
+@pytest.mark.parametrize("call", ["step", "generate", "switch"])
+async def test_an_error_of_a_service_ends_the_loop_as_itself(call: str, bound: int) -> None:
+    async def broken(*_: object) -> Any:
+        raise Broken
+
+    cluster = ToyCluster()
+    setattr(cluster, call, broken)
     with pytest.raises(Broken):
-        await train(kind(), range(4), bound)
+        await train(cluster, range(4), bound)
 
 
 async def test_a_block_that_is_cancelled_stays_cancelled_whatever_the_works_beside_it_raise_then() -> None:
@@ -415,63 +402,47 @@ def test_requests_depend_on_seed_prompt_and_draw_alone() -> None:
 TURNS = Sampling(group=4, max_new_tokens=1)
 
 
-class HintedGroup:
+class HintSession:
     """Sample k has k + 1 turns, with a hint between two of them. The reward is the last token, unless it is `dull`."""
 
-    def __init__(self, number: int, samples: int, dull: bool) -> None:
-        self.prompt = Prompt(number=number, tokens=(number + 1,))
-        self.drawn: list[list[Completion]] = [[] for _ in range(samples)]
-        self._dull = dull
+    environment = "hints"
 
-    @property
-    def waiting(self) -> Mapping[int, tuple[int, ...]]:
-        return {
-            place: (*self.prompt.tokens, *(token for each in drawn for token in (*each.tokens, 100)))
-            for place, drawn in enumerate(self.drawn)
-            if len(drawn) <= place
-        }
+    def __init__(self, number: int, place: int, dull: bool) -> None:
+        self._number, self._left, self._dull = number, place, dull
 
-    async def act(self, completions: Sequence[Completion], /) -> None:
-        for place, completion in zip(self.waiting, completions, strict=True):
-            self.drawn[place].append(completion)
+    async def reset(self, seed: int) -> Observation:
+        return Observation(text=str(self._number))
 
-    def episodes(self) -> Sequence[Episode]:
-        return [
-            Episode(
-                prompt=self.prompt,
-                tokens=tuple(token for each in drawn for token in (*each.tokens, 100)),
-                logprobs=tuple(value for each in drawn for value in (*each.logprobs, 0.0)),
-                versions=tuple(version for each in drawn for version in (*each.versions, 0)),
-                mask=(True, False) * len(drawn),
-                reward=0.0 if self._dull else float(drawn[-1].tokens[0]),
-                finish="stop",
-                turns=len(drawn),
-            )
-            for drawn in self.drawn
-        ]
+    async def step(self, action: str) -> Observation:
+        self._left -= 1
+        if self._number == 1:
+            raise EnvironmentDied("hints", "step", "it died")
+        over = self._left < 0
+        return Observation(text="hint", reward=float(action) if over and not self._dull else 0.0, done=over)
 
-    def result(self) -> Group | FailedGroup:
-        if self.prompt.number == 1:
-            return FailedGroup(number=1, reasons=("its environment died",))
-        return Group(number=self.prompt.number, prompt=self.prompt, episodes=tuple(self.episodes()))
+
+HINT_CODEC: Any = SimpleNamespace(
+    encode=lambda text, turn: (100,) if turn else (int(text) + 1,), decode=lambda tokens: str(tokens[0])
+)
 
 
 class Hints:
-    """Begins such groups; the first `dull` of each number have equal rewards."""
+    """Begins groups of such sessions; the first `dull` of each number have equal rewards."""
 
     def __init__(self, dull: int = 0) -> None:
         self.open, self.begun, self._dull = 0, list[int](), dull
 
     @asynccontextmanager
-    async def begin(self, number: int, /) -> AsyncIterator[HintedGroup]:
+    async def begin(self, number: int, count: int = 4, /) -> AsyncIterator[GameInPlay]:
         self.begun.append(number)
         self.open += 1
-        yield HintedGroup(number, TURNS.group, dull=self.begun.count(number) <= self._dull)
+        sessions: list[Any] = [HintSession(number, k, self.begun.count(number) <= self._dull) for k in range(count)]
+        plays = [EpisodePlay(each, HINT_CODEC, number=number, seed=0, max_turns=9) for each in sessions]
+        await asyncio.gather(*(each.begin() for each in plays))
+        yield GameInPlay(number, plays, lambda _: None, lambda _: None)
         self.open -= 1
 
-    @asynccontextmanager
-    async def held_out(self, first: int, count: int, /) -> AsyncIterator[HintedGroup]:
-        yield HintedGroup(first, count, dull=False)
+    held_out = begin
 
 
 class SeedPolicy:
@@ -516,12 +487,12 @@ def played(hints: Hints, redraws: int = 0) -> tuple[SeedPolicy, ReplayBuffer]:
 
 def test_each_turn_of_a_group_is_one_request_after_all_tokens_before_it() -> None:
     policy, _ = played(Hints())
-    assert len(policy.requests) == 5 * TURNS.group, "of four groups that are trained, and one that failed"
+    assert len(policy.requests) == 4 * TURNS.group + 1, "of four groups that are trained, and one that failed"
     known = {prompt for request in policy.requests for prompt in request.prompts}
     for batch in policy.batches:
         for group in batch.groups:
             for episode in group.episodes:
-                assert (*episode.prompt.tokens, *episode.tokens[:-2]) in known
+                assert (*episode.prompt.tokens, *episode.tokens[:-1]) in known
     seeds = [seed for request in policy.requests for seed in request.seeds]
     assert len(set(seeds)) == len(seeds), "each sample has a seed of its own in each turn"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,21 +29,15 @@ OBJECTIVES = [
 ]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Rows:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rows(grpo.LossInputs):
     """What a loss takes beside the new policy's log-probabilities, a row for each sequence."""
 
-    mask: torch.Tensor
-    advantages: torch.Tensor
-    generated: torch.Tensor
     old: torch.Tensor
-    reference: torch.Tensor | None = None
-    entropies: torch.Tensor | None = None
 
 
-def loss(logprobs: torch.Tensor, given: Rows, totals: tuple[int, int], chosen: Objective) -> torch.Tensor:
-    inputs = grpo.LossInputs(given.mask, given.advantages, given.generated, totals, given.reference, given.entropies)
-    return grpo.loss(logprobs, given.old, inputs, chosen)
+def loss(logprobs: torch.Tensor, inputs: Rows, chosen: Objective) -> torch.Tensor:
+    return grpo.loss(logprobs, inputs.old, inputs, chosen)
 
 
 def named(value: Objective) -> str:
@@ -62,11 +57,8 @@ def sequences(seed: int, count: int = 6, longest: int = 5) -> tuple[torch.Tensor
     logprobs = -draw(1.0).abs()
     signal = torch.randn(count, generator=random, dtype=torch.float64)
     generated = logprobs + draw(0.3)
-    return logprobs, Rows(mask, signal, generated, generated + draw(0.2), logprobs + draw(0.5), draw(1.0).abs())
-
-
-def totals_of(inputs: Rows) -> tuple[int, int]:
-    return len(inputs.mask), int(inputs.mask.sum())
+    rows = mask, signal, generated, (count, int(mask.sum()))
+    return logprobs, Rows(*rows, old=generated + draw(0.2), reference=logprobs + draw(0.5), entropies=draw(1.0).abs())
 
 
 def by_the_papers(logprobs: torch.Tensor, inputs: Rows, chosen: Objective) -> float:
@@ -103,40 +95,45 @@ def by_the_papers(logprobs: torch.Tensor, inputs: Rows, chosen: Objective) -> fl
 
 @pytest.mark.parametrize("chosen", OBJECTIVES, ids=named)
 @given(seed=st.integers(0, 10_000))
-def test_a_loss_equals_its_paper(chosen: Objective, seed: int) -> None:
+def test_a_loss_equals_its_paper_and_is_the_sum_of_its_units(chosen: Objective, seed: int) -> None:
     logprobs, inputs = sequences(seed)
-    assert float(loss(logprobs, inputs, totals_of(inputs), chosen)) == pytest.approx(
-        by_the_papers(logprobs, inputs, chosen), rel=1e-9, abs=1e-12
-    )
+    whole = float(loss(logprobs, inputs, chosen))
+    assert whole == pytest.approx(by_the_papers(logprobs, inputs, chosen), rel=1e-9, abs=1e-12)
+    units = [loss(logprobs[part], rows(inputs, part), chosen) for part in (slice(0, 2), slice(2, None))]
+    assert float(sum(units)) == pytest.approx(whole, rel=1e-12)
 
 
 @pytest.mark.parametrize("chosen", OBJECTIVES, ids=named)
 def test_gradients_equal_finite_differences(chosen: Objective) -> None:
     logprobs, inputs = sequences(3)
-    totals = totals_of(inputs)
     free = logprobs.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(loss(free, inputs, totals, chosen), free)
+    (gradient,) = torch.autograd.grad(loss(free, inputs, chosen), free)
     step = 1e-6
     for place in torch.cartesian_prod(*(torch.arange(size) for size in logprobs.shape)).tolist():
         moved = torch.zeros_like(logprobs)
         moved[tuple(place)] = step
-        ahead, behind = (float(loss(logprobs + sign * moved, inputs, totals, chosen)) for sign in (1, -1))
+        ahead, behind = (float(loss(logprobs + sign * moved, inputs, chosen)) for sign in (1, -1))
         assert float(gradient[tuple(place)]) == pytest.approx((ahead - behind) / (2 * step), rel=1e-4, abs=1e-7)
 
 
+def changed(inputs: Rows, change: Callable[[torch.Tensor], torch.Tensor]) -> Rows:
+    """The same with a change of each tensor."""
+    values = {each.name: getattr(inputs, each.name) for each in dataclasses.fields(inputs)}
+    return dataclasses.replace(inputs, **{name: change(v) for name, v in values.items() if name != "totals"})
+
+
 def rows(inputs: Rows, index: Any) -> Rows:
-    return Rows(*(getattr(inputs, name)[index] for name in Rows.__slots__))
+    return changed(inputs, lambda values: values[index])
 
 
 def single(logprobs: torch.Tensor, inputs: Rows) -> tuple[torch.Tensor, Rows]:
     """The same in single precision."""
-    values = {name: getattr(inputs, name) for name in Rows.__slots__}
-    return logprobs.float(), Rows(**{name: v if name == "mask" else v.float() for name, v in values.items()})
+    return logprobs.float(), changed(inputs, lambda values: values if values is inputs.mask else values.float())
 
 
-def gradient_of(logprobs: torch.Tensor, inputs: Rows, totals: tuple[int, int], chosen: Objective) -> torch.Tensor:
+def gradient_of(logprobs: torch.Tensor, inputs: Rows, chosen: Objective) -> torch.Tensor:
     free = logprobs.clone().requires_grad_()
-    return torch.autograd.grad(loss(free, inputs, totals, chosen), free)[0]
+    return torch.autograd.grad(loss(free, inputs, chosen), free)[0]
 
 
 @pytest.mark.parametrize("chosen", OBJECTIVES, ids=named)
@@ -146,34 +143,18 @@ def test_splits_order_and_padding_change_no_bit_of_a_gradient(
 ) -> None:
     """So sums over units, which are exact, give the same step whatever the units are."""
     logprobs, inputs = single(*sequences(seed))
-    totals = totals_of(inputs)
-    whole = gradient_of(logprobs, inputs, totals, chosen)
-    parts = [
-        gradient_of(logprobs[part], rows(inputs, part), totals, chosen) for part in (slice(0, cut), slice(cut, None))
-    ]
+    whole = gradient_of(logprobs, inputs, chosen)
+    parts = [gradient_of(logprobs[part], rows(inputs, part), chosen) for part in (slice(0, cut), slice(cut, None))]
     assert torch.equal(torch.cat(parts), whole)
     order = torch.randperm(len(logprobs), generator=torch.Generator().manual_seed(seed))
-    assert torch.equal(gradient_of(logprobs[order], rows(inputs, order), totals, chosen), whole[order])
+    assert torch.equal(gradient_of(logprobs[order], rows(inputs, order), chosen), whole[order])
 
     def padded(values: torch.Tensor) -> torch.Tensor:
         filling = torch.zeros(len(values), padding).to(values.dtype)
         return torch.cat([values, filling if values.dtype == torch.bool else filling + math.nan], 1)
 
-    wide = Rows(
-        **{
-            name: getattr(inputs, name) if name == "advantages" else padded(getattr(inputs, name))
-            for name in Rows.__slots__
-        }
-    )
-    assert torch.equal(gradient_of(padded(logprobs), wide, totals, chosen)[:, : logprobs.shape[1]], whole)
-
-
-@pytest.mark.parametrize("chosen", OBJECTIVES, ids=named)
-def test_the_losses_of_the_units_add_up_to_that_of_the_step(chosen: Objective) -> None:
-    logprobs, inputs = sequences(1)
-    totals = totals_of(inputs)
-    units = [loss(logprobs[part], rows(inputs, part), totals, chosen) for part in (slice(0, 2), slice(2, None))]
-    assert float(sum(units)) == pytest.approx(float(loss(logprobs, inputs, totals, chosen)), rel=1e-12)
+    wide = changed(inputs, lambda values: values if values is inputs.advantages else padded(values))
+    assert torch.equal(gradient_of(padded(logprobs), wide, chosen)[:, : logprobs.shape[1]], whole)
 
 
 @given(rewards=st.lists(st.floats(-100, 100), min_size=2, max_size=16), seed=st.integers(0, 99))
@@ -223,8 +204,8 @@ def test_extreme_log_ratios_give_finite_losses_and_gradients(
     logprobs, inputs = single(*sequences(seed))
     for name in ("old", "generated", "reference"):
         moved = dataclasses.replace(inputs, **{name: getattr(inputs, name) + sign * apart})
-        assert loss(logprobs, moved, totals_of(inputs), chosen).isfinite()
-        assert gradient_of(logprobs, moved, totals_of(inputs), chosen).isfinite().all()
+        assert loss(logprobs, moved, chosen).isfinite()
+        assert gradient_of(logprobs, moved, chosen).isfinite().all()
 
 
 def test_episodes_become_rows_whose_columns_predict_the_next_token() -> None:

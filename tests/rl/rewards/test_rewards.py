@@ -27,15 +27,15 @@ PROMPT = Prompt(number=7, tokens=(1,), text="7+8+5=", answer="20")
 TOKENIZER = CharacterTokenizer()
 
 
-def answer(text: str, length: int = 0) -> JudgedAnswer:
-    return JudgedAnswer(prompt=PROMPT, text=text, length=length or len(text))
+def answer(text: str) -> JudgedAnswer:
+    return JudgedAnswer(prompt=PROMPT, text=text, length=len(text))
+
+
+def answers(*texts: str) -> list[JudgedAnswer]:
+    return [*map(answer, texts)]
 
 
 Function = Callable[[JudgedAnswer], float]
-
-
-def values(reward: Function, *answers: JudgedAnswer) -> list[float]:
-    return [reward(each) for each in answers]
 
 
 def only(name: str, function: Function) -> Rubric:
@@ -49,25 +49,25 @@ def completion(text: str, stopped: bool = False) -> Completion:
     return Completion(tokens=tokens, logprobs=(-0.1,) * many, versions=(3,) * many, finish=finish)  # type: ignore[arg-type]
 
 
-def test_exact_match_compares_with_the_reference() -> None:
-    assert values(ExactMatch(), answer("20"), answer(" 20\n"), answer("2"), answer("20 0")) == [1.0, 1.0, 0.0, 0.0]
+EXTRACTED = ("<answer>20</answer>", "<answer>1</answer> no: <answer> 20 </answer>", "20", "<answer>20")
 
 
-def test_the_answer_may_be_extracted() -> None:
-    reward = ExactMatch(extract=r"<answer>(.*?)</answer>")
-    texts = ("<answer>20</answer>", "<answer>1</answer> no: <answer> 20 </answer>", "20", "<answer>20")
-    assert values(reward, *map(answer, texts)) == [1.0, 1.0, 0.0, 0.0]
+@pytest.mark.parametrize(
+    ("criterion", "texts", "values"),
+    [
+        (ExactMatch(), ("20", " 20\n", "2", "20 0"), [1.0, 1.0, 0.0, 0.0]),
+        (ExactMatch(extract=r"<answer>(.*?)</answer>"), EXTRACTED, [1.0, 1.0, 0.0, 0.0]),
+        (FormatMatch(r"\d\d"), ("20", "200", "a20"), [1.0, 0.0, 0.0]),
+        (LengthPenalty(most=10, margin=4), ("x", "x" * 6, "x" * 8, "x" * 10, "x" * 25), [0, 0, -0.5, -1, -1]),
+    ],
+)
+def test_a_criterion_scores_texts(criterion: Function, texts: tuple[str, ...], values: list[float]) -> None:
+    assert [criterion(each) for each in answers(*texts)] == values
+
+
+def test_a_criterion_that_cannot_score_is_refused() -> None:
     with pytest.raises(ValueError, match="one group"):
         ExactMatch(extract="no group")
-
-
-def test_a_format_is_matched_as_a_whole() -> None:
-    assert values(FormatMatch(r"\d\d"), answer("20"), answer("200"), answer("a20")) == [1.0, 0.0, 0.0]
-
-
-def test_long_answers_cost_up_to_one() -> None:
-    lengths = (1, 6, 8, 10, 25)
-    assert values(LengthPenalty(most=10, margin=4), *(answer("x", each) for each in lengths)) == [0, 0, -0.5, -1, -1]
     with pytest.raises(ValueError, match="margin=11"):
         LengthPenalty(most=10, margin=11)
 
@@ -136,23 +136,18 @@ T = TypeVar("T")
 LIMIT = 0.3
 
 
-def answers(*texts: str) -> list[JudgedAnswer]:
-    return [JudgedAnswer(prompt=PROMPT, text=text, length=1) for text in texts]
+async def started(processes: RewardProcesses, work: Callable[[RewardProcesses], Awaitable[T]]) -> T:
+    """What `work` returns with these processes."""
+    try:
+        await processes.start()
+        return await work(processes)
+    finally:
+        await processes.close()
 
 
-def used(reward: Function | Rubric, work: Callable[[RewardProcesses], Awaitable[T]]) -> T:
+def used(reward: Function, work: Callable[[RewardProcesses], Awaitable[T]]) -> T:
     """What `work` returns with the processes of a reward."""
-    rubric = reward if isinstance(reward, Rubric) else only("mine", reward)
-
-    async def body() -> T:
-        processes = RewardProcesses(lambda: rubric)
-        try:
-            await processes.start()
-            return await work(processes)
-        finally:
-            await processes.close()
-
-    return asyncio.run(body())
+    return asyncio.run(started(RewardProcesses(lambda: only("mine", reward)), work))
 
 
 def outcomes(results: Sequence[Score | RewardFailed]) -> list[float | str]:
@@ -294,20 +289,13 @@ def configured(folder: Path, text: str) -> RunConfig:
     return parse_config(resolved(config), "resolved.toml")
 
 
-def configured_values(config: RunConfig, *texts: str) -> list[float]:
-    async def body() -> list[float]:
-        prompt = Prompt(number=0, tokens=(1,))
-        answers = [JudgedAnswer(prompt=prompt, text=text, length=len(text)) for text in texts]
-        reward = reward_of(config)
-        assert isinstance(reward, RewardProcesses), "code of the user's runs where it can be ended"
-        try:
-            await reward.start()
-            scores = await reward.score_each(answers, 60.0)
-        finally:
-            await reward.close()
-        return [each.value for each in scores if isinstance(each, Score)]
+def configured_values(config: RunConfig, *texts: str) -> list[float | str]:
+    async def work(processes: RewardProcesses) -> list[float | str]:
+        return outcomes(await processes.score_each(answers(*texts), 60.0))
 
-    return asyncio.run(body())
+    reward = reward_of(config)
+    assert isinstance(reward, RewardProcesses), "code of the user's runs where it can be ended"
+    return asyncio.run(started(reward, work))
 
 
 def test_a_function_of_a_file_beside_the_configuration_is_a_criterion(tmp_path: Path) -> None:

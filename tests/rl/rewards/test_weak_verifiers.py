@@ -19,11 +19,7 @@ from support.source_tree import ROOT
 EXAMPLE = ROOT / "examples" / "rl" / "weak_verifiers.py"
 example: Any = sys.modules[load_code(f"{EXAMPLE}:estimate").__module__]
 """The example, as a configuration's `function` loads it."""
-estimate, NotIdentifiable, WeakVerifierEnsemble = (
-    example.estimate,
-    example.NotIdentifiable,
-    example.WeakVerifierEnsemble,
-)
+estimate, NotIdentifiable = example.estimate, example.NotIdentifiable
 
 SEEDS = range(20)
 
@@ -36,13 +32,11 @@ def draw(seed: int, right: float, skills: Sequence[tuple[float, float]], answers
     return truth, random.random(rates.shape) < rates
 
 
-def accuracy(weights: Any, truth: np.ndarray, votes: np.ndarray) -> float:
-    guesses = [weights.probability(row) > 0.5 for row in votes.tolist()]
-    return float((np.array(guesses) == truth).mean())
-
-
-def majority(truth: np.ndarray, votes: np.ndarray) -> float:
-    return float(((votes.mean(1) > 0.5) == truth).mean())
+def gain(weights: Any, truth: np.ndarray, votes: np.ndarray) -> float:
+    """How much more often the weighted votes are right than a majority vote."""
+    weighted = np.array([weights.probability(row) for row in votes.tolist()])
+    ours, majority = ((guesses > 0.5) == truth for guesses in (weighted, votes.mean(1)))
+    return float(ours.mean() - majority.mean())
 
 
 @pytest.mark.parametrize("right", [0.3, 0.5, 0.7])
@@ -59,7 +53,7 @@ def test_the_ensemble_beats_a_majority_vote_of_unequal_verifiers() -> None:
     gains = []
     for seed in SEEDS:
         truth, votes = draw(seed, (0.3, 0.5, 0.7)[seed % 3], skills)
-        gains.append(accuracy(estimate(votes.tolist()), truth, votes) - majority(truth, votes))
+        gains.append(gain(estimate(votes.tolist()), truth, votes))
     assert min(gains) > 0.0
     assert float(np.mean(gains)) > 0.08
 
@@ -75,7 +69,7 @@ def test_copies_of_a_weak_verifier_do_not_outvote_the_good_ones() -> None:
         copies = np.where(random.random(others.shape) < 0.9, votes[:, 5:], others)
         votes = np.concatenate([votes, copies], 1)
         found = estimate(votes.tolist())
-        gains.append(accuracy(found, truth, votes) - majority(truth, votes))
+        gains.append(gain(found, truth, votes))
         assert sum(found.for_one[5:]) < found.for_one[0]
     assert min(gains) > 0.0
     assert float(np.mean(gains)) > 0.1

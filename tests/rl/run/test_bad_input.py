@@ -10,16 +10,14 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from typer.testing import CliRunner
 
-from holdfast.harness.cli.app import app
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.config.toml import parse_config, resolved
 from holdfast.rl.errors import ConfigChanged, RunFailed, StepsDone
 from holdfast.rl.generators.models import ModelMisfit
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import ProcessStarted
-from support.rl.training_runs import SMALL, WIDE, configured, run
+from support.rl.training_runs import SMALL, configured, invoke, run
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -76,7 +74,7 @@ def test_another_configuration_is_refused_by_resume_and_changes_nothing(tmp_path
     directory = RunDirectory(tmp_path / "run")
     directory.path.mkdir()
     directory.config_file.write_text(begun := resolved(configured()))
-    shown = CliRunner().invoke(app, ["rl", "resume", str(directory.path), "--set", "trainer.rate=1e-3"], env=WIDE)
+    shown = invoke("rl", "resume", directory.path, "--set", "trainer.rate=1e-3")
     assert shown.exit_code == 2 and "trainer.rate was 0.0005 and is 0.001; resume with the old" in shown.output
     with pytest.raises(ConfigChanged, match=r"trainer\.rate"):
         run(configured(trainer__rate=1e-3), directory.path)

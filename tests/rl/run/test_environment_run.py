@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 pytest.importorskip("websockets", reason="pip install 'holdfast[rl]'")
 
-from holdfast.harness.cli.app import app
 from holdfast.harness.training.command import write_pages
 from holdfast.harness.training.report import RunFacts
 from holdfast.rl.actors.engine import LocalEngine
@@ -27,7 +25,7 @@ from holdfast.rl.run.saved_versions import SavedVersions
 from support.rl import training_runs
 from support.rl.environment_servers import server_process
 from support.rl.started_monarch import start_monarch_once
-from support.rl.training_runs import WIDE, Killer, run
+from support.rl.training_runs import Killer, invoke, run
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -101,7 +99,7 @@ def test_saved_weights_are_evaluated_in_the_environment_as_in_the_run(tmp_path: 
     assert (found.reward, found.failed, len(found.answers)) == (best.reward, 0, 6)
     assert {each.prompt for each in found.answers} == {"guess a number from 1 to 5"}
     assert found.tokens >= 6 and all(each.answer for each in found.answers)
-    shown = CliRunner().invoke(app, ["rl", "eval", str(tmp_path), "--prompts", "3"], env=WIDE)
+    shown = invoke("rl", "eval", tmp_path, "--prompts", "3")
     assert shown.exit_code == 0 and "3 held-out episodes" in shown.output, shown.output
 
 

@@ -16,10 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
 from holdfast.comms.errors import CorruptData
-from holdfast.harness.cli.app import app
 from holdfast.rl.config.named_code import ExtraNotInstalled, load_code
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.config.toml import parse_config, resolved
@@ -32,7 +30,7 @@ from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.saved_versions import NoSavedVersion, SavedVersions
 from holdfast.rl.trainers.policy import build_policy, merged
 from holdfast.rl.trainers.training import weights_digest
-from support.rl.training_runs import WIDE
+from support.rl.training_runs import invoke
 from support.source_tree import ROOT
 
 EXPORT = ROOT / "examples" / "stack" / "executorch" / "export.py"
@@ -56,18 +54,17 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_a_folder_is_loaded_by_transformers_with_the_same_bits(run: Path, tmp_path: Path) -> None:
-    command = ["rl", "export", str(run), str(tmp_path / "out"), "--version", "0"]
-    assert CliRunner().invoke(app, command).exit_code == 0
+    command = ["rl", "export", run, tmp_path / "out", "--version", "0"]
+    assert invoke(*command).exit_code == 0
     loaded = AutoModelForCausalLM.from_pretrained(str(tmp_path / "out"))
     assert weights_digest(loaded.state_dict()) == weights_digest(SOURCE.build().state_dict())
-    again = CliRunner().invoke(app, command)
+    again = invoke(*command)
     assert again.exit_code == 2 and "exists already" in again.output
 
 
 def test_a_file_has_all_weights_and_says_where_they_are_from(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "model.safetensors"
-    command = ["rl", "export", str(run), "--version", "latest", "--to", "safetensors", str(out)]
-    assert CliRunner().invoke(app, command).exit_code == 0
+    assert invoke("rl", "export", run, "--version", "latest", "--to", "safetensors", out).exit_code == 0
     model = SOURCE.build()
     with safe_open(out, framework="pt") as file:
         assert file.metadata()["version"] == "0"
@@ -84,11 +81,10 @@ def test_a_function_of_the_users_exports_too(run: Path, tmp_path: Path) -> None:
         "    return f'{config.steps} steps'\n"
     )
     out = tmp_path / "names.txt"
-    command = ["rl", "export", str(run), "--version", "0", "--to", f"{tmp_path / 'mine.py'}:names", str(out)]
-    done = CliRunner().invoke(app, command)
+    done = invoke("rl", "export", run, "--version", "0", "--to", f"{tmp_path / 'mine.py'}:names", out)
     assert done.exit_code == 0 and done.output.strip().endswith(f"{CONFIG.steps} steps")
     assert out.read_text().splitlines() == list(SOURCE.build().state_dict())
-    absent = CliRunner().invoke(app, [*command[:-2], "executorch", str(out)])
+    absent = invoke("rl", "export", run, "--version", "0", "--to", "executorch", out)
     assert absent.exit_code == 2 and "write FILE.py:NAME" in absent.output
 
 
@@ -114,10 +110,8 @@ def test_a_program_that_differs_from_the_model_is_refused_and_not_kept(
             nbytes=9,
             difference=difference,
             allowed=1e-6,
-            largest=1.0,
             different=different,
             delegated=1.0,
-            seconds=1.0,
         )
 
     monkeypatch.setattr(executorch, "extra_python", lambda _: Path(sys.executable))
@@ -155,7 +149,8 @@ def test_a_program_of_executorch_answers_as_the_model(tmp_path: Path) -> None:
     assert (tmp_path / "model.pte").stat().st_size == report.nbytes
 
 
-LORA = parse_config("[model]\nlora_rank = 2\n[sampling]\nmax_new_tokens = 2", "test")
+ADAPTERS = '[model]\nlora_rank = 2\nlora_targets = ["q_proj", "v_proj"]\n'
+LORA = parse_config(ADAPTERS + "[sampling]\nmax_new_tokens = 2", "test")
 
 
 def a_run(path: Path, config: RunConfig) -> tuple[RunDirectory, dict[int, str]]:
@@ -167,7 +162,8 @@ def a_run(path: Path, config: RunConfig) -> tuple[RunDirectory, dict[int, str]]:
         policy = build_policy(policy_source(config), config.model)
         with torch.no_grad():
             for each in policy.parameters():
-                each.add_(torch.full_like(each, 0.01 * version))
+                if each.requires_grad:
+                    each.add_(torch.full_like(each, 0.01 * version))
         state = {f"policy.{name}": tensor for name, tensor in policy.state_dict().items()}
         dcp.save(state, checkpoint_id=directory.checkpoints / f"step-{version:09d}", no_dist=True)
         digests[version] = weights_digest(merged(policy) if config.model.lora_rank else policy.state_dict())
@@ -180,8 +176,10 @@ def test_a_checkpoint_has_the_weights_that_its_trainers_published(tmp_path: Path
     saved = SavedVersions(config, directory)
     assert saved.numbers == (0, 2, 4) and saved.find("latest") == 4 and saved.best is None
     assert {each: weights_digest(saved.model(each).state_dict()) for each in (2, 4)} == digests
-    first = weights_digest(policy_source(config).build().state_dict())
-    assert weights_digest(saved.model(0).state_dict()) == first
+    first, second = (saved.model(each).state_dict() for each in (0, 2))
+    assert weights_digest(first) == weights_digest(policy_source(config).build().state_dict())
+    changed = {name.rsplit(".", 2)[-2] for name in first if not first[name].equal(second[name])}
+    assert config is CONFIG or changed == {"q_proj", "v_proj"}, "the layers that have adapters, and no other"
     assert weights_digest(saved.source(2, tmp_path / "scratch").build().state_dict()) == digests[2]
 
 
@@ -231,8 +229,8 @@ def test_without_held_out_prompts_there_is_nothing_to_evaluate(monkeypatch: pyte
 
 def test_the_command_shows_score_and_answers_or_all_of_it_as_json(tmp_path: Path) -> None:
     a_run(tmp_path, CONFIG)
-    shown = CliRunner().invoke(app, ["rl", "eval", str(tmp_path), "--version", "2", "--prompts", "9"], env=WIDE)
+    command = ["rl", "eval", tmp_path, "--version", "2", "--prompts", "9"]
+    shown = invoke(*command)
     assert shown.exit_code == 0 and "version 2 of" in shown.output and "9 held-out prompts" in shown.output
-    data = CliRunner().invoke(app, ["rl", "eval", str(tmp_path), "--version", "2", "--prompts", "9", "--json"])
-    answers = msgspec.json.decode(data.output)["result"]["answers"]
+    answers = msgspec.json.decode(invoke(*command, "--json").output)["result"]["answers"]
     assert {each["reference"] for each in answers} <= {each.answer for each in arithmetic_held_out()}

@@ -29,6 +29,7 @@ from holdfast.rl.run.run_events import CopiesRestored, Event, WeightsServed
 from holdfast.rl.run.services import RunServices
 from holdfast.rl.run.telemetry import Observer, RunTelemetry
 from holdfast.store import WeightStore
+from support.rl.event_loop import until
 from support.rl.small_batches import tiny_llama
 from support.rl.training_runs import configured
 
@@ -100,8 +101,7 @@ async def test_generators_that_die_while_versions_are_switched_come_back_with_th
                 os.kill(pid, signal.SIGKILL)
             await generators.advance(version)
             assert {await drawn_with(generators, seed) for seed in range(4)} == {version}
-        while len(pids(generators)) < 2:
-            await asyncio.sleep(0.01)
+        await until(lambda: len(pids(generators)) == 2, 100.0)
         assert {await drawn_with(generators, seed) for seed in range(4)} == {3}
 
 
@@ -126,10 +126,9 @@ async def restored_after_a_loss(store: WeightStore, services: Any, path: Path) -
     lost = ReplicaStatus(name="holder-1", slot=1, host="", pid=os.getpid(), health="lost", load=0, restarts=0)
     with RunDirectory(path / "run").open() as directory:
         holders = Holders(configured(store__copies=1), services, store, RunTelemetry(directory, (told.append,)))
-        async with asyncio.timeout(30.0), running(holders.watch):
+        async with running(holders.watch):
             holders.hear(ReplicaEvent(time=0.0, replica=lost, kind="lost"))
-            while not told:
-                await asyncio.sleep(0.01)
+            await until(lambda: told)
     return told
 
 

@@ -13,9 +13,8 @@ pytest.importorskip("transformers", reason="trainers need transformers: pip inst
 
 import torch
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from holdfast.harness.cli.app import app
 from holdfast.rl.config.toml import load_config, resolved
 from holdfast.rl.run.policy import task_of
 from holdfast.rl.run.run_directory import RunDirectory
@@ -23,7 +22,7 @@ from holdfast.rl.run.run_events import RunResumed, StepTrained
 from holdfast.rl.run.saved_versions import SavedVersions
 from holdfast.rl.trainers.training import weights_digest
 from support.programs.forked_programs import run_holdfast
-from support.rl.training_runs import configured
+from support.rl.training_runs import configured, invoke
 from support.source_tree import ROOT
 
 PYTHON = ROOT / ".venv" / "extras" / "titan" / "bin" / "python"
@@ -49,7 +48,7 @@ TITAN: dict[str, object] = {
 
 def holdfast(*words: str) -> Result:
     """A command of `holdfast rl`, in this interpreter, which has no TorchTitan."""
-    done = CliRunner().invoke(app, ["rl", *words])
+    done = invoke("rl", *words)
     assert done.exit_code == 0, done.output
     return done
 

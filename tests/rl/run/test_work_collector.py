@@ -16,10 +16,8 @@ from typing import Any
 import msgspec
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
 from holdfast.comms.transport.liveness import this_host
-from holdfast.harness.cli.app import app
 from holdfast.harness.training.live_view import LiveView
 from holdfast.harness.training.report import RunFacts
 from holdfast.rl.actors.service import ReplicaStatus, ServiceStatus
@@ -27,7 +25,7 @@ from holdfast.rl.run.run_directory import RunDirectory, RunDirectoryUnusable, Ru
 from holdfast.rl.run.run_events import Activity, ProcessorTime, ProcessStarted, RunResumed
 from holdfast.rl.run.telemetry import RunTelemetry
 from holdfast.rl.telemetry import TrainerStatus, WorkLog, WorkReport, processor_with_descendants
-from support.rl.training_runs import WIDE
+from support.rl.training_runs import invoke
 from support.waiting import PATIENCE, next_line
 
 
@@ -144,18 +142,18 @@ def test_top_shows_trainers_and_replicas_and_a_driver_that_is_silent(tmp_path: P
     trainers = {"trainer-0": first, "trainer-1": msgspec.structs.replace(second, rank=None)}
     for age, ended, words in ((0.0, False, "running"), (60.0, False, "last heard 1 min"), (60.0, True, "ended")):
         RunDirectory(tmp_path).write_status(status_of(9, time=time.time() - age, ended=ended, trainers=trainers))
-        shown = CliRunner().invoke(app, ["top", str(tmp_path), "--once"], env=WIDE)
+        shown = invoke("top", tmp_path, "--once")
         assert shown.exit_code == 0 and words in shown.output
         for part in ("step 6 of 40", "rank 0, epoch 2", "spare", "generator-4", "5 queued", "3 replicas lost"):
             assert part in shown.output
-    assert '"restarts": 3' in CliRunner().invoke(app, ["top", str(tmp_path), "--json"]).output
+    assert '"restarts": 3' in invoke("top", tmp_path, "--json").output
 
 
 def test_top_looks_at_each_process_of_a_run_whose_driver_has_ended(tmp_path: Path) -> None:
     dead = subprocess.Popen(["true"])
     dead.wait(PATIENCE)
     RunDirectory(tmp_path).write_status(status_of(dead.pid, os.getpid(), driver=dead.pid, host=this_host()))
-    lines = CliRunner().invoke(app, ["top", str(tmp_path), "--once"], env=WIDE).output.splitlines()
+    lines = invoke("top", tmp_path, "--once").output.splitlines()
     names = ("driver", "trainer-0", "trainer-1", "generator-4")
     said = {name: next(line for line in lines if name in line) for name in names}
     assert f"its driver (pid {dead.pid}) has ended; holdfast rl resume" in said["driver"]

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from holdfast.rl.config.named_code import load_code
 from holdfast.rl.environments.environment import Action
-from holdfast.rl.environments.registry import environment_factory, open_session
+from holdfast.rl.environments.registry import open_session
 from holdfast.rl.environments.sandbox import Sandbox
-from holdfast.rl.errors import EpisodeOver, UnknownEnvironment
+from holdfast.rl.errors import EpisodeOver
 from support.source_tree import ROOT
 
 NAME = f"python:{ROOT / 'examples' / 'rl' / 'coder.py'}:CoderEnvironment"
@@ -31,16 +31,12 @@ def coder(sandbox: Sandbox) -> Iterator[Any]:
     environment.close()
 
 
-@given(st.integers(0, 2**63))
-def test_a_seed_is_a_problem(seed: int) -> None:
-    assert coding_problem(seed) == coding_problem(seed)
-    assert len(coding_problem(seed, 5).tests) == 5
-
-
-def test_there_are_hundreds_of_problems_of_every_family() -> None:
+def test_a_seed_is_a_problem_and_there_are_hundreds_of_every_family() -> None:
     problems = [coding_problem(seed) for seed in range(500)]
+    assert problems == [coding_problem(seed) for seed in range(500)]
     assert {problem.family for problem in problems} == set(FAMILIES)
     assert len({problem.prompt for problem in problems}) > 450
+    assert len(coding_problem(2**63, 5).tests) == 5
 
 
 def test_the_solution_of_every_family_passes_all_tests_and_an_empty_answer_none(sandbox: Sandbox) -> None:
@@ -75,11 +71,6 @@ def test_it_is_an_environment_by_name(sandbox: Sandbox) -> None:
             return (await session.step(Action(coding_problem(11, 2).solution))).reward
 
     assert asyncio.run(episode()) == 1.0
-
-
-def test_options_that_cannot_be_are_refused() -> None:
-    with pytest.raises(UnknownEnvironment, match="tests=0 must be in 1 to 100"):
-        environment_factory(f"{NAME}?tests=0")()
 
 
 @pytest.mark.parametrize(

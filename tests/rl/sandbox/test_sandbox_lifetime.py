@@ -9,7 +9,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,15 @@ def own(sandbox: Sandbox) -> Iterator[Sandbox]:
         yield started
 
 
+@contextmanager
+def sleeping(box: Sandbox, limits: Limits = PATIENT) -> Iterator[tuple[Future[SandboxResult], list[int]]]:
+    """A run of two processes that sleep, and the processes below the sandbox's own."""
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(box.run, SLEEP, "", limits)
+        eventually(lambda: len(descendants(box.pid or 0)) == 3, 30.0)
+        yield run, descendants(box.pid or 0)
+
+
 def test_eight_runs_at_once_do_not_mix(sandbox: Sandbox) -> None:
     code = "import os, time\nname = input()\nopen('mine', 'w').write(name)\ntime.sleep(0.1)\nprint(open('mine').read())"
     names = [f"run {number}" for number in range(8)]
@@ -72,10 +82,8 @@ def test_fork_bombs_leave_room_for_an_honest_run(sandbox: Sandbox) -> None:
 
 
 def test_a_run_that_is_stopped_from_outside_ends_by_the_wall_limit(own: Sandbox) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        run = pool.submit(own.run, SLEEP, "", Limits(wall_seconds=2.0))
-        eventually(lambda: len(descendants(own.pid or 0)) == 3, 30.0)
-        for pid in descendants(own.pid or 0):
+    with sleeping(own, Limits(wall_seconds=2.0)) as (run, below):
+        for pid in below:
             os.kill(pid, signal.SIGSTOP)
         assert run.result(60.0).reason == "timeout"
     eventually(lambda: descendants(own.pid or 0) == [])
@@ -84,19 +92,14 @@ def test_a_run_that_is_stopped_from_outside_ends_by_the_wall_limit(own: Sandbox)
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_run_whose_process_is_killed_costs_itself_alone(own: Sandbox, which: int) -> None:
     """The first process of the run, or the one that executes the code."""
-    with ThreadPoolExecutor(1) as pool:
-        run = pool.submit(own.run, SLEEP, "", PATIENT)
-        eventually(lambda: len(descendants(own.pid or 0)) == 3, 30.0)
-        os.kill(descendants(own.pid or 0)[which], signal.SIGKILL)
+    with sleeping(own) as (run, below):
+        os.kill(below[which], signal.SIGKILL)
         assert run.result(60.0).reason == ("lost", "killed")[which]
     assert own.run("print(1)").stdout == "1\n"
 
 
 def test_a_template_that_is_killed_costs_its_runs_and_is_replaced(own: Sandbox) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        run = pool.submit(own.run, SLEEP, "", PATIENT)
-        eventually(lambda: len(descendants(own.pid or 0)) == 3, 30.0)
-        below = descendants(own.pid or 0)
+    with sleeping(own) as (run, below):
         os.kill(own.pid or 0, signal.SIGKILL)
         assert run.result(60.0).reason == "lost"
     eventually(lambda: living(below) == [])
@@ -110,15 +113,11 @@ SLOW = "import time\ndef f(x):\n    time.sleep(1.0)\n    return x"
 example: Any = sys.modules[load_code(f"{ROOT / 'examples' / 'rl' / 'coder.py'}:run_tests").__module__]
 
 
-def kill_when_it_runs(own: Sandbox) -> None:
-    eventually(lambda: len(descendants(own.pid or 0)) == 2, 30.0)
-    os.kill(own.pid or 0, signal.SIGKILL)
-
-
 def test_a_right_solution_passes_although_its_judge_is_killed(own: Sandbox) -> None:
     with ThreadPoolExecutor(1) as pool:
         judged = pool.submit(example.run_tests, SLOW, [example.CallTest("f", (1,), 1)], PATIENT, sandbox=own)
-        kill_when_it_runs(own)
+        eventually(lambda: len(descendants(own.pid or 0)) == 2, 30.0)
+        os.kill(own.pid or 0, signal.SIGKILL)
         assert judged.result(60.0).fraction == 1.0
 
 
@@ -131,10 +130,7 @@ def test_a_solution_whose_judge_is_killed_again_and_again_has_no_score(own: Sand
 
 def test_closing_ends_what_still_runs() -> None:
     sandbox = Sandbox()
-    with ThreadPoolExecutor(1) as pool:
-        run = pool.submit(sandbox.run, SLEEP, "", PATIENT)
-        eventually(lambda: len(descendants(sandbox.pid or 0)) == 3, 30.0)
-        below = descendants(sandbox.pid or 0)
+    with sleeping(sandbox) as (run, below):
         sandbox.close()
         assert run.result(60.0).reason == "lost"
     eventually(lambda: living(below) == [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,8 @@ class Site:
         self.url = f"sqlite://{folder}/weights.sqlite"
         self.store = WeightStore(self.url, replicas=1, keep=20)
         self._jobs = 0
-        self._open: list[Any] = []
+        self.opened = contextlib.ExitStack()
+        self.opened.callback(self.store.close)
 
     def trainer(self, config: RunConfig, checkpoints: str = "") -> TrainerActor:
         self._jobs += 1
@@ -71,24 +73,18 @@ class Site:
             "backend": "shm",
             "size": 1,
         }
-        self._open.append(TrainerActor(config, SOURCE, self.url, session, checkpoints))
-        return self._open[-1]
+        trainer = TrainerActor(config, SOURCE, self.url, session, checkpoints)
+        return self.opened.enter_context(contextlib.closing(trainer))
 
     def generator(self) -> TransformersGenerator:
-        self._open.append(TransformersGenerator(SOURCE, self.url))
-        return self._open[-1]
-
-    def close(self) -> None:
-        for each in reversed(self._open):
-            each.close()
-        self.store.close()
+        return self.opened.enter_context(contextlib.closing(TransformersGenerator(SOURCE, self.url)))
 
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
     found = Site(tmp_path)
-    yield found
-    found.close()
+    with found.opened:
+        yield found
 
 
 async def batch_for(generator: TransformersGenerator, step: int, version: int | None = None) -> Batch:

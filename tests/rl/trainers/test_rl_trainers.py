@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import os
 import signal
 import time
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +24,12 @@ from holdfast.ft.event_lines import event_of
 from holdfast.ft.processes.zygote_client import zygote
 from holdfast.harness import LocalCluster, RankFailed
 from holdfast.harness.invariants import check
-from holdfast.rl.config.run_config import RunConfig
-from holdfast.rl.grpo.batch import EncodedBatch
+from holdfast.rl.config.run_config import Algorithm, Objective, RunConfig
+from holdfast.rl.grpo.batch import BatchColumns, EncodedBatch, TrainingTokens, collate
+from holdfast.rl.grpo.loss import loss
 from holdfast.rl.trainers.training import Training
 from holdfast.store import WeightStore
-from support.rl.small_batches import objective, random_batch, tiny_llama, trainer_config
+from support.rl.small_batches import GROUPS, objective, random_batch, random_groups, tiny_llama, trainer_config
 from support.waiting import eventually
 
 QUICK = Timeouts(heartbeat=0.2, suspect=2.0, operation=40.0, rebuild=20.0, join=20.0)
@@ -207,6 +211,60 @@ def test_both_strategies_learn_alike(alone: Any) -> None:
     """Losses and norms agree up to rounding, so they are the same algorithm."""
     for mine, other in zip(alone["fsdp2"][1], alone["ddp"][1], strict=True):
         assert mine == pytest.approx(other, rel=1e-3, abs=1e-6)
+
+
+def predicted(model: torch.nn.Module, made: TrainingTokens, temperature: float) -> torch.Tensor:
+    logits = model(input_ids=made.tokens, attention_mask=made.attention).logits[:, :-1] / temperature
+    return logits.log_softmax(-1).gather(2, made.tokens[:, 1:, None])[:, :, 0]
+
+
+def trained_plainly(
+    chosen: Objective, batches: int, updates: int, temperature: float, rate: float
+) -> list[tuple[int, float, float]]:
+    """Step, mean loss and last norm of each batch, by a loop over one whole model."""
+    model, frozen = SOURCE.build(), SOURCE.build().requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
+    reports = []
+    for step in range(0, batches * updates, updates):
+        groups, losses, norm = random_groups(step), [], math.nan
+        edges = [GROUPS * part // updates for part in range(updates + 1)]
+        parts = [collate(BatchColumns.of(groups[slice(*each)]), chosen) for each in pairwise(edges)]
+        with torch.no_grad():
+            old, reference = ([predicted(each, made, temperature) for made in parts] for each in (model, frozen))
+        for made, before, apart in zip(parts, old, reference, strict=True):
+            inputs = dataclasses.replace(made.inputs, reference=apart)
+            behind = before if chosen.truncation else inputs.generated
+            found = loss(predicted(model, made, temperature), behind, inputs, chosen)
+            optimizer.zero_grad()
+            torch.autograd.backward(found)
+            norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+            optimizer.step()
+            losses.append(found.item())
+        reports.append((step, sum(losses) / len(losses), norm))
+    return reports
+
+
+ALGORITHMS: tuple[Algorithm, ...] = ("grpo", "dr_grpo", "dapo", "gspo")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "updates", "truncation"),
+    [
+        *((each, 3, 1.2) for each in ALGORITHMS),
+        *(pytest.param(each, 1, 0.0, marks=pytest.mark.thorough if each != "grpo" else ()) for each in ALGORITHMS),
+    ],
+)
+def test_a_trainer_minimises_the_loss_of_its_algorithm(algorithm: Algorithm, updates: int, truncation: float) -> None:
+    """Clip, truncation, KL and masks. The old policy is that before the batch's first update."""
+    plain: dict[str, Any] = {"batches": 2, "updates": updates, "temperature": 0.8, "rate": 0.02}
+    chosen = objective(algorithm, truncation=truncation, kl=0.05, clip_low=0.003, clip_high=0.006)
+    wanted = trained_plainly(chosen, **plain)
+    _, found = run("ddp", 1, objective=chosen, **plain, rate_warmup=1, rate_floor=1.0)
+    for mine, other in zip(found, wanted, strict=True):
+        assert mine == pytest.approx(other, rel=2e-3, abs=1e-5)
+    if updates > 1:
+        unclipped = objective(algorithm, truncation=truncation, kl=0.05, clip_low=0.999, clip_high=1e6)
+        assert trained_plainly(unclipped, **plain)[0] != pytest.approx(wanted[0], rel=2e-3, abs=1e-5)
 
 
 @with_shards

@@ -13,6 +13,7 @@ from typing import Any
 
 from holdfast.rl.environments.environment import Action, Environment, Observation
 from holdfast.rl.environments.registry import register
+from holdfast.rl.environments.session import EnvironmentSession
 from support.children import Child
 
 
@@ -50,6 +51,18 @@ def _serve(pipe: Connection, name: str, port: int, options: Mapping[str, Any]) -
     os.closerange(pipe.fileno() + 1, 65536)
     register_bad_ones()
     asyncio.run(serve(name, "127.0.0.1", port, on_start=pipe.send, **options))
+
+
+async def guess(session: EnvironmentSession, seed: int) -> list[Any]:
+    """Play `guess` by bisection: the texts and the last reward."""
+    observation = await session.reset(seed)
+    texts, low, high = [observation.text], 1, 100
+    while not observation.done:
+        middle = (low + high) // 2
+        observation = await session.step(str(middle))
+        texts.append(observation.text)
+        low, high = (middle + 1, high) if observation.text == "higher" else (low, middle - 1)
+    return [texts, observation.reward]
 
 
 @contextmanager

@@ -1,10 +1,12 @@
-"""The event loop of a test."""
+"""The event loop of a test, and a wait in it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
+
+from support.waiting import PATIENCE
 
 T = TypeVar("T")
 
@@ -23,3 +25,10 @@ def run(body: Coroutine[Any, Any, T], seconds: float = 60.0) -> T:
         raise AssertionError(f"left behind: {left}")
 
     return asyncio.run(whole())
+
+
+async def until(holds: Callable[[], Any], seconds: float = 2 * PATIENCE) -> None:
+    """Return once `holds()`; fails the test if that takes longer than `seconds`."""
+    async with asyncio.timeout(seconds):
+        while not holds():
+            await asyncio.sleep(0.005)

@@ -7,6 +7,9 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from typer.testing import CliRunner, Result
+
+from holdfast.harness.cli.app import app
 from holdfast.harness.training import PRELOAD
 from holdfast.rl.actors.engine import Engine, LocalEngine
 from holdfast.rl.config.run_config import RunConfig
@@ -16,9 +19,6 @@ from holdfast.rl.run.run_events import Event, ProcessLost, ProcessStarted, StepT
 from holdfast.rl.run.training_run import RunResult, TrainingRun
 
 Watch = Callable[[Event], None]
-
-WIDE = {"COLUMNS": "240"}
-"""The terminal in which tests run commands: so wide that the path of a test's folder breaks no line."""
 
 SMALL = """
 steps = 3
@@ -77,6 +77,11 @@ def run(
 
     with RunDirectory(directory).open() as opened:
         return asyncio.run(body())
+
+
+def invoke(*words: object) -> Result:
+    """What a command of `holdfast` prints, and its exit code. The path of a test's folder breaks no line."""
+    return CliRunner().invoke(app, [str(word) for word in words], env={"COLUMNS": "240"})
 
 
 class Killer:
