@@ -32,6 +32,8 @@ from support.source_tree import ROOT, modules, parsed
 EXAMPLE = ROOT / "examples" / "rl" / "arithmetic.toml"
 PYTHON = '[[reward]]\nkind = "python"\nfunction = '
 GUESS = '[evaluation]\nprompts = 8\n[environment]\nname = "guess"\n'
+VLLM = '[generator]\nkind = "vllm"\n'
+TITAN = '[trainer]\nkind = "titan"\n'
 HOSTS = '[engine]\nhosts = ["tcp://a:1"]\n'
 
 
@@ -127,37 +129,25 @@ kind = "fancy"
         ('[generator]\npython = "/x"', "run.toml:2: generator.python: only vllm"),
         ('[generator]\non_update = "wait"', "run.toml:2: generator.on_update: only vllm pauses so"),
         ("[generator]\ntensor_parallel = 2", "run.toml:2: generator.tensor_parallel: only vllm"),
-        (
-            '[generator]\nkind = "vllm"\npython = "absent"',
-            "run.toml:2: generator.kind: vllm is not installed: there is no",
-        ),
-        (
-            '[generator]\nkind = "vllm"\n[store]\ncast = "bf16"',
-            "run.toml:4: store.cast: vllm's workers read every bit",
-        ),
-        ('[generator]\nkind = "vllm"\nupdate = "drain"', "run.toml:3: generator.update: vllm pauses as"),
-        ('[generator]\nkind = "vllm"\n[sampling]\ntop_p = 0.5', "run.toml:4: sampling.top_p: vllm has no log-probs"),
+        (VLLM + 'python = "absent"', "run.toml:2: generator.kind: vllm is not installed: there is no"),
+        (VLLM + '[store]\ncast = "bf16"', "run.toml:4: store.cast: vllm's workers read every bit"),
+        (VLLM + 'update = "drain"', "run.toml:3: generator.update: vllm pauses as"),
+        (VLLM + "[sampling]\ntop_p = 0.5", "run.toml:4: sampling.top_p: vllm has no log-probs"),
         ('[trainer]\npython = "/x"', "run.toml:2: trainer.python: only titan"),
+        (TITAN + 'python = "absent"', "run.toml:2: trainer.kind: titan is not installed: there is no"),
+        (TITAN + 'strategy = "ddp"', "run.toml:3: trainer.strategy: TorchTitan shares"),
+        (TITAN + "[model]\nlora_rank = 2", "run.toml:4: model.lora_rank: TorchTitan's models"),
         (
-            '[trainer]\nkind = "titan"\npython = "absent"',
-            "run.toml:2: trainer.kind: titan is not installed: there is no",
-        ),
-        ('[trainer]\nkind = "titan"\nstrategy = "ddp"', "run.toml:3: trainer.strategy: TorchTitan shares"),
-        ('[trainer]\nkind = "titan"\n[model]\nlora_rank = 2', "run.toml:4: model.lora_rank: TorchTitan's models"),
-        (
-            '[trainer]\nkind = "titan"\nreplicas = 3\n[titan]\ntensor_parallel_degree = 2',
+            TITAN + "replicas = 3\n[titan]\ntensor_parallel_degree = 2",
             "run.toml:3: trainer.replicas: must be a multiple of 2",
         ),
         ("[titan]\ntensor_parallel_degree = 2", "run.toml:2: titan.tensor_parallel_degree: it is for trainers"),
         ("[titan]\ntensor_parallel = 2", "run.toml:2: titan.tensor_parallel: no such field; did you mean"),
         (
-            '[trainer]\nkind = "titan"\n[titan]\nconfig = "a:b"\ntensor_parallel_degree = 2',
+            TITAN + '[titan]\nconfig = "a:b"\ntensor_parallel_degree = 2',
             "run.toml:5: titan.tensor_parallel_degree: titan.config says it already",
         ),
-        (
-            '[trainer]\nkind = "titan"\n[titan]\nconfig = "llama3_8b"',
-            "run.toml:4: titan.config: write it as torchtitan.models.",
-        ),
+        (TITAN + '[titan]\nconfig = "llama3_8b"', "run.toml:4: titan.config: write it as torchtitan.models."),
         ('[engine]\nkind = "local"\nhosts = ["a"]', "run.toml:3: engine.hosts: the local engine"),
         (HOSTS.replace("tcp:", "udp:"), "run.toml:2: engine.hosts: 'udp://a:1' is no address of a host"),
         (HOSTS.replace('["', '["slurm", "'), "run.toml:2: engine.hosts: 'slurm' is no address of a host"),
@@ -308,7 +298,7 @@ def test_a_resume_may_change_how_many_processes_work_but_not_what_they_compute()
 
 
 def test_the_refusal_of_a_missing_environment_names_the_command_that_makes_it(tmp_path: Path) -> None:
-    (problem,) = refused('[generator]\nkind = "vllm"\npython = "absent/python"', folder=tmp_path)
+    (problem,) = refused(VLLM + 'python = "absent/python"', folder=tmp_path)
     assert problem.endswith(f"there is no interpreter {tmp_path / 'absent' / 'python'}; run make extra-vllm")
 
 
@@ -316,7 +306,7 @@ def test_an_interpreter_is_found_from_the_folder_of_the_document_on(tmp_path: Pa
     python = tmp_path / "env" / "python"
     python.parent.mkdir()
     python.symlink_to(sys.executable)
-    config = parse_config('[generator]\nkind = "vllm"\npython = "env/python"', "run.toml", folder=tmp_path)
+    config = parse_config(VLLM + 'python = "env/python"', "run.toml", folder=tmp_path)
     assert placed(config, tmp_path).generator.python == str(python)
     assert extra_python("vllm", placed(config, tmp_path).generator.python) == python
 

@@ -124,26 +124,21 @@ def test_a_driver_that_is_killed_leaves_a_directory_that_the_next_one_opens(
             assert versions[begin:end] == list(range(end - begin))
 
 
-def test_events_are_in_the_directory_before_an_observer_gets_them(tmp_path: Path) -> None:
-    heard: list[int] = []
+def test_an_activity_is_in_the_directory_before_an_observer_gets_it_unless_its_block_raises(tmp_path: Path) -> None:
+    heard: list[tuple[Event, int]] = []
     with RunDirectory(tmp_path).open() as directory:
-        telemetry = RunTelemetry(directory, (lambda _: heard.append(len(list(directory.events()))),))
-        for version in range(3):
-            telemetry.emit(CopiesRestored(time=telemetry.now(), versions=version))
-    assert heard == [1, 2, 3]
-
-
-def test_an_activity_is_emitted_unless_its_block_raises(tmp_path: Path) -> None:
-    heard: list[Event] = []
-    with RunDirectory(tmp_path).open() as directory:
-        telemetry = RunTelemetry(directory, (heard.append,), began=100.0)
-        with telemetry.doing("trainer-0", "trainer", "train", 7):
-            pass
-        with pytest.raises(ZeroDivisionError), telemetry.doing("trainer-0", "trainer", "train", 8):
+        observers = (lambda event: heard.append((event, len(list(directory.events())))),)
+        telemetry = RunTelemetry(directory, observers, began=100.0)
+        for number in (7, 8):
+            with telemetry.doing("trainer-0", "trainer", "train", number):
+                pass
+        with pytest.raises(ZeroDivisionError), telemetry.doing("trainer-0", "trainer", "train", 9):
             raise ZeroDivisionError
-    (activity,) = heard
-    assert isinstance(activity, Activity) and activity.number == 7 and activity.seconds >= 0.0
-    assert activity.time >= 100.0, "a resumed run goes on at the time at which it stood"
+    activities, written = zip(*heard, strict=True)
+    assert [each.number for each in activities if isinstance(each, Activity)] == [7, 8] and written == (1, 2)
+    for each in activities:
+        assert each.seconds >= 0.0
+        assert each.time >= 100.0, "a resumed run goes on at the time at which it stood"
 
 
 def test_tensorboard_gets_the_scalars_of_steps_and_evaluations(tmp_path: Path) -> None:
