@@ -55,7 +55,8 @@ def flood(ports: list[int], count: int) -> Iterator[None]:
 
 
 def test_a_flood_of_the_metrics_port_leaves_room_and_time_for_a_scrape() -> None:
-    """One thread serves all connections, and holds few of their descriptors."""
+    """One thread serves all connections, and gives strangers a share of the descriptors."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     server = metrics.MetricsServer("127.0.0.1", 0, lambda: ("text/plain", b"a page"))
     try:
         threads = set(threading.enumerate())
@@ -65,18 +66,9 @@ def test_a_flood_of_the_metrics_port_leaves_room_and_time_for_a_scrape() -> None
             assert said == b"a page"
             assert set(threading.enumerate()) <= threads
             assert len(server._listener._strangers) <= metrics.MOST
-    finally:
-        server.close()
-
-
-def test_a_listener_gives_strangers_a_share_of_the_descriptors() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    server = metrics.MetricsServer("127.0.0.1", 0, lambda: ("text/plain", b"a page"))
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
-        assert server._listener.most == 8
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        assert server._listener.most == metrics.MOST
+        for limit, most in ((64, 8), (soft, metrics.MOST)):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+            assert server._listener.most == most
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         server.close()

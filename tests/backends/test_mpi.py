@@ -46,42 +46,41 @@ def two() -> Iterator[LocalCluster]:
         yield cluster
 
 
-def _note_a_request_at_ctrl_c(comm: Communicator) -> int:
-    import _thread
-
-    from holdfast.backends.mpi.under_way import UnderWay
-
-    under_way = UnderWay()
-    with pytest.raises(KeyboardInterrupt):
-        under_way.begin(_thread.interrupt_main, (), b"memory")  # the handler runs at the next bytecode
-    return len(under_way.requests)
-
-
 def test_ctrl_c_loses_no_request_that_has_begun(two: LocalCluster) -> None:
     """MPI would go on to write to memory that is free."""
-    assert two.run(_note_a_request_at_ctrl_c) == [1, 1]
 
+    def body(comm: Communicator) -> int:
+        import _thread
 
-def _forget_a_receive_that_fails(comm: Communicator) -> tuple[int, int]:
-    from holdfast.backends.mpi.under_way import UnderWay
+        from holdfast.backends.mpi.under_way import UnderWay
 
-    class Failing:
-        def Test(self) -> bool:  # noqa: N802  (MPI's name)
-            raise AssertionError("its owner would take the failed receive for a complete one")
+        under_way = UnderWay()
+        with pytest.raises(KeyboardInterrupt):
+            under_way.begin(_thread.interrupt_main, (), b"memory")  # the handler runs at the next bytecode
+        return len(under_way.requests)
 
-    under_way: Any = UnderWay()
-    under_way.keep(Failing(), b"memory")
-    under_way.forget_completed()
-    kept = len(under_way.requests)
-    from mpi4py import MPI
-
-    under_way.requests[:] = [(MPI.Request(), b"memory")]  # as its owner's test leaves it
-    under_way.forget_completed()
-    return kept, len(under_way.requests)
+    assert two.run(body) == [1, 1]
 
 
 def test_a_request_that_has_an_owner_is_not_tested_by_another(two: LocalCluster) -> None:
-    assert two.run(_forget_a_receive_that_fails) == [(1, 0), (1, 0)]
+    def body(comm: Communicator) -> tuple[int, int]:
+        from mpi4py import MPI
+
+        from holdfast.backends.mpi.under_way import UnderWay
+
+        class Failing:
+            def Test(self) -> bool:  # noqa: N802  (MPI's name)
+                raise AssertionError("its owner would take the failed receive for a complete one")
+
+        under_way: Any = UnderWay()
+        under_way.keep(Failing(), b"memory")
+        under_way.forget_completed()
+        kept = len(under_way.requests)
+        under_way.requests[:] = [(MPI.Request(), b"memory")]  # as its owner's test leaves it
+        under_way.forget_completed()
+        return kept, len(under_way.requests)
+
+    assert two.run(body) == [(1, 0), (1, 0)]
 
 
 @pytest.fixture(scope="module")

@@ -77,7 +77,7 @@ def blocked() -> Iterator[Callable[..., None]]:
 # Timeouts -----------------------------------------------------------------------------------------------------------
 
 
-def test_each_op_has_its_own_timeout_which_torch_takes_from_the_group() -> None:
+def test_each_op_has_its_own_timeout_which_torch_takes_from_the_group_when_it_starts() -> None:
     group = Recording()
     transport, ones = over(group), torch.ones(2)
     transport.all_reduce(ones, ReduceOp.SUM, soon(2.0))
@@ -88,11 +88,8 @@ def test_each_op_has_its_own_timeout_which_torch_takes_from_the_group() -> None:
         "_set_default_timeout(2 s)", "allreduce", "allreduce", "_set_default_timeout(0.5 s)", "broadcast",
         "_set_default_timeout(1e+08 s)", "_start_coalescing", "send", "_end_coalescing",
     ]  # fmt: skip
-
-
-def test_torchs_group_applies_the_timeout_that_is_set_when_an_op_starts() -> None:
     transport = OnTheHost(0, 1, dist.HashStore())
-    transport.all_reduce(torch.ones(2), ReduceOp.SUM, soon(2.0))
+    transport.all_reduce(ones, ReduceOp.SUM, soon(2.0))
     assert isinstance(transport._group, LikeNccl)
     assert transport._group.options._timeout == timedelta(seconds=2)
 
@@ -100,7 +97,12 @@ def test_torchs_group_applies_the_timeout_that_is_set_when_an_op_starts() -> Non
 # Connecting ---------------------------------------------------------------------------------------------------------
 
 
-def test_connecting_ends_when_a_peer_dies_or_the_view_is_superseded(blocked: Callable[..., None]) -> None:
+def test_connecting_is_the_first_op_and_ends_when_a_peer_dies_or_the_view_is_superseded(
+    blocked: Callable[..., None],
+) -> None:
+    group = Recording()
+    over(group).connect_ranks(soon(), lambda: None)
+    assert [each for each in group.calls if not each.startswith("_set")] == ["allreduce"]
     transport = over(Recording(allreduce=blocked, abort=blocked))
     threading.Timer(0.1, transport.abort, (PeerFailed((1,), "gone"),)).start()
     with pytest.raises(PeerFailed, match="gone"):
@@ -132,7 +134,9 @@ def test_a_rank_that_cannot_connect_is_not_held_up_by_the_end_of_its_group(
     eventually(lambda: ended == ["abort"])
 
 
-def test_each_communicator_waits_for_late_ranks_by_its_own_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_communicator_waits_for_late_ranks_by_its_own_deadline_or_until_its_epoch_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Torch's own wait has the bound of the process, so it begins later."""
     arrived: list[int] = []
 
@@ -155,20 +159,10 @@ def test_each_communicator_waits_for_late_ranks_by_its_own_deadline(monkeypatch:
     late.start()
     connect(0, store, 20.0)
     late.join()
-
-
-def test_waiting_for_late_ranks_ends_with_the_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl, "NcclTransport", lambda *_: over(Recording()))
     place = context(0, "cuda", "aa")
     place.over = lambda: HoldfastError("another view")
     with pytest.raises(HoldfastError, match="another view"):
         nccl.connect_over(place, "nccl")
-
-
-def test_nccl_connects_with_the_first_op_not_eagerly() -> None:
-    group = Recording()
-    over(group).connect_ranks(soon(), lambda: None)
-    assert [each for each in group.calls if not each.startswith("_set")] == ["allreduce"]
 
 
 # Ends ---------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from holdfast.comms.errors import Revoked
-from holdfast.ft import Session, Timeouts, View, faultpoints
+from holdfast.ft import Session, Timeouts, faultpoints
 from holdfast.ft.event_lines import event_of
 from holdfast.ft.membership.events import CasFailed, CasWon, ViewRead
 from holdfast.ft.node.register import Register, RegisterClient, RegisterThreads
@@ -27,7 +27,6 @@ from holdfast.ft.registers import RegisterAway, RegisterBusy, open_cell, sqlite
 from holdfast.harness import LocalCluster
 from holdfast.harness.invariants import check
 from support.children import Child
-from support.meeting import in_threads
 from support.rpc_servers import in_a_loop
 from support.views import view_of
 from support.waiting import PATIENCE
@@ -200,17 +199,7 @@ def test_no_member_is_sent_an_older_value_after_a_newer_one() -> None:
         table.values(1, ("n",))
 
 
-# -- values cached with a view
-
-
-def test_a_value_cached_with_a_view_is_the_same_in_all_threads() -> None:
-    made: list[object] = []
-
-    def ask(view: View, of: object) -> None:
-        made.extend(view.remember("x", of, lambda: (of, view.epoch)) for _ in range(200))
-
-    in_threads(4, lambda number: ask(VIEW, number % 2))
-    assert set(made) == {(0, 1), (1, 1)}
+# -- forks
 
 
 def a_reader(pipe: Connection, url: str) -> None:

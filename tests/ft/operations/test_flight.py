@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import stat
 import threading
 import time
@@ -20,7 +19,6 @@ from holdfast.ft.events import StepBegun
 from holdfast.ft.telemetry import flight
 from holdfast.ft.telemetry.flight import BadRecording, OpStatus, RecordingState, decode, find, read
 from holdfast.ft.telemetry.flight.recorder import FlightRecorder, open_recorder
-from holdfast.harness import LocalCluster
 from support.waiting import PATIENCE
 
 TENSOR = torch.ones(2, 3)
@@ -154,32 +152,6 @@ def test_a_recording_can_be_read_while_it_is_written(tmp_path: Path) -> None:
     finally:
         over.set()
         writer.join()
-
-
-def _train(session: Any) -> None:
-    """Three steps; the process that is rank 1 in the first step is killed in the second."""
-    victim = False
-    for attempt in session.steps(3):
-        victim = victim or (attempt.step == 0 and attempt.rank == 1)
-        with attempt:
-            if attempt.step == 1 and victim:
-                time.sleep(0.2)  # the other is inside by now
-                os.kill(os.getpid(), signal.SIGKILL)
-            attempt.comm.all_reduce(torch.ones(4))
-
-
-def test_a_job_records_by_default_and_a_killed_ranks_recording_is_readable() -> None:
-    with LocalCluster(2, "shm", spares=1, session={"min_size": 2}) as cluster, cluster.start(_train) as job:
-        job.results(timeout=60.0)
-        recordings = [read(path) for path in find(job.directory / "events")]
-    assert len(recordings) == 3
-    by_state = sorted(recordings, key=lambda recording: recording.state)
-    assert [recording.state for recording in by_state] == [RecordingState.OPEN, *[RecordingState.CLOSED] * 2]
-    killed = by_state[0]
-    assert (killed.ops[-1].signature.op, killed.ops[-1].step, killed.step) == ("barrier", 0, 1)
-    survivor = next(r for r in by_state[1:] if len({op.communicator.epoch for op in r.ops}) == 2)
-    (failed,) = [op for op in survivor.ops if op.status != OpStatus.DONE]
-    assert (failed.signature.op, failed.step, failed.failed_ranks) == ("all_reduce", 1, (1,))
 
 
 # Damaged recordings ----------------------------------------------------------------------------------------------

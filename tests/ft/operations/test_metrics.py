@@ -1,4 +1,4 @@
-"""Metrics: a scrape of a real job's endpoint, and invalid settings."""
+"""Metrics: a scrape of a real job's endpoint, beside its flight recordings, and invalid settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from holdfast.comms.errors import HoldfastError
 from holdfast.ft.event_lines import read_events, to_record
+from holdfast.ft.telemetry import flight
 from holdfast.ft.telemetry.event_log import EventLog
+from holdfast.ft.telemetry.flight import OpStatus, RecordingState
 from holdfast.ft.telemetry.metrics import Metrics, OpTally, ports
 from holdfast.harness import LocalCluster
 from support.programs.forked_programs import run_forked
@@ -53,24 +55,33 @@ def _train(session: Any, scraped_at: int) -> Samples:
     return said
 
 
-def test_a_scrape_of_a_job_that_lost_a_rank_has_all_counts() -> None:
+def test_a_job_that_lost_a_rank_has_counted_all_and_recorded_the_ops_of_all_ranks() -> None:
     with LocalCluster(3, "shm", environ={"HOLDFAST_METRICS_PORT": "0"}) as cluster, cluster.start(_train, 5) as job:
-        for said in job.results(timeout=60.0):
-            assert said["holdfast_members", ()] == 2
-            assert said["holdfast_step", ()] == 4
-            assert said["holdfast_epochs_total", ()] == 2
-            assert said["holdfast_failures_detected_total", ()] == 1
-            assert said["holdfast_rebuild_seconds_count", ()] == 2
-            for name in ("detection", "recovery", "resume"):
-                assert said[f"holdfast_{name}_seconds_count", ()] == 1
-                assert 0 < said[f"holdfast_{name}_seconds_sum", ()] < 30
-            assert said["holdfast_recovery_seconds_sum", ()] <= said["holdfast_resume_seconds_sum", ()]
-            ops = said["holdfast_op_seconds_count", (("op", "all_reduce"),)]
-            assert ops == 6  # five steps, one of them twice
-            assert said["holdfast_op_seconds_bucket", (("le", "+Inf"), ("op", "all_reduce"))] == ops
-            assert said["holdfast_op_bytes_total", (("op", "all_reduce"),)] == ops * 1024
-            assert said["holdfast_ops_failed_total", (("op", "all_reduce"),)] == 1
-            assert ("holdfast_heartbeats_missed_total", ()) in said
+        results = job.results(timeout=60.0)
+        recordings = [flight.read(path) for path in flight.find(job.directory / "events")]
+    for said in results:
+        assert said["holdfast_members", ()] == 2
+        assert said["holdfast_step", ()] == 4
+        assert said["holdfast_epochs_total", ()] == 2
+        assert said["holdfast_failures_detected_total", ()] == 1
+        assert said["holdfast_rebuild_seconds_count", ()] == 2
+        for name in ("detection", "recovery", "resume"):
+            assert said[f"holdfast_{name}_seconds_count", ()] == 1
+            assert 0 < said[f"holdfast_{name}_seconds_sum", ()] < 30
+        assert said["holdfast_recovery_seconds_sum", ()] <= said["holdfast_resume_seconds_sum", ()]
+        ops = said["holdfast_op_seconds_count", (("op", "all_reduce"),)]
+        assert ops == 6  # five steps, one of them twice
+        assert said["holdfast_op_seconds_bucket", (("le", "+Inf"), ("op", "all_reduce"))] == ops
+        assert said["holdfast_op_bytes_total", (("op", "all_reduce"),)] == ops * 1024
+        assert said["holdfast_ops_failed_total", (("op", "all_reduce"),)] == 1
+        assert ("holdfast_heartbeats_missed_total", ()) in said
+    killed, *survivors = sorted(recordings, key=lambda recording: recording.state)
+    assert [each.state for each in (killed, *survivors)] == [RecordingState.OPEN, *[RecordingState.CLOSED] * 2]
+    assert (killed.ops[-1].signature.op, killed.ops[-1].step, killed.step) == ("barrier", 1, 2)
+    for survivor in survivors:
+        assert len({op.communicator.epoch for op in survivor.ops}) == 2
+        (failed,) = [op for op in survivor.ops if op.status != OpStatus.DONE]
+        assert (failed.signature.op, failed.step, failed.failed_ranks) == ("all_reduce", 2, (1,))
 
 
 def metrics(asked: str, tally: OpTally | None = None) -> Metrics:
@@ -124,7 +135,9 @@ def test_numbers_stay_in_the_process_whatever_another_library_has_set(tmp_path: 
     text = """
 import sys, urllib.request
 from holdfast.ft.events import StepCommitted, ViewInstalled
+from holdfast.ft.telemetry import flight
 from holdfast.ft.telemetry.event_log import EventLog
+from holdfast.ft.telemetry.flight import OpStatus, RecordingState
 from holdfast.ft.telemetry.metrics import Metrics, OpTally
 events = EventLog("p0")
 metrics = Metrics("0", "job", events, OpTally(None), lambda: 0)

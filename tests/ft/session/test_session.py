@@ -94,35 +94,37 @@ def test_all_ranks_start_from_the_state_of_the_first() -> None:
 # -- deaths
 
 
-def test_survivors_continue_without_a_killed_rank(process_backend: str) -> None:
-    with cluster(3, process_backend) as ranks:
-        job = start_with_spares(ranks, strike=lambda job: job.kill(1))
-        results = job.results()
-        assert_exact(job, results, 2)
-    assert {result["size"] for result in results} == {2}
+KILLED: list[Any] = [
+    *((backend, 3, 0, (1,)) for backend in ("shm", "gloo", "ucx")),
+    ("shm", 3, 1, (0,)),
+    ("shm", 4, 1, (2, 1)),
+    pytest.param("mpi", 3, 0, (1,), marks=pytest.mark.thorough),
+    *(pytest.param(other, 3, 1, (0,), marks=pytest.mark.thorough) for other in BACKENDS),
+]
 
 
-@pytest.mark.parametrize("backend", ["shm", *(pytest.param(other, marks=pytest.mark.thorough) for other in BACKENDS)])
-def test_a_spare_takes_the_place_of_a_killed_rank_and_its_state(backend: str) -> None:
+@pytest.mark.parametrize(("backend", "size", "spares", "killed"), KILLED)
+def test_survivors_continue_and_a_spare_takes_the_place_of_a_killed_rank_and_its_state(
+    backend: str, size: int, spares: int, killed: tuple[int, ...]
+) -> None:
+    """Of two that are killed at once, the first has a spare."""
     before: list[int] = []
 
     def strike(job: Job) -> None:
-        before.extend(job.pid(rank) for rank in range(3))
-        job.kill(0)
+        before.extend(job.pid(rank) for rank in range(size))
+        for rank in killed:
+            job.kill(rank)
 
-    with cluster(3, backend, spares=1) as ranks:
+    with cluster(size, backend, spares=spares) as ranks:
         job = start_with_spares(ranks, strike=strike)
         results = job.results()
-        assert_exact(job, results, 3)
+        assert_exact(job, results, size + spares - len(killed))
+    assert {result["size"] for result in results} == {size + spares - len(killed)}
     pids = [result["pid"] for result in results]
-    assert pids[1:] == before[1:]
-    assert pids[0] not in before
-
-
-def test_the_job_survives_two_kills_at_once() -> None:
-    with cluster(4, spares=1) as ranks:
-        job = start_with_spares(ranks, strike=lambda job: (job.kill(2), job.kill(1)))
-        assert_exact(job, job.results(), 3)
+    stayed = [pid for rank, pid in enumerate(before) if rank not in killed]
+    assert [pid for pid in pids if pid in before] == stayed
+    if len(killed) == spares:
+        assert pids.index(before[1]) == 1, "survivors keep their ranks"
 
 
 def test_survivors_adopt_the_next_view_before_its_message_arrives() -> None:
@@ -153,43 +155,37 @@ def test_survivors_adopt_the_next_view_before_its_message_arrives() -> None:
         assert max(times) - min(times) < PATIENCE, "none was told by letter"
 
 
-def test_a_stopped_rank_is_fenced_and_replaced() -> None:
-    timeouts = Timeouts(heartbeat=0.1, suspect=0.5, operation=2 * PATIENCE, rebuild=10.0, join=15.0)
-    paused: list[tuple[int, float]] = []
-    with cluster(3, spares=1, timeouts=timeouts) as ranks:
-        job = start_with_spares(ranks, strike=lambda job: paused.append((job.pause(1), time.monotonic())))
-        fenced, results = job.wait_for("fenced"), job.results()
-        assert_exact(job, results, 3)
-    ((pid, began),) = paused
-    assert 0.3 < fenced["time"] - began < PATIENCE, "not when an op times out"
-    assert "stopped at each of" in fenced["reason"]
-    assert pid not in [result["pid"] for result in results]
-
-
-def test_ranks_that_lose_their_pidfds_still_fence_a_stopped_rank_and_see_a_dead_one() -> None:
-    """As under a container's profile: the calls fail, /proc and kill(2) take their place, and an event says so."""
+@pytest.mark.parametrize(("backend", "pidfds"), [("shm", True), ("gloo", False)])
+def test_a_stopped_rank_is_fenced_and_replaced_and_a_dead_one_is_seen(backend: str, pidfds: bool) -> None:
+    """Also under a container's profile: the calls fail, /proc and kill(2) take their place, and an event says so."""
 
     def refused(*_: object) -> Any:
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
-    def without_pidfds(session: Session, steps: int, hurry: str) -> dict[str, Any]:
-        os.pidfd_open = signal.pidfd_send_signal = refused
-        return tally_up(session, steps, 0.1, hurry=hurry)
+    def work(session: Session, steps: int, gate: str, hurry: str) -> dict[str, Any]:
+        if not pidfds:
+            os.pidfd_open = signal.pidfd_send_signal = refused
+        return tally_up(session, steps, 0.1, gate, hurry)
 
-    with cluster(4, "gloo") as ranks:
-        hurry = ranks.logs / "hurry"
-        job = ranks.start(without_pidfds, 150, str(hurry))
-        first = job.wait_for("committed", step=5)["epoch"]
-        job.pause(1)
+    timeouts = Timeouts(heartbeat=0.1, suspect=0.5, operation=2 * PATIENCE, rebuild=10.0, join=15.0)
+    with cluster(3, backend, spares=1, timeouts=timeouts) as ranks:
+        gate, hurry = ranks.logs / "gate", ranks.logs / "hurry"
+        job = ranks.start(work, 150, str(gate), str(hurry))
+        job.wait_for_spares()
+        first = job.wait_for("committed", step=2)["epoch"]
+        stopped, began = job.pause(1), time.monotonic()
+        gate.touch()
         fenced = job.wait_for("fenced")
         job.wait_for("committed", epoch=first + 1)
         job.kill(2)
         hurry.touch()
-        assert_exact(job, job.results(), 2, 150)
-        events = job.events()
+        results = job.results()
+        assert_exact(job, results, 2, 150)
+        lost = [event for event in job.events() if event["kind"] == "detector_lost"]
+    assert 0.3 < fenced["time"] - began < PATIENCE, "not when an op times out"
     assert "stopped at each of" in fenced["reason"]
-    lost = [event for event in events if event["kind"] == "detector_lost"]
-    assert {event["detector"] for event in lost} == {"pidfd"}
+    assert stopped not in [result["pid"] for result in results]
+    assert {event["detector"] for event in lost} == (set() if pidfds else {"pidfd"})
     assert all("Operation not permitted" in event["reason"] and "/proc" in event["instead"] for event in lost)
 
 
