@@ -95,10 +95,14 @@ class Epochs:
         """Enter a barrier, and return once all ranks have left it: a link that breaks then ends no op."""
         comm.barrier()
         self._barriers += 1
-        at = self._folder / f"barrier {self._barriers} of epoch {comm.epoch}"
+        self.meet(f"barrier {self._barriers} of epoch {comm.epoch}", comm.size)
+
+    def meet(self, where: str, count: int) -> None:
+        """Wait until so many processes are there, without a communicator."""
+        at = self._folder / where
         at.mkdir(exist_ok=True)
-        (at / str(comm.rank)).touch()
-        eventually(lambda: len(list(at.iterdir())) == comm.size)
+        (at / str(self.me)).touch()
+        eventually(lambda: len(list(at.iterdir())) == count)
 
     def close_old(self) -> None:
         """Close all communicators but the newest."""

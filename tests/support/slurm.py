@@ -16,7 +16,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from holdfast.comms.transport.liveness import HOST
 from holdfast.ft.launch.held_directory import private_file
 from holdfast.ft.launch.job_contract import ReservedPort
 from holdfast.ft.processes.zygote_start import die_with_parent
+from support.waiting import becomes_true
 
 START_SECONDS = 60.0
 REQUEUE_SECONDS = 10
@@ -47,9 +47,6 @@ class SlurmCluster:
     """
 
     def __init__(self, nodes: int, folder: Path, *, cpus: int = 8, apart: bool = False) -> None:
-        why = missing()
-        if why is not None:
-            raise HoldfastError(f"SLURM cannot run here: {why}")
         self._folder, self._names = folder, [f"n{number + 1}" for number in range(nodes)]
         self._reserved = contextlib.ExitStack()
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -161,11 +158,8 @@ class SlurmCluster:
         return started
 
     def _wait(self, done: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + START_SECONDS
-        while not done():
-            if time.monotonic() > deadline:
-                raise HoldfastError(f"SLURM does not start: {what} not ready; see {self._folder}")
-            time.sleep(0.1)
+        if not becomes_true(done, START_SECONDS, interval=0.1):
+            raise HoldfastError(f"SLURM does not start: {what} not ready; see {self._folder}")
 
     def _settings(self, cpus: int) -> str:
         here, controller = socket.gethostname(), _program("slurmctld")
