@@ -12,11 +12,12 @@ import sys
 import tomllib
 import venv
 import zipfile
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from torch.utils._device import _device_constructors
 
 from support.source_tree import (
@@ -172,12 +173,6 @@ def test_c_has_short_lines_and_functions_apart_from_declarations() -> None:
             assert not defines or line.startswith("static inline "), f"{where} defines a function"
 
 
-def test_no_two_test_modules_have_one_name() -> None:
-    """The folders of tests are no packages: pytest imports only the first of two."""
-    names = Counter(path.name for path in TESTS.rglob("test_*.py"))
-    assert [name for name, count in names.items() if count > 1] == []
-
-
 def test_no_module_beside_a_program_hides_an_installed_one() -> None:
     """Python looks first in the folder of the program: there `requests.py` hides the package `requests`."""
     installed = sys.stdlib_module_names | set(importlib.metadata.packages_distributions())
@@ -237,27 +232,16 @@ def installed_path(path: Path) -> str:
     return f"holdfast/{path.name if path.parent == NAMESPACE else path}"
 
 
-def test_every_folder_with_modules_is_a_package() -> None:
-    """setup.py finds packages by their `__init__.py`."""
-    folders = {path.parent for path in modules()} - {NAMESPACE}
-    assert not [str(folder) for folder in folders if not (ROOT / folder / "__init__.py").is_file()]
-
-
 def test_constraints_pin_every_dependency() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    wanted = {_name(text) for text in [*project["dependencies"], *extras["dev"], *extras["mpi"], *extras["rl"]]}
+    listed = [*project["dependencies"], *extras["dev"], *extras["mpi"], *extras["rl"]]
+    wanted = {canonicalize_name(Requirement(text).name) for text in listed}
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
-    pinned = {_name(line) for line in lines}
+    pinned = {canonicalize_name(Requirement(line).name) for line in lines}
     assert all("==" in line for line in lines), "only exact pins, no addresses and no paths"
     assert "torch==2.13.0" in lines
     assert wanted - pinned - {"holdfast"} == set()
-
-
-def _name(requirement: str) -> str:
-    return (
-        "".join(c if c.isalnum() else " " for c in requirement.replace("-", "_").replace("_", "0")).split()[0].lower()
-    )
 
 
 def run_python(python: Path | str, *arguments: str, timeout: float = 300.0) -> str:

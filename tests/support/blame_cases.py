@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,36 +130,30 @@ class ModelWorld:
         """Write the recordings of all ranks; with `waits`, those of a transport that names the ranks it waits for."""
         paths = []
         for rank, lives in enumerate(self.lived):
-            clock = _HostClock(clocks[rank])
+            now = [0.0]
             path = folder / f"p{rank}.flight"
-            recorder = FlightRecorder(
-                path, f"p{rank}", "job", capacity=capacity, now=clock, process=(hosts[rank], 100 + rank, 1)
-            )
+            clock = partial(_host_time, now, clocks[rank])
+            process = (hosts[rank], 100 + rank, 1)
+            recorder = FlightRecorder(path, f"p{rank}", "job", capacity=capacity, now=clock, process=process)
             journal = recorder.journal("job", 1, rank, self.size, "model")
             for seq, life in enumerate(lives, 1):
-                clock.at = life.entered
+                now[0] = life.entered
                 recorder.at_step(StepBegun(step=life.step, epoch=1))
                 call = life.call
                 tensor = None if call.shape is None else torch.empty(call.shape, dtype=call.dtype, device="meta")
                 journal.enter(call.op, seq, 0 if tensor is None else tensor.nbytes, tensor, call.detail, call.peer)
                 if waits and life.takes:
-                    clock.at = life.entered + 2 * self.latency
+                    now[0] = life.entered + 2 * self.latency
                     journal.waits(life.takes, rounds=life.rounds)
                 if life.left < NEVER:
-                    clock.at = life.left
+                    now[0] = life.left
                     journal.leave(life.error)
             paths.append(path)
         return paths
 
 
-class _HostClock:
-    """A host's clock."""
-
-    def __init__(self, offset: float) -> None:
-        self.at, self._offset = 0.0, offset
-
-    def __call__(self) -> float:
-        return self.at + self._offset
+def _host_time(now: Sequence[float], offset: float) -> float:
+    return now[0] + offset
 
 
 KINDS = ("crash", "hang", "slow", "cut", "mismatch")
@@ -334,15 +329,15 @@ def train(session: Session, fault: str, victim: int, other: int, at: int, steps:
 
 
 def _break(fault: str, comm: Any, other: int) -> None:
-    match fault:
-        case "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        case "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        case "sleep":
-            time.sleep(LIMIT)
-        case "cut":
-            _lose_messages(comm, other)
+    if fault in SIGNALS:
+        os.kill(os.getpid(), SIGNALS[fault])
+    elif fault == "sleep":
+        time.sleep(LIMIT)
+    elif fault == "cut":
+        _lose_messages(comm, other)
+
+
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
 def _lose_messages(comm: Any, other: int) -> None:

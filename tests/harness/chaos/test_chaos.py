@@ -461,11 +461,15 @@ def test_results_are_compared_with_those_without_faults_else_with_each_other(
 # -- under pytest
 
 
-def train(session: Session, steps: int) -> torch.Tensor:
-    """A user's training, with a library that raises a RuntimeError when an op fails, as torch does in callbacks."""
+def train(session: Session, steps: int, attach: bool = True) -> torch.Tensor:
+    """A user's training, with a library that raises a RuntimeError when an op fails, as torch does in callbacks.
+
+    Without `attach` it has a bug: a newcomer begins with another state than the others have.
+    """
     weights = torch.nn.Linear(4, 1, bias=False)
     torch.nn.init.ones_(weights.weight)
-    session.attach("weights", weights)
+    if attach:
+        session.attach("weights", weights)
     for attempt in session.steps(steps):
         with attempt:
             parts = [torch.sin(weights.weight.detach() * (shard + attempt.step)) for shard in attempt.shards]
@@ -478,18 +482,6 @@ def train(session: Session, steps: int) -> torch.Tensor:
             with torch.no_grad():
                 weights.weight -= 0.01 * total
     return weights.weight.detach()
-
-
-def train_without_attaching(session: Session, steps: int) -> torch.Tensor:
-    """Training with a bug: the state is not attached, so a newcomer begins with another one."""
-    state = torch.zeros(4)
-    for attempt in session.steps(steps):
-        with attempt:
-            total = torch.empty(4)
-            sum_contributions(attempt.comm, [torch.ones(4) * (1 + shard) for shard in attempt.shards], total)
-        if attempt.committed:
-            state += total
-    return state
 
 
 def test_a_users_training_survives_kills_and_a_fast_job_waits_for_them(
@@ -508,7 +500,7 @@ def test_a_users_training_survives_kills_and_a_fast_job_waits_for_them(
 def test_a_bug_in_a_users_training_is_found(chaos: Any, tmp_path: Path) -> None:
     faults = [chaos.kill(0, point="step.begin", in_step=9, rank=0)]
     with pytest.raises(chaos_module.ChaosFailed, match="same weights as without faults") as caught:
-        chaos.run(train_without_attaching, 20, ranks=2, spares=1, faults=faults).check()
+        chaos.run(train, 20, False, ranks=2, spares=1, faults=faults).check()
     assert (
         "repeat: pytest 'tests/harness/chaos/test_chaos.py::test_a_bug_in_a_users_training_is_found' --chaos-seed 0"
         in str(caught.value)

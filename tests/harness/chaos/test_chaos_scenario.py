@@ -341,20 +341,12 @@ class Plain(chaos.FaultType, frozen=True, kw_only=True):
         context.note("nothing", [])
 
 
-class Offers:
-    @hookimpl
-    def holdfast_faults(self) -> dict[str, Any]:
-        return {"plain": Plain, "no-fault": int}
-
-
-class Fails:
-    @hookimpl
-    def holdfast_faults(self) -> dict[str, Any]:
+def test_a_plugin_adds_a_fault_type_and_a_broken_plugin_is_left_out() -> None:
+    def fail() -> None:
         raise RuntimeError("not today")
 
-
-def test_a_plugin_adds_a_fault_type_and_a_broken_plugin_is_left_out() -> None:
-    plugins = [Offers(), Fails()]
+    offers = (lambda: {"plain": Plain, "no-fault": int}, fail)
+    plugins = [SimpleNamespace(holdfast_faults=hookimpl(offer)) for offer in offers]
     for plugin in plugins:
         plugin_manager().register(plugin)
     try:

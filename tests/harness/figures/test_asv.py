@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -101,16 +102,9 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_has_figures_and_leaves_no_rank_behind(published: Path) -> None:
     names = set(json.loads((published / "index.json").read_text())["benchmarks"])
     assert {"rl.Bookkeeping.time_batches", "one_sided.Atomics.time_op"} <= names
-    left = [process.name for process in Path("/proc").glob("[0-9]*") if _is_of_the_run(process, published)]
-    assert left == []
-
-
-def _is_of_the_run(process: Path, published: Path) -> bool:
-    """Whether a process belongs to the run that was published: its environment names the run's folder."""
-    try:
-        return f"HOME={published.parent}".encode() in (process / "environ").read_bytes()
-    except OSError:
-        return False
+    every = psutil.process_iter(["environ"])
+    left = [each.pid for each in every if (each.info["environ"] or {}).get("HOME") == str(published.parent)]
+    assert left == [], "processes with the environment of the run"
 
 
 @pytest.mark.thorough
