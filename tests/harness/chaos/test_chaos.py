@@ -33,7 +33,7 @@ from holdfast.harness.chaos.outcome.checks import (
     same_weights,
 )
 from holdfast.harness.chaos.outcome.measure import injected_faults, percentiles
-from holdfast.harness.chaos.outcome.record import ChaosReport, Speed, compared, load_report
+from holdfast.harness.chaos.outcome.record import ChaosReport, ChaosRun, Speed, compared, load_report
 from holdfast.harness.chaos.outcome.show import figures_of, write_report
 from holdfast.harness.chaos.run import store_processes as store
 from holdfast.harness.chaos.run.scenario_run import LATE_STEPS, RawRun, RunFault, fits
@@ -85,12 +85,8 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def runs(folder: Path) -> tuple[Any, ...]:
-    return msgspec.json.decode((folder / "run.json").read_bytes(), type=ChaosReport).runs
-
-
 def test_a_kill_between_prepare_and_commit_loses_nothing(killed: Path) -> None:
-    held, _ = runs(killed)
+    held, _ = load_report(killed).runs
     assert held.passed, held.failures
     assert (held.speed.steps, held.ranks, held.rebuilds) == (60, 2, 1)
     assert held.digest == held.reference_digest != ""
@@ -117,7 +113,7 @@ def test_json_has_every_figure_and_no_pictures(killed: Path) -> None:
 
 
 def test_a_run_that_is_not_as_expected_says_why_and_how_to_repeat_it(killed: Path) -> None:
-    _, failed = runs(killed)
+    _, failed = load_report(killed).runs
     assert failed.failures == ("the job ended with 2 ranks, expected are 5",)
     assert failed.repeat == f"holdfast chaos run {killed / 'too-much.toml'} --seed 0"
 
@@ -285,12 +281,16 @@ def test_no_content_of_the_pages_is_wider_than_its_container(killed: Path, tmp_p
             assert " CUT " not in shown.partition("<title>")[2].partition("</title>")[0]
 
 
+def page_of(run: ChaosRun, folder: Path) -> str:
+    write_report(ChaosReport(version="1", machine="here", runs=(run,)), folder / "report.html")
+    return (folder / "report.html").read_text()
+
+
 def test_what_was_not_checked_is_never_shown_as_held(killed: Path, tmp_path: Path) -> None:
-    run, _ = runs(killed)
+    run, _ = load_report(killed).runs
     idle = CheckResult("equal bits", "All who log a digest have the same.", 0, ())
     unchecked = msgspec.structs.replace(run, unchecked="the ranks returned nothing", findings=(*run.findings, idle))
-    write_report(ChaosReport(version="1", machine="here", runs=(unchecked,)), tmp_path / "report.html")
-    text = (tmp_path / "report.html").read_text()
+    text = page_of(unchecked, tmp_path)
     assert "✓ held; results unchecked</span>" in text
     row = re.sub(r"\s+|<[^>]+>", " ", text[text.rindex("<b>equal bits</b>") :].partition("</tr>")[0])
     assert "not checked" in row and " 0 " not in row
@@ -301,7 +301,7 @@ def test_what_was_not_checked_is_never_shown_as_held(killed: Path, tmp_path: Pat
 
 
 def test_a_few_recoveries_are_shown_each_and_without_percentiles(killed: Path, tmp_path: Path) -> None:
-    run, _ = runs(killed)
+    run, _ = load_report(killed).runs
     fault = run.strikes[0]
     resumed = [
         msgspec.structs.replace(fault, stages=(RecoveryStage("detected", 0.001), RecoveryStage("resumed", seconds)))
@@ -309,8 +309,7 @@ def test_a_few_recoveries_are_shown_each_and_without_percentiles(killed: Path, t
     ]
     for count, columns in ((2, "each: 100 ms, 200 ms"), (5, "400 ms</td>")):
         few = msgspec.structs.replace(run, percentiles=percentiles(resumed[:count]))
-        write_report(ChaosReport(version="1", machine="here", runs=(few,)), tmp_path / "report.html")
-        table = (tmp_path / "report.html").read_text().partition("<td>resumed</td>")[2].partition("</tr>")[0]
+        table = page_of(few, tmp_path).partition("<td>resumed</td>")[2].partition("</tr>")[0]
         assert columns in table
         assert ("each:" in table) == (count < 5)
 

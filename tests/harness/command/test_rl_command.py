@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,8 @@ from support.programs.forked_programs import run_holdfast, said
 from support.source_tree import ROOT
 from support.waiting import next_line
 
+holdfast = partial(run_holdfast, "rl", timeout=240.0)
 EXAMPLE = ROOT / "examples" / "rl" / "arithmetic.toml"
-
-
-def holdfast(*arguments: str | Path, timeout: float = 240.0) -> subprocess.CompletedProcess[str]:
-    return run_holdfast("rl", *arguments, timeout=timeout)
 
 
 def test_a_dry_run_prints_the_whole_configuration_and_starts_nothing(tmp_path: Path) -> None:
