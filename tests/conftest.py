@@ -122,13 +122,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    _open_what_stays_open()
-    _start.append(Snapshot.take())
-
-
-def _open_what_stays_open() -> None:
-    """Make the first TCPStore of this process, for which libuv opens a pipe for good."""
+    # for the first TCPStore of a process libuv opens a pipe for good
     dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    _start.append(Snapshot.take())
 
 
 @pytest.hookimpl(trylast=True)

@@ -27,7 +27,7 @@ from holdfast.harness.testbed import netns
 from holdfast.harness.testbed.etcd import EtcdCluster
 from holdfast.harness.testbed.netns import EnterNamespace, Network
 from support.samples.tally import SHARDS, expected, tally_up
-from support.waiting import becomes_true
+from support.waiting import PATIENCE, becomes_true
 
 pytestmark = [
     pytest.mark.thorough,
@@ -89,9 +89,9 @@ class Hosts:
             if e["kind"] == kind and (pids is None or e["pid"] in pids)
         ]
 
-    def until(self, done: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
-        in_time = becomes_true(done, seconds, interval=0.02)
-        assert in_time, f"{what}: not within {seconds:g} s\n{self.story()}"
+    def until(self, done: Callable[[], bool], what: str) -> None:
+        in_time = becomes_true(done, 3 * PATIENCE, interval=0.02)
+        assert in_time, f"{what}: not within {3 * PATIENCE:g} s\n{self.story()}"
 
     def until_size(self, size: int, since: float = 0.0) -> None:
         """Wait until the job works with this many ranks."""
@@ -114,7 +114,7 @@ class Hosts:
     def finish(self) -> list[int]:
         """Open the gate, and check that all end with the right sum; returns how many sessions each process needed."""
         self.gate.touch()
-        ends: list[tuple[int, dict[str, Any]]] = [process.channel.recv(30.0) for process in self.processes]
+        ends: list[tuple[int, dict[str, Any]]] = [process.channel.recv(3 * PATIENCE) for process in self.processes]
         for _, result in ends:
             assert (result["total"], result["steps"]) == (expected(LAST + 2), list(range(LAST + 2)))
         broken = check(self._contract.events())

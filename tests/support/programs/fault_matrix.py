@@ -9,7 +9,6 @@ op's timeout and a margin).
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import re
 import signal
@@ -28,8 +27,9 @@ from holdfast.comms import Communicator, OpTimeout, PeerFailed, Recv, Revoked, S
 from holdfast.comms.system.files import url_of
 from holdfast.harness.cluster.local_cluster import LocalCluster
 from holdfast.harness.conformance.helpers import capabilities, wait_for_files
+from support import nccl_stand_in
 
-STAND_IN = "nccl-stand-in"
+STAND_IN = nccl_stand_in.NAME
 BACKENDS = ("inproc", "shm", "gloo", "ucx", "mpi", STAND_IN)
 GPU = "nccl"
 """Not in the table: three ranks that share a GPU, by sockets."""
@@ -48,7 +48,6 @@ SHORT, LONG, MARGIN = 0.5, 30.0, 15.0
 
 REASON = "disk on fire"
 _NAMES_VICTIM = re.compile(rf"\branks? (\d+, )*{VICTIM}\b")
-_PLUGIN = "support.nccl_stand_in"
 
 
 def _single(comm: Communicator, **how: Any) -> Any:
@@ -183,9 +182,8 @@ def _run_cells(
     outer: Communicator, backend: str, wanted: Sequence[MatrixCell], folder: str, first: int = 0
 ) -> list[OpEnd]:
     if backend == STAND_IN:
-        plugin = importlib.import_module(_PLUGIN)
         with contextlib.suppress(ValueError):  # it is there already
-            comms.register(plugin)
+            comms.register(nccl_stand_in)
     os.environ["NCCL_HOSTID"] = f"rank-{outer.rank}"  # NCCL refuses two ranks of one host on one GPU
     pids = outer.all_gather_object(os.getpid())
     with torch.device(_device(backend)):
