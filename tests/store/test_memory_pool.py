@@ -137,15 +137,14 @@ def test_small_parts_are_touched_as_they_come_and_no_more_than_half_of_what_the_
     assert len(plane.made) == 1
 
 
-def test_a_part_touches_its_memory_itself_if_the_thread_could_not(plane: CountingPlane, pool: MemoryPool) -> None:
+def test_a_part_touches_its_memory_itself_if_the_thread_could_not_and_a_closed_pool_keeps_nothing(
+    plane: CountingPlane, pool: MemoryPool
+) -> None:
     plane.is_full = True
     publish_versions(pool, 3)
     assert len(plane.made) == 3
     eventually(lambda: is_idle(pool))
     assert pool.used == KEEP * NBYTES
-
-
-def test_a_closed_pool_keeps_nothing_that_was_touched(plane: CountingPlane, pool: MemoryPool) -> None:
     plane.gate.clear()
     take(pool, 1)
     plane.gate.set()

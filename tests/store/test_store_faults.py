@@ -365,7 +365,9 @@ def test_no_call_waits_for_the_register_past_its_own_timeout_and_a_closed_one_is
     register.come_back()
 
 
-def test_a_call_that_is_cancelled_does_not_wait_for_its_register(register: Register, store: WeightStore) -> None:
+def test_a_call_that_is_cancelled_or_that_waiting_cannot_mend_does_not_wait_for_its_register(
+    register: Register, store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cancellation = Cancellation("latest")
 
     def ask() -> int | None:
@@ -381,8 +383,6 @@ def test_a_call_that_is_cancelled_does_not_wait_for_its_register(register: Regis
             running.result(PATIENCE)
     register.come_back()
 
-
-def test_what_waiting_cannot_mend_is_raised_at_once(store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:
     def other(*_: object) -> None:
         raise OtherCluster(store.url, "another cluster")
 

@@ -143,7 +143,7 @@ def test_readers_of_a_host_that_is_away_do_not_hold_up_a_switch() -> None:
     assert [reader.must for reader in catalog.readers] == [1, 1]
 
 
-def test_with_auto_a_part_is_published_once_it_is_on_as_many_hosts_as_there_are() -> None:
+def test_a_part_is_published_once_it_is_on_as_many_hosts_as_its_spread_asks_for() -> None:
     catalog = announced(holders(north=2, south=2), "north0", replicas=2, spread="auto")
     first = turns(announced(holders(north=3, south=1, west=1), "north0", replicas=3, spread="processes"))
     assert {holder for holder, turn in first.items() if turn == 0} == {"south0", "west0"}
@@ -152,9 +152,6 @@ def test_with_auto_a_part_is_published_once_it_is_on_as_many_hosts_as_there_are(
     assert sorted(turns(catalog).values()) == [0, 1], "the second of the other host is the first one's reserve"
     assert copied(catalog, "north1") == catalog
     assert copied(catalog, "south1").visible() == (1,)
-
-
-def test_one_host_is_enough_with_processes_and_as_many_as_replicas_are_needed_with_hosts() -> None:
     for there, spread in ((holders(north=2), "auto"), (holders(north=2, south=1), "processes")):
         assert copied(announced(there, "north0", replicas=2, spread=spread), "north1").visible() == (1,)
     catalog = announced(holders(north=3), "north0", replicas=2, spread="hosts")
@@ -179,21 +176,22 @@ def test_what_a_part_lacks_is_said_with_what_would_help() -> None:
     assert "without those on 1 host away from the register" in lack(replace(pair, away=("south",)))
 
 
-def test_only_a_publisher_of_a_part_withdraws_it() -> None:
+def test_the_first_publisher_of_a_version_decides_its_spread_and_only_a_publisher_withdraws_a_part() -> None:
+    catalog = announced(holders(north=2, south=1), "north0", replicas=2, spread="processes")
+    again = replace(catalog.versions[0].shards[0], publisher="north1", replicas=(replica("north1"),))
+    catalog = transitions.announce(catalog, Version(1, 1, 2, None, False, (), "hosts"), again, 2)
+    assert catalog.visible() == (1,) and catalog.versions[0].spread == "processes"
     catalog = announced(holders(north=2), "north0", replicas=2, spread="processes")
     assert transitions.withdraw(catalog, 1, 0, "north1") == catalog
     assert transitions.withdraw(catalog, 1, 0, "north0").versions == ()
 
 
-def test_replicas_move_to_a_host_that_joins_later() -> None:
+def test_replicas_move_to_a_host_that_joins_and_a_part_waits_for_one_only_while_a_holder_stays_there() -> None:
     catalog = copied(announced(holders(north=3), "north0", replicas=2, spread="auto"), "north1")
     catalog = transitions.join(catalog, Holder("south0", Peer("south", 1, 1)))
     assert turns(catalog) == {"south0": 0}
     assert catalog.visible() == (1,), "what is published stays published"
     assert kept_by(copied(catalog, "south0")) == ["north0", "south0"]
-
-
-def test_a_part_waits_for_a_host_only_while_a_holder_stays_there() -> None:
     catalog = announced(holders(north=3, south=1), "north0", replicas=2, spread="auto")
     left = copied(transitions.leave(catalog, "south0"), "north2")
     died = copied(transitions.remove_dead_holders(catalog, {Peer("south", 103, 7)}), "north2")
@@ -207,13 +205,6 @@ def test_a_holder_departs_when_its_part_is_on_another_host_again_or_no_other_can
     assert transitions.may_depart(copied(catalog, "south1"), "south0")
     catalog = copied(announced(holders(north=1, south=1), "north0", replicas=2, spread="hosts"), "south0")
     assert transitions.may_depart(transitions.leave(catalog, "south0"), "south0")
-
-
-def test_the_first_publisher_of_a_version_decides_how_it_is_spread() -> None:
-    catalog = announced(holders(north=2, south=1), "north0", replicas=2, spread="processes")
-    again = replace(catalog.versions[0].shards[0], publisher="north1", replicas=(replica("north1"),))
-    catalog = transitions.announce(catalog, Version(1, 1, 2, None, False, (), "hosts"), again, 2)
-    assert catalog.visible() == (1,) and catalog.versions[0].spread == "processes"
 
 
 # -- stores on hosts, which an environment variable tells apart, over a memory plane that crosses hosts

@@ -428,19 +428,16 @@ def test_two_stores_of_one_process_are_one_process() -> None:
     assert copied(catalog, HOLDERS[1].id).visible() == (1,)
 
 
-def test_a_version_that_was_lost_and_published_anew_is_not_lost() -> None:
-    catalog = announced(transitions.join(Catalog(lost=(1, 2)), HOLDERS[0]), HOLDERS[0].id)
-    assert catalog.visible() == (1,) and catalog.lost == (2,)
-    gone = transitions.remove_dead_holders(catalog, {HOLDERS[0].peer})
-    assert list(transitions.ended(catalog, gone, HOLDERS[1].id)) == [("lost", 1)]
-
-
-def test_a_version_that_is_not_there_says_why() -> None:
+def test_a_version_that_is_not_there_says_why_and_one_that_is_published_anew_is_not_lost() -> None:
     pending = Version(5, 2, 2, None, False, ())
     catalog = Catalog(versions=(pending,), lost=(3,), pins=(Pin("p", 9, PEERS[0]),))
     for number, why in ((5, "0 of 2 parts"), (3, "all its holders are gone"), (4, "nobody published")):
         with pytest.raises(NoSuchVersion, match=why):
             catalog.need(number)
+    catalog = announced(transitions.join(Catalog(lost=(1, 2)), HOLDERS[0]), HOLDERS[0].id)
+    assert catalog.visible() == (1,) and catalog.lost == (2,)
+    gone = transitions.remove_dead_holders(catalog, {HOLDERS[0].peer})
+    assert list(transitions.ended(catalog, gone, HOLDERS[1].id)) == [("lost", 1)]
 
 
 # -- which holder packs which cast
@@ -483,7 +480,9 @@ def test_one_holder_is_asked_once_and_only_for_what_is_there(catalog: Catalog) -
         assert request_cast(catalog, number, part, digest, "bf16") == catalog
 
 
-def test_only_the_holder_that_was_asked_lists_a_form(catalog: Catalog) -> None:
+def test_only_the_holder_that_was_asked_lists_a_form_and_one_that_is_withdrawn_is_asked_for_anew(
+    catalog: Catalog,
+) -> None:
     now = asked(catalog)
     maker = form(now).maker
     other = next(each for each in "abc" if each != maker)
@@ -492,10 +491,6 @@ def test_only_the_holder_that_was_asked_lists_a_form(catalog: Catalog) -> None:
     assert form(listed) == packed(now, maker)
     assert [each[2] for each in casts_of(listed, maker, packed=True)] == [packed(now, maker)]
     assert announce_cast(listed, 1, 0, DIGEST, replace(packed(now, maker), digest=b"g")) == listed
-
-
-def test_a_form_that_is_withdrawn_is_asked_for_anew(catalog: Catalog) -> None:
-    """By then another one may be there, of which the complaint says nothing."""
     first = asked(catalog)
     listed = announce_cast(first, 1, 0, DIGEST, packed(first, form(first).maker))
     assert withdraw_cast(listed, 1, 0, form(first)) == listed

@@ -105,15 +105,12 @@ def test_mapped_tensors_outlive_their_holder(url: str, start: Callable[..., Chil
         assert set(mapped["layers.0.weight"].tolist()) == {2.0}
 
 
-def test_a_part_larger_than_the_limit_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_part_larger_than_the_limit_is_refused_at_once_and_a_plane_that_cannot_map_says_so(tmp_path: Path) -> None:
     with WeightStore(f"memory://{tmp_path}", limit=1_000_000) as store:
         with pytest.raises(StoreFull) as refused:
             store.publish(1, weights(1.0), timeout=60)
         assert refused.value.waited < 1 and refused.value.limit == 1_000_000
         assert store.versions() == []
-
-
-def test_a_plane_that_cannot_map_says_so(tmp_path: Path) -> None:
     with WeightStore(f"memory://{tmp_path}") as store:
         store.publish(1, weights(1.0))
         store._plane.map = lambda *_, **__: (_ for _ in ()).throw(Unsupported("mapping", "read it"))  # type: ignore[assignment]

@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.utils._pytree import tree_map
 
-from holdfast.comms.errors import CorruptData, HoldfastError, Mismatch, Unsupported
+from holdfast.comms.errors import CorruptData, HoldfastError, Unsupported
 from holdfast.harness.chaos.faults.storage import small_disk
 from holdfast.store import NoSuchVersion, WeightStore
 from holdfast.store.errors import CopyFailed, NoRoomOnDisk
@@ -96,17 +96,6 @@ def test_shares_hold_each_tensor_once_and_differ_by_no_more_than_one_tensor(size
     assert sorted(name for share in found for name in share) == sorted(sizes)
     loads = [sum(sizes[name] for name in share) for share in found]
     assert max(loads) - min(loads) <= max(sizes.values(), default=0)
-
-
-def test_importing_twice_changes_nothing(store: WeightStore, other: WeightStore, tmp_path: Path) -> None:
-    store.publish(3, of_many_dtypes())
-    safetensors.export_version(store, 3, tmp_path / "copy")
-    for _ in range(2):
-        assert import_version(other, tmp_path / "copy") == 3
-    other.delete(3)
-    other.publish(3, {"a": torch.zeros(3)})
-    with pytest.raises(Mismatch):
-        import_version(other, tmp_path / "copy")
 
 
 # -- what is refused
@@ -337,23 +326,15 @@ def export_version(request: pytest.FixtureRequest) -> Callable[..., int]:
     return EXPORTS[request.param]
 
 
-class Tied(nn.Module):
-    """A model with its head tied to its embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(20, 8)
-        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
-        self.head = nn.Linear(8, 20, bias=False)
-        self.head.weight = self.embedding.weight
-
-
 def training_state() -> dict[str, Any]:
     """A model with a tied weight, its optimizer after a step, and values of several types."""
     torch.manual_seed(0)
-    model = Tied()
+    model = nn.ModuleDict(
+        {"embedding": nn.Embedding(20, 8), "layer": nn.Linear(8, 8), "head": nn.Linear(8, 20, bias=False)}
+    )
+    model["head"].weight = model["embedding"].weight
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    model.head(model.layers[0](model.embedding(torch.arange(5)))).sum().backward()
+    model["head"](model["layer"](model["embedding"](torch.arange(5)))).sum().backward()
     optimizer.step()
     return {
         "model": dict(model.state_dict()),
@@ -369,10 +350,6 @@ def zeroed(state: dict[str, Any]) -> dict[str, Any]:
     return {**found, "step": 0}
 
 
-def digests(store: WeightStore, version: int) -> list[str]:
-    return [part.digest for part in store.inspect().content(version).parts]
-
-
 def test_a_training_state_comes_back_as_it_was(
     store: WeightStore, other: WeightStore, tmp_path: Path, export_version: Callable[..., int]
 ) -> None:
@@ -380,12 +357,14 @@ def test_a_training_state_comes_back_as_it_was(
     state = training_state() | {"many": of_many_dtypes(), "leaves": [nn.Parameter(torch.ones(2)), frozen]}
     store.publish(1, state)
     export_version(store, 1, tmp_path / "copy")
-    assert import_version(other, tmp_path / "copy") == 1
+    for _ in range(2):
+        assert import_version(other, tmp_path / "copy") == 1
     found = other.load(1)
     assert same(state, found)
     assert [type(each) for each in found["leaves"]] == 2 * [nn.Parameter] and not found["leaves"][1].requires_grad
     assert found["model"]["head.weight"] is found["model"]["embedding.weight"]
-    assert digests(other, 1) == digests(store, 1), "the same version, for every process of both stores"
+    one, two = ([part.digest for part in each.inspect().content(1).parts] for each in (store, other))
+    assert one == two, "the same version, for every process of both stores"
     names = [name for path in (tmp_path / "copy").glob("*.safetensors") for name in load_file(path)]
     tied = [name for name in names if name in ("model.embedding.weight", "model.head.weight")]
     assert len(tied) == bool(names), "tied tensors are in the files once"

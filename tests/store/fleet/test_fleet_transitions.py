@@ -154,11 +154,9 @@ class Fleet(RuleBasedStateMachine):
     @rule(name=names)
     def complete_the_copies(self, name: str) -> None:
         process = self.processes.get(name)
-        if process is None:
-            return
-        process.has, process.copying = process.has | process.copying, set()
-        has = set(process.has)
-        assert self.apply(lambda now: fleet.report(now, name, process.reader.token, has, bytes_of(*has)))
+        if process is not None:
+            process.has, process.copying = process.has | process.copying, set()
+            assert self.report(process)
 
     @rule()
     def complete_all_that_is_wanted(self) -> None:
@@ -166,13 +164,13 @@ class Fleet(RuleBasedStateMachine):
             me = fleet.find_reader(self.catalog, name)
             assert me is not None
             process.copying |= set(fleet.wanted(self.catalog, me)) - process.has
-            both = process.has | process.copying
-            self.report_both(process, frozenset(both))
+            self.report(process)
             self.complete_the_copies(name)
 
-    def report_both(self, process: Process, pinned: frozenset[int]) -> None:
-        me, had = process.reader, bytes_of(*process.has)
-        self.apply(lambda now: fleet.report(now, me.id, me.token, pinned, had))
+    def report(self, process: Process) -> bool:
+        """Report what a process has and copies."""
+        me, pinned, had = process.reader, process.has | process.copying, bytes_of(*process.has)
+        return self.apply(lambda now: fleet.report(now, me.id, me.token, pinned, had))
 
     @rule(late=st.booleans())
     def all_reach_a_batch_boundary(self, late: bool) -> None:
@@ -300,7 +298,7 @@ def test_a_dead_reader_is_counted_out_unless_the_quorum_needs_it() -> None:
         assert quorum != 2 or "1 of 2 readers are left, and 2 are needed" in switch.reason
 
 
-def test_a_new_reader_joins_the_newest_committed_switch() -> None:
+def test_a_new_reader_joins_the_newest_committed_switch_and_an_older_one_keeps_its_version_for_the_late() -> None:
     catalog, one = follow(store_with(1, 2), "g0")
     catalog = fleet.propose(stage(catalog, one, 1), "t", 1, None, None, 5.0, TRAINER.peer)
     catalog, _ = follow(catalog, "g2")
@@ -311,6 +309,13 @@ def test_a_new_reader_joins_the_newest_committed_switch() -> None:
     assert 1 in catalog.visible(), "a reader that restarts must find it"
     with pytest.raises(Mismatch, match=r"kept for .*reader 'g0'.*committed switch 1"):
         transitions.delete(catalog, 1)
+    late = Reader("g0", "g0.0", "store of g0", Peer("host", 100, 7), switched=True, must=1)
+    switches = tuple(
+        SwitchRecord(version, "token", version, ("g1",), None, 1.0, TRAINER.peer, state="committed")
+        for version in (1, 2, 3)
+    )
+    assert settling.kept_for_readers(Catalog(readers=(late,), switches=switches)) == {1, 3}
+    assert settling.kept_for_readers(Catalog(switches=switches)) == {3}
 
 
 def test_a_refusal_counts_for_the_switch_to_its_version_and_from_one_of_its_readers_alone() -> None:
@@ -361,14 +366,3 @@ def test_a_switch_to_a_version_that_is_lost_is_aborted() -> None:
     switch = fleet.find_switch(catalog, "t")
     assert switch is not None and switch.state == "aborted" and "version 1 is lost" in switch.reason
     assert fleet.find_reader(catalog, one.reader.id) is not None
-
-
-def test_the_version_of_an_older_switch_stays_while_a_reader_has_to_carry_it_out() -> None:
-    """One that is behind: the newest committed switch did not name it."""
-    late = Reader("g0", "g0.0", "store of g0", Peer("host", 100, 7), switched=True, must=1)
-    switches = tuple(
-        SwitchRecord(version, "token", version, ("g1",), None, 1.0, TRAINER.peer, state="committed")
-        for version in (1, 2, 3)
-    )
-    assert settling.kept_for_readers(Catalog(readers=(late,), switches=switches)) == {1, 3}
-    assert settling.kept_for_readers(Catalog(switches=switches)) == {3}

@@ -176,7 +176,7 @@ def test_one_error_lists_all_that_is_missing_and_cuts_a_long_list() -> None:
         plan([BoxTarget(str(number), str(number), (), ()) for number in range(1000)], {})
 
 
-def test_parts_that_have_a_replica_share_the_load_and_a_box_that_has_all_is_preferred_to_pieces() -> None:
+def test_parts_with_a_replica_share_the_load_a_box_that_has_all_is_preferred_and_many_sources_are_found() -> None:
     box = whole((10, 10))
     sources = {str(number): [PartBox(part, box) for part in range(4)] for number in range(40)}
     wanted = targets({name: (LocalBlock(box, box),) for name in sources})
@@ -185,9 +185,6 @@ def test_parts_that_have_a_replica_share_the_load_and_a_box_that_has_all_is_pref
     halves = [PartBox(0, ((0, 4),)), PartBox(1, ((4, 8),)), PartBox(2, ((0, 8),))]
     (copy,) = plan([BoxTarget("w", "w", ((2, 6),), ((10, 14),))], {"w": halves})
     assert copy == BoxCopy("w", "w", 2, ((0, 8),), ((2, 6),), ((10, 14),))
-
-
-def test_many_sources_of_one_tensor_are_found() -> None:
     sources = [PartBox(part, ((4 * part, 4 * part + 4), (0, 8))) for part in range(500)]
     copies = plan([BoxTarget("w", "w", ((398, 1602), (2, 6)), ((0, 1204), (0, 4)))], {"w": sources})
     assert [copy.part for copy in copies] == list(range(99, 401))

@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from holdfast.comms.errors import Mismatch
+from holdfast.comms.errors import Mismatch, StaleEpoch
 from holdfast.ft.processes.zygote_client import zygote
 from holdfast.ft.state.boxes import count_of
 from holdfast.harness import LocalCluster
@@ -60,7 +60,7 @@ def values(name: str) -> torch.Tensor:
     return torch.arange(count, dtype=torch.float32).view(SHAPES[name]) + len(name)
 
 
-def distributed(kind: str, blank: bool = False) -> dict[str, Any]:
+def distributed(kind: str) -> dict[str, Any]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.placement_types import _StridedShard
@@ -72,8 +72,7 @@ def distributed(kind: str, blank: bool = False) -> dict[str, Any]:
     for name in SHAPES:
         if "strided" in words and name != "weight":  # torch distributes only what the mesh divides evenly
             continue
-        tensor = distribute_tensor(values(name), mesh, [known[word] for word in words], src_data_rank=None)
-        found[name] = torch.zeros_like(tensor) if blank else tensor
+        found[name] = distribute_tensor(values(name), mesh, [known[word] for word in words], src_data_rank=None)
     return found
 
 
@@ -118,7 +117,7 @@ def test_a_mesh_of_readers_is_switched_to_the_version_of_another_mesh(cluster: L
         with WeightStore(url, replicas=1) as store:
             store.publish(1, distributed("fsdp"))
             store.wait(1)
-            into = {"weight": distributed("tensor parallel", blank=True)["weight"]}
+            into = {"weight": torch.zeros_like(distributed("tensor parallel")["weight"])}
             readers = [f"g{number}" for number in range(size)]
             with store.follow(into, reader=readers[rank], strict=False) as follower:
                 torch.distributed.barrier()
@@ -205,26 +204,24 @@ def test_the_state_of_a_model_that_is_fully_sharded_over_tensor_parallel_is_publ
     assert {sum(given[name] for _, given in found) for name in found[0][1]} == {0}, "each element once"
 
 
-def gathered_without_waiting() -> list[str]:
-    """All that look at a local tensor wait for it while its gather is under way."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    whole = torch.arange(4.0 * 1000).view(4, 1000)
-    mesh = init_device_mesh("cpu", (4,))
-    found = []
-    for look in (local_of, lambda tensor: place("weight", tensor).local):
-        split = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
-        gathered = split.redistribute(placements=[Replicate()], async_op=True)
-        found.append(type(gathered._local_tensor).__name__)
-        local = look(gathered)
-        assert type(local) is torch.Tensor and torch.equal(local, whole)
-    return found
-
-
 def test_a_collective_that_is_under_way_is_waited_for(cluster: LocalCluster, tmp_path: Path) -> None:
-    found = in_group(cluster, tmp_path, lambda rank, size: gathered_without_waiting())
-    assert found == [["AsyncCollectiveTensor"] * 2] * 4
+    """All that look at a local tensor wait for it while its gather is under way."""
+    whole = torch.arange(4.0 * 1000).view(4, 1000)
+
+    def body(rank: int, size: int) -> list[str]:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+        mesh, found = init_device_mesh("cpu", (4,)), []
+        for look in (local_of, lambda tensor: place("weight", tensor).local):
+            split = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+            gathered = split.redistribute(placements=[Replicate()], async_op=True)
+            found.append(type(gathered._local_tensor).__name__)
+            local = look(gathered)
+            assert type(local) is torch.Tensor and torch.equal(local, whole)
+        return found
+
+    assert in_group(cluster, tmp_path, body) == [["AsyncCollectiveTensor"] * 2] * 4
 
 
 SMALL, LARGE = 3, LARGE_BYTES // 4 + 7
@@ -258,6 +255,8 @@ def test_another_dtype_or_shape_is_refused_and_parts_of_an_epoch_that_is_over_ar
     store.publish(1, stage(0, torch.zeros(SMALL)), part=0, parts=2, fence=1)
     for number in (1, 0):
         store.publish(1, stage(number, torch.ones(SMALL)), part=number, parts=2, fence=2)
+    with pytest.raises(StaleEpoch, match="epoch 1"):
+        store.publish(2, stage(0, torch.zeros(SMALL)), fence=1)
     assert store.load(1)["shared"].tolist() == [1.0] * SMALL
 
 

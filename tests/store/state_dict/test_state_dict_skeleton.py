@@ -197,7 +197,7 @@ def test_subclasses_within_subclasses_are_taken_apart_and_restored_without_a_cal
     assert scaled_tensor.constructed == []
 
 
-def test_a_context_that_cannot_travel_is_refused_by_name() -> None:
+def test_a_context_that_cannot_travel_and_a_class_that_is_gone_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     @dataclasses.dataclass
     class Local:
         x: int
@@ -206,9 +206,6 @@ def test_a_context_that_cannot_travel_is_refused_by_name() -> None:
         tensor = ScaledTensor(torch.ones(2), torch.ones(1), context)
         with pytest.raises(TypeError, match=f"'a.w' is a ScaledTensor whose context cannot travel: {words}"):
             flatten({"a": {"w": tensor}})
-
-
-def test_a_class_that_is_gone_is_named_with_what_to_import(monkeypatch: pytest.MonkeyPatch) -> None:
     flat = flatten({"w": scaled(2.0)})
     with monkeypatch.context() as patch:
         patch.delattr(scaled_tensor, "ScaledTensor")

@@ -34,11 +34,6 @@ from support.samples.store_processes import Holders, a_publisher
 from support.weights.state_dicts import bits, named_leaves, odd_targets, odd_tensors, same, state_dicts, values
 
 
-def round_trip(state: dict[str, Any]) -> dict[str, Any]:
-    flat = flatten(state)
-    return rebuild(flat.skeleton, flat.published)
-
-
 @given(state_dicts(), st.randoms())
 def test_the_digest_of_a_skeleton_does_not_depend_on_the_order_of_dicts(state: dict[str, Any], random: Any) -> None:
     def shuffled(value: Any) -> Any:
@@ -55,10 +50,15 @@ def test_the_digest_of_a_skeleton_does_not_depend_on_the_order_of_dicts(state: d
         assert one.published.keys() == other.published.keys()
 
 
-def test_names_are_joined_with_dots_and_positions_are_names() -> None:
+def test_names_are_joined_with_dots_and_a_skeleton_is_little_more_than_them() -> None:
     flat = flatten({"model": {"layers": [{"w": torch.ones(1)}]}, "opt": {0: (torch.ones(3), 5)}})
     assert {name: len(tensor) for name, tensor in flat.tensors.items()} == {"model.layers.0.w": 1, "opt.0.0": 3}
     assert list(flat.values) == ["opt.0.1"]
+    state = {f"layers.{number}.weight": torch.ones(4) for number in range(20_000)}
+    flat = flatten(state)
+    assert len(flat.skeleton) < sum(len(name) + 8 for name in state)
+    again = rebuild(flat.skeleton, flat.published)
+    assert list(again) == list(state) and all(again[name] is state[name] for name in state)
 
 
 def test_tied_tensors_are_one_memory_again_whatever_they_are_made_of() -> None:
@@ -111,7 +111,8 @@ def test_mappings_come_back_as_dicts_and_subclasses_of_values_as_their_type() ->
         "text": Text("t"),
         Text("key"): np.float32(1.5),
     }
-    again = round_trip(state)
+    flat = flatten(state)
+    again = rebuild(flat.skeleton, flat.published)
     assert again == {
         "ordered": {"b": 1, "a": 2}, "default": {"x": [1]}, "proxy": {"y": 2}, "text": "t", "key": np.float32(1.5)
     }  # fmt: skip
@@ -182,14 +183,6 @@ def test_all_faults_are_in_one_error_and_its_class_is_that_of_the_worst() -> Non
     with pytest.raises(TypeError, match=r"11 faults: 'a0' .*'a7' is a object.*; and 3 more$") as caught:
         flatten({f"a{number}": object() for number in range(11)})
     assert "'a8'" not in str(caught.value) and not isinstance(caught.value, Mismatch)
-
-
-def test_a_skeleton_of_many_small_tensors_is_little_more_than_their_names() -> None:
-    state = {f"layers.{number}.weight": torch.ones(4) for number in range(20_000)}
-    flat = flatten(state)
-    assert len(flat.skeleton) < sum(len(name) + 8 for name in state)
-    again = rebuild(flat.skeleton, flat.published)
-    assert list(again) == list(state) and all(again[name] is state[name] for name in state)
 
 
 def test_odd_tensors_outlive_their_publisher_bit_for_bit(

@@ -243,15 +243,14 @@ def test_ranks_that_torchrun_starts_share_a_store(tmp_path: Path, arguments: lis
     assert sorted(found.stdout.split("\n")) == ["", "0 [0, 1]", "0 [10, 11]", "1 [0, 1]", "1 [10, 11]"]
 
 
-def test_a_job_of_several_hosts_is_refused() -> None:
+def test_the_environment_of_torchrun_is_read_and_a_job_of_several_hosts_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     env = ts.spmd.SPMDEnv(0, 0, 4, 2, "127.0.0.1", 1)
     with pytest.raises(Unsupported, match="over 2 hosts"):
         run(ts.initialize_spmd(strategy=ts.LocalRankStrategy(), env=env))
     with pytest.raises(RuntimeError, match="needs a strategy"):
         run(ts.initialize_spmd(env=env))
-
-
-def test_the_environment_of_torchrun_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(RuntimeError, match=r"lacks RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR"):

@@ -231,14 +231,11 @@ class _Puts(RuleBasedStateMachine):
 TestPuts = _Puts.TestCase
 
 
-def test_memory_of_a_replaced_value_serves_the_next_one_of_about_its_size() -> None:
+def test_free_memory_serves_the_next_value_of_about_its_size_and_goes_beyond_what_is_in_use() -> None:
     now = record.release(granted(record.claim(EMPTY, 1, ME, 8 << 20, ()), 8 << 20), {1})
     for nbytes, found in ((8 << 20, 1), (5 << 20, 1), (1000, None), (9 << 20, None)):
         assert grant_of(record.claim(now, 2, ME, nbytes, ()), 2) == found, nbytes
     assert grant_of(record.claim(now, 2, ME, 8 << 20, {1}), 2) is None, "a value lies in it"
-
-
-def test_free_memory_beyond_what_is_in_use_goes() -> None:
     now = EMPTY
     for number in range(1, 5):
         now = granted(record.claim(now, number, ME, SPARE_BYTES, ()), SPARE_BYTES)

@@ -58,7 +58,6 @@ TARGETS = {
             "tests/store/catalog",
             "tests/store/disk/test_store_retention.py",
             "tests/store/fleet/test_fleet_transitions.py",
-            "tests/store/fleet/test_async_store.py",
             "tests/store/test_store_faults.py",
             "tests/store/test_store.py",
         ),
