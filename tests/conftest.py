@@ -25,6 +25,7 @@ from holdfast.ft.processes import zygote_client as processes
 from holdfast.harness import LocalCluster
 from support.children import Child, children
 from support.leaks import Snapshot, restore_signals, settle
+from support.ranks import MPI
 
 pytest_plugins = ["support.run_record"]
 
@@ -34,9 +35,6 @@ pytest.register_assert_rewrite("holdfast.harness.conformance")
 settings.register_profile("quick", deadline=None, max_examples=30)
 settings.register_profile("thorough", deadline=None, max_examples=300)
 settings.load_profile("quick")
-
-MPI = pytest.param("mpi", marks=pytest.mark.thorough)
-"""Four times as dear as shm. `tests/backends/test_mpi.py` and the conformance kit have it in the first tier."""
 
 _leaks: list[str] = []
 _start: list[Snapshot] = []

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from holdfast.comms import Communicator
 from holdfast.harness import LocalCluster
+from support.meeting import alone
+from support.ranks import MPI, running
 
-BACKENDS = ["inproc", "shm", "gloo", "ucx", pytest.param("mpi", marks=pytest.mark.thorough)]
+BACKENDS = ["inproc", "shm", "gloo", "ucx", MPI]
 
 
 @pytest.fixture(scope="module")
@@ -17,19 +21,20 @@ def checks(request: pytest.FixtureRequest) -> str:
     return str(getattr(request, "param", "1"))
 
 
-def _ranks(size: int, backend: str, checks: str) -> Iterator[LocalCluster]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOLDFAST_CHECK", checks)
-        with LocalCluster(size, backend, timeout=60.0) as cluster:
-            cluster.warm_up()
-            yield cluster
-
-
 @pytest.fixture(scope="module", params=BACKENDS)
 def two_ranks(request: pytest.FixtureRequest, checks: str) -> Iterator[LocalCluster]:
-    yield from _ranks(2, request.param, checks)
+    with running(2, request.param, checks) as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
 def three_ranks(request: pytest.FixtureRequest, checks: str) -> Iterator[LocalCluster]:
-    yield from _ranks(3, request.param, checks)
+    with running(3, request.param, checks) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def comm(tmp_path: Path) -> Iterator[Communicator]:
+    """A communicator of one rank over shared memory."""
+    with alone(tmp_path) as made:
+        yield made

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,6 +46,21 @@ def total(comm: comms.Communicator) -> float:
     with comm:
         comm.all_reduce(tensor)
     return tensor.item()
+
+
+def alone(path: Path, backend: str = "shm", **named: Any) -> Communicator:
+    """A communicator of this process as its only rank, which meets in the folder `path`."""
+    return comms.connect(backend, rank=0, size=1, rendezvous=f"file://{path}/meeting", **named)
+
+
+@contextmanager
+def registered(plugin: object) -> Iterator[None]:
+    """Within it, this process has the plugin."""
+    comms.register(plugin)
+    try:
+        yield
+    finally:
+        comms.unregister(plugin)
 
 
 class Epochs:

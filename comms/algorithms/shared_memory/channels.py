@@ -5,8 +5,8 @@ oldest entry with the tag it wants, reads the payload, and marks the entry taken
 ones when the receiver has read. Sends and receives of a batch progress together, so their order cannot deadlock.
 
 A receiver that has found a message of its tag scans all entries a second time, and takes the oldest of that scan:
-docs/internals/decisions/channel-order.md proves that this keeps the order. tests/comms/ops/test_channels.py runs this
-code through every order of loads that the memory model allows.
+docs/internals/decisions/channel-order.md proves that this keeps the order. tests/comms/ops/test_shared_memory.py runs
+this code through every order of loads that the memory model allows.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from holdfast.comms.errors import Unsupported
 from holdfast.comms.ops import TAGS, ReduceOp
 from holdfast.comms.plugins.spec import API_VERSION, Available, BackendInfo, Capabilities
 from holdfast.comms.tensors.overlap import check_outputs
-from holdfast.harness import LocalCluster
+from support.ranks import on_ranks, on_ranks_of
 
 NAMES = frozenset({"float32", "float16", "int64", "bool"})
 CPU = torch.device("cpu")
@@ -164,10 +164,11 @@ def _shared(op: str, rank: int, count: int, shift: int) -> Parts:
     return [whole], [moved]
 
 
-def _compare(comm: Communicator, op: str) -> list[str]:
-    """Run each op twice: with shared memory, and with separate memory for each tensor."""
-    wrong = []
-    for count, shift in product(COUNTS, (0, 1, -1)):
+@pytest.mark.parametrize("checks", ["0", "1"], indirect=True)
+@on_ranks_of("three_ranks")
+def test_an_input_that_shares_memory_with_the_output_is_read_as_it_was(comm: Communicator) -> None:
+    """The result is that of separate memory for each tensor."""
+    for op, count, shift in product(OPS, COUNTS, (0, 1, -1)):
         shift = shift * (count // 2)
         if shift < 0 and (comm.rank == 0 or op in ("all_to_all", "all_to_all_single", "batch_send_recv")):
             shift = -shift
@@ -175,64 +176,46 @@ def _compare(comm: Communicator, op: str) -> list[str]:
         apart = [[tensor.clone() for tensor in tensors] for tensors in (outputs, inputs)]
         OPS[op](comm, outputs, inputs)
         OPS[op](comm, *apart)
-        if not all(map(torch.equal, outputs, apart[0])):
-            wrong.append(f"{op} of {count}, shifted by {shift}")
-    return wrong
+        assert all(map(torch.equal, outputs, apart[0])), (op, count, shift)
 
 
-@pytest.mark.parametrize("checks", ["0", "1"], indirect=True)
-def test_an_input_that_shares_memory_with_the_output_is_read_as_it_was(three_ranks: LocalCluster) -> None:
-    assert three_ranks.run(lambda comm: [wrong for op in OPS for wrong in _compare(comm, op)]) == [[]] * RANKS
-
-
-def _refused(comm: Communicator) -> list[str]:
-    """Check that every op refuses outputs with elements that share memory."""
+@on_ranks_of("three_ranks")
+def test_an_output_whose_elements_share_memory_is_refused_before_anything_moves(comm: Communicator) -> None:
     size, ones, peer = comm.size, torch.ones(4), (comm.rank + 1) % comm.size
-    expanded, woven = torch.zeros(1).expand(4), torch.zeros(5).as_strided((2, 2), (1, 1))
     base = torch.zeros(4 * size)
     overlapping = [base[2 * i : 2 * i + 4] for i in range(size)]
-    calls: dict[str, Callable[[], object]] = {}
-    for name, bad in (("expand", expanded), ("as_strided", woven)):
+    calls: list[tuple[Any, ...]] = [
+        ("all_gather", overlapping, ones),
+        ("all_to_all", overlapping, [ones] * size),
+        ("gather", ones, overlapping, comm.rank),
+        ("batch_send_recv", [Recv(base[:4], peer), Recv(base[2:6], peer, 1)]),
+    ]
+    for bad in (torch.zeros(1).expand(4), torch.zeros(5).as_strided((2, 2), (1, 1))):
         whole = bad.reshape(-1)[:1].expand(4 * size)
-        calls |= {
-            f"all_reduce {name}": lambda bad=bad: comm.all_reduce(bad),
-            f"reduce {name}": lambda bad=bad: comm.reduce(bad, comm.rank),
-            f"broadcast {name}": lambda bad=bad: comm.broadcast(bad, peer),
-            f"all_gather_single {name}": lambda whole=whole: comm.all_gather_single(whole, ones),
-            f"all_gather {name}": lambda bad=bad: comm.all_gather([bad] * size, ones),
-            f"reduce_scatter_single {name}": lambda bad=bad: comm.reduce_scatter_single(bad, base),
-            f"reduce_scatter {name}": lambda bad=bad: comm.reduce_scatter(bad, [ones] * size),
-            f"all_to_all_single {name}": lambda whole=whole: comm.all_to_all_single(whole, base),
-            f"all_to_all {name}": lambda bad=bad: comm.all_to_all([bad] * size, [ones] * size),
-            f"gather {name}": lambda bad=bad: comm.gather(ones, [bad] * size, comm.rank),
-            f"scatter {name}": lambda bad=bad: comm.scatter(bad, None, peer),
-            f"recv {name}": lambda bad=bad: comm.recv(bad, peer),
-            f"batch {name}": lambda bad=bad: comm.batch_send_recv([Recv(bad, peer)]),
-        }
-    calls |= {
-        "all_gather overlapping": lambda: comm.all_gather(overlapping, ones),
-        "all_to_all overlapping": lambda: comm.all_to_all(overlapping, [ones] * size),
-        "gather overlapping": lambda: comm.gather(ones, overlapping, comm.rank),
-        "batch overlapping": lambda: comm.batch_send_recv([Recv(base[:4], peer), Recv(base[2:6], peer, 1)]),
-    }
-    wrong = []
-    for name, call in calls.items():
-        try:
-            call()
-            wrong.append(f"{name}: taken")
-        except ValueError as error:
-            if "share memory" not in str(error):
-                wrong.append(f"{name}: {error}")
-    total = torch.ones(4)
-    comm.all_reduce(total)
-    return wrong + ["the communicator does not work"] * (total.tolist() != [size] * 4)
+        calls += [
+            ("all_reduce", bad),
+            ("reduce", bad, comm.rank),
+            ("broadcast", bad, peer),
+            ("all_gather_single", whole, ones),
+            ("all_gather", [bad] * size, ones),
+            ("reduce_scatter_single", bad, base),
+            ("reduce_scatter", bad, [ones] * size),
+            ("all_to_all_single", whole, base),
+            ("all_to_all", [bad] * size, [ones] * size),
+            ("gather", ones, [bad] * size, comm.rank),
+            ("scatter", bad, None, peer),
+            ("recv", bad, peer),
+            ("batch_send_recv", [Recv(bad, peer)]),
+        ]
+    for op, *arguments in calls:
+        with pytest.raises(ValueError, match="share memory"):
+            getattr(comm, op)(*arguments)
+    comm.all_reduce(ones)
+    assert ones.tolist() == [size] * 4
 
 
-def test_an_output_whose_elements_share_memory_is_refused_before_anything_moves(three_ranks: LocalCluster) -> None:
-    assert three_ranks.run(_refused) == [[]] * RANKS
-
-
-def _expanded_inputs(comm: Communicator) -> bool:
+@on_ranks_of("three_ranks")
+def test_an_input_may_be_expanded(comm: Communicator) -> None:
     one = torch.full((1,), float(comm.rank + 1))
     gathered, received = torch.empty(4 * comm.size), torch.empty(4)
     comm.all_gather_single(gathered, one.expand(4))
@@ -240,22 +223,15 @@ def _expanded_inputs(comm: Communicator) -> bool:
     comm.broadcast(given, 0)
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     comm.batch_send_recv([Send(one.expand(4), right), Recv(received, left)])
-    everyones = [rank + 1.0 for rank in range(comm.size) for _ in range(4)]
-    return gathered.tolist() == everyones and received.tolist() == [left + 1.0] * 4 and bool(given[0] >= 1)
+    assert gathered.tolist() == [rank + 1.0 for rank in range(comm.size) for _ in range(4)]
+    assert received.tolist() == [left + 1.0] * 4 and bool(given[0] >= 1)
 
 
-def test_an_input_may_be_expanded(three_ranks: LocalCluster) -> None:
-    assert all(three_ranks.run(_expanded_inputs))
-
-
-def test_a_window_is_not_read_into_a_tensor_whose_elements_share_memory() -> None:
-    def refuse(comm: Communicator) -> bool:
-        with comm.window(torch.zeros(4)) as window, pytest.raises(ValueError, match="dst share memory"):
-            window.get(torch.zeros(1).expand(4), 0)
-        return True
-
-    with LocalCluster(1, "inproc") as cluster:
-        assert cluster.run(refuse) == [True]
+@on_ranks(1, "inproc")
+def test_a_window_is_not_read_into_a_tensor_whose_elements_share_memory(comm: Communicator) -> None:
+    with comm.window(torch.zeros(4)) as window, pytest.raises(ValueError, match="dst share memory"):
+        window.get(torch.zeros(1).expand(4), 0)
+    assert True
 
 
 @given(

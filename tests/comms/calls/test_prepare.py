@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,70 +16,46 @@ import pytest
 import torch
 
 from holdfast import comms
-from holdfast.comms import Communicator, PreparedOp, Recv, ReduceOp, Revoked, Send, Unsupported, UsedAfterFork, Work
+from holdfast.comms import Communicator, PreparedOp, ReduceOp, Revoked, Unsupported, UsedAfterFork, Work
 from holdfast.comms.collectives import PREPARABLE
 from holdfast.comms.plugins.registry import registry
-from holdfast.harness import LocalCluster
 from holdfast.harness.cli.app import app
-from holdfast.harness.conformance.helpers import on_each_rank
+from support.collectives import COLLECTIVES, collective
+from support.ranks import on_ranks, on_ranks_of, second_tier, shared_ranks
 from support.source_tree import ROOT
 
-RANKS = 2
+ranks = shared_ranks(2, "inproc", "shm", "gloo", *second_tier("ucx", "mpi"), checks="0")
 
 
-@pytest.fixture(
-    scope="module",
-    params=["inproc", "shm", "gloo", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("ucx", "mpi"))],
-)
-def ranks(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
-    environment = {"HOLDFAST_CHECK": "0"}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOLDFAST_CHECK", "0")
-        with LocalCluster(RANKS, str(request.param), timeout=60.0, environ=environment) as cluster:
-            cluster.run(Communicator.barrier)
-            yield cluster
-
-
-def arguments(op: str, rank: int) -> tuple[list[Any], Callable[[], list[list[float]]]]:
-    """Arguments of an op on rank `rank` of two, and a function that returns what their tensors hold."""
-    mine, whole = torch.arange(4.0) + rank, torch.zeros(8)
-    parts, other = [torch.zeros(2), torch.zeros(2)], 1 - rank
-    given = {
-        "all_reduce": [mine, ReduceOp.MAX],
-        "reduce": [mine, 1],
-        "reduce_scatter": [parts[0], [mine[:2], mine[2:]]],
-        "reduce_scatter_single": [parts[0], mine, ReduceOp.MIN],
-        "broadcast": [mine, 1],
-        "all_gather": [parts, mine[1:3]],
-        "all_gather_single": [whole, mine],
-        "all_to_all": [parts, [mine[:2], mine[2:]]],
-        "all_to_all_single": [whole[:4], mine],
-        "gather": [mine[:2], parts if rank == 0 else None, 0],
-        "scatter": [parts[0], [mine[:2], mine[2:]] if rank == 0 else None, 0],
-        "barrier": [],
-        "send": [mine, other],
-        "recv": [whole[:4], other],
-        "batch_send_recv": [[Send(mine, other), Recv(whole[:4], other)]],
-    }
-    return given[op], lambda: [each.tolist() for each in (mine, whole, *parts)]
-
-
-@on_each_rank
+@on_ranks_of("ranks")
 def test_a_prepared_op_does_what_the_plain_call_does(comm: Communicator) -> None:
-    for op in PREPARABLE:
-        if op in ("send", "recv"):
-            op = ("send", "recv")[comm.rank]
-        args, plain = arguments(op, comm.rank)
-        getattr(comm, op)(*args)
-        for start in ({}, {"timeout": 30.0}, {"async_op": True}):
-            args, prepared = arguments(op, comm.rank)
-            handle = comm.prepare(op, *args)
-            work = handle.start(**start) if start else handle()
+    numbers, got = torch.arange(4.0) + comm.rank, torch.zeros(4)
+    message = ("send", numbers, 1) if comm.rank == 0 else ("recv", got, 0)
+    for start in (
+        PreparedOp.__call__,
+        partial(PreparedOp.start, timeout=30.0),
+        partial(PreparedOp.start, async_op=True),
+    ):
+        for op in COLLECTIVES:
+            call = collective(op, comm.rank, 2, 4, root=1)
+            work = start(comm.prepare(op, *call.arguments))
             work.wait()
-            assert isinstance(work, Work) and prepared() == plain(), op
+            assert isinstance(work, Work)
+            call.check()
+        start(comm.prepare(*message)).wait()
+        assert comm.rank == 0 or got.tolist() == [0, 1, 2, 3]
+        largest, least = numbers.clone(), torch.empty(2)
+        start(comm.prepare("all_reduce", largest, ReduceOp.MAX)).wait()
+        start(comm.prepare("reduce_scatter_single", least, numbers, ReduceOp.MIN)).wait()
+        assert largest.tolist() == [1, 2, 3, 4] and least.tolist() == [[0, 1], [2, 3]][comm.rank]
+        got.zero_()
 
 
-@on_each_rank
+def test_every_op_can_be_prepared() -> None:
+    assert set(PREPARABLE) == {*COLLECTIVES, "send", "recv"}
+
+
+@on_ranks_of("ranks")
 def test_it_runs_on_the_tensor_as_it_is_then(comm: Communicator) -> None:
     tensor = torch.ones(2)
     summed, gathered = comm.prepare("all_reduce", tensor), comm.prepare("reduce", tensor, dst=0)
@@ -98,7 +74,7 @@ def test_it_runs_on_the_tensor_as_it_is_then(comm: Communicator) -> None:
     comm.barrier()
 
 
-@on_each_rank
+@on_ranks_of("ranks")
 def test_a_handle_of_a_communicator_that_is_over_raises_as_its_ops_do(comm: Communicator) -> None:
     for end in (Communicator.close, Communicator.abort):
         with comm.split([0, 1]) as part:
@@ -113,36 +89,26 @@ def test_a_handle_of_a_communicator_that_is_over_raises_as_its_ops_do(comm: Comm
         comm.barrier()
 
 
-def alone(body: Callable[[Communicator], None], backend: str = "inproc") -> None:
-    with LocalCluster(1, backend, environ={"HOLDFAST_CHECK": "0"}) as cluster:
-        cluster.run(body)
+alone_and_unchecked = on_ranks(1, "inproc", checks="0")
 
 
-def test_bad_arguments_are_refused_by_prepare_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOLDFAST_CHECK", "0")
-
-    def body(comm: Communicator) -> None:
-        tensor = torch.ones(2)
-        refusals: list[tuple[type[Exception], str, Callable[[], object]]] = [
-            (ValueError, "there is no such op; there are all_reduce", lambda: comm.prepare("allreduce", tensor)),
-            (
-                TypeError,
-                "async_op and timeout belong to each start",
-                lambda: comm.prepare("barrier", timeout=1, async_op=True),
-            ),
-            (TypeError, "missing a required argument: 'src'", lambda: comm.prepare("broadcast", tensor)),
-            (TypeError, "unexpected keyword argument 'root'", lambda: comm.prepare("broadcast", tensor, 0, root=0)),
-            (TypeError, "expected a tensor, not str", lambda: comm.prepare("all_reduce", "tensor")),
-            (ValueError, "src=5 is out of range", lambda: comm.prepare("broadcast", tensor, 5)),
-            (TypeError, "op must be a", lambda: comm.prepare("all_reduce", tensor, op="sum")),
-            (TypeError, "takes at most 2 arguments|unexpected keyword", lambda: comm.prepare("barrier").start(tag=1)),  # type: ignore[call-arg]
-        ]
-        for kind, message, call in refusals:
-            with pytest.raises(kind, match=message):
-                call()
-        assert comm.progress == (0, False)
-
-    alone(body)
+@alone_and_unchecked
+def test_bad_arguments_are_refused_by_prepare_itself(comm: Communicator) -> None:
+    tensor = torch.ones(2)
+    refusals: list[tuple[type[Exception], str, Callable[[], object]]] = [
+        (ValueError, "there is no such op; there are all_reduce", lambda: comm.prepare("allreduce", tensor)),
+        (TypeError, "async_op and timeout belong to each", lambda: comm.prepare("barrier", timeout=1, async_op=True)),
+        (TypeError, "missing a required argument: 'src'", lambda: comm.prepare("broadcast", tensor)),
+        (TypeError, "unexpected keyword argument 'root'", lambda: comm.prepare("broadcast", tensor, 0, root=0)),
+        (TypeError, "expected a tensor, not str", lambda: comm.prepare("all_reduce", "tensor")),
+        (ValueError, "src=5 is out of range", lambda: comm.prepare("broadcast", tensor, 5)),
+        (TypeError, "op must be a", lambda: comm.prepare("all_reduce", tensor, op="sum")),
+        (TypeError, "takes at most 2 arguments|unexpected keyword", lambda: comm.prepare("barrier").start(tag=1)),  # type: ignore[call-arg]
+    ]
+    for kind, message, call in refusals:
+        with pytest.raises(kind, match=message):
+            call()
+    assert comm.progress == (0, False)
 
 
 def python_calls(call: Callable[[], object]) -> int:
@@ -162,58 +128,44 @@ def python_calls(call: Callable[[], object]) -> int:
     return entered
 
 
-def test_a_start_costs_less_than_the_plain_call(monkeypatch: pytest.MonkeyPatch) -> None:
+@alone_and_unchecked
+def test_a_start_costs_less_than_the_plain_call(comm: Communicator) -> None:
     """A usual op enters no Python at all; the others check nothing again."""
-    monkeypatch.setenv("HOLDFAST_CHECK", "0")
-
-    def body(comm: Communicator) -> None:
-        usual: dict[str, list[Any]] = {"all_reduce": [torch.ones(2)], "broadcast": [torch.ones(2), 0], "barrier": []}
-        for op, args in usual.items():
-            assert python_calls(comm.prepare(op, *args)) == 0 < python_calls(partial(getattr(comm, op), *args))
-        tensor, output = torch.ones(2), [torch.ones(2)]
-        plain = python_calls(lambda: comm.gather(tensor, output, 0))
-        assert python_calls(comm.prepare("gather", tensor, output, 0)) < plain
-
-    alone(body)
+    usual: dict[str, list[Any]] = {"all_reduce": [torch.ones(2)], "broadcast": [torch.ones(2), 0], "barrier": []}
+    for op, args in usual.items():
+        assert python_calls(comm.prepare(op, *args)) == 0 < python_calls(partial(getattr(comm, op), *args))
+    tensor, output = torch.ones(2), [torch.ones(2)]
+    plain = python_calls(lambda: comm.gather(tensor, output, 0))
+    assert python_calls(comm.prepare("gather", tensor, output, 0)) < plain
 
 
-def test_a_forked_child_cannot_start_the_ops_of_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOLDFAST_CHECK", "0")
-
-    def body(comm: Communicator) -> None:
-        handle: PreparedOp = comm.prepare("barrier")
-        handle()
-        if (child := os.fork()) == 0:
-            try:
-                handle()
-            except UsedAfterFork:
-                os._exit(7)
-            finally:
-                os._exit(1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-        handle()
-
-    alone(body)
-
-
-def test_a_handle_follows_its_communicator_through_reconfigure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOLDFAST_CHECK", "0")
-
-    def body(comm: Communicator) -> None:
-        tensor = torch.ones(2)
-        handles = [comm.prepare("all_reduce", tensor), comm.prepare("reduce", tensor, 0), comm.prepare("barrier")]
-        for handle in handles:
+@alone_and_unchecked
+def test_a_forked_child_cannot_start_the_ops_of_its_parent(comm: Communicator) -> None:
+    handle = comm.prepare("barrier")
+    handle()
+    if (child := os.fork()) == 0:
+        try:
             handle()
-        comm.reconfigure("again", [comm.handle()])
-        for number, handle in enumerate(handles, 1):
-            handle()
-            assert comm.progress == (number, False)
+        except UsedAfterFork:
+            os._exit(7)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    handle()
 
-    alone(body, "shm")
+
+@on_ranks(1, "shm", checks="0")
+def test_a_handle_follows_its_communicator_through_reconfigure(comm: Communicator) -> None:
+    tensor = torch.ones(2)
+    handles = [comm.prepare("all_reduce", tensor), comm.prepare("reduce", tensor, 0), comm.prepare("barrier")]
+    for handle in handles:
+        handle()
+    comm.reconfigure("again", [comm.handle()])
+    for number, handle in enumerate(handles, 1):
+        handle()
+        assert comm.progress == (number, False)
 
 
-GROUPS = tomllib.loads((ROOT / "docs/reference/compared.toml").read_text())["group"]
-ROWS = [row for group in GROUPS for row in group["rows"]]
 COLUMNS = {"what", "holdfast", "torchcomms", "c10d", "mpi4py", "nccl", "nixl"}
 HOMES = {
     "comms": "holdfast.comms",
@@ -222,13 +174,6 @@ HOMES = {
     "quantised": "holdfast.comms.quantised",
     "spec": "holdfast.comms.plugins.spec",
 }
-
-
-def names() -> Iterator[str]:
-    """Every name in the column of holdfast."""
-    for row in ROWS:
-        if not row["holdfast"].startswith("Unsupported: "):
-            yield from row["holdfast"].split(", ")
 
 
 def find(name: str) -> Any:
@@ -251,16 +196,13 @@ def find(name: str) -> Any:
     return getattr(place, rest) if rest else place
 
 
-@pytest.mark.parametrize("name", sorted(set(names())))
-def test_each_name_of_holdfast_is_there(name: str) -> None:
-    assert find(name) is not None
-
-
-def test_every_row_has_holdfasts_column_and_no_unknown_one() -> None:
-    for row in ROWS:
+def test_each_name_in_the_comparison_of_libraries_is_there_and_each_op_is_compared() -> None:
+    groups = tomllib.loads((ROOT / "docs/reference/compared.toml").read_text())["group"]
+    named: set[str] = set()
+    for row in (row for group in groups for row in group["rows"]):
         assert {"what", "holdfast"} <= set(row) <= COLUMNS, row
-
-
-def test_every_op_of_a_communicator_is_compared() -> None:
-    ops = {f"Communicator.{name}" for name in PREPARABLE}
-    assert not ops - set(names()), "add them to docs/reference/compared.toml"
+        if not row["holdfast"].startswith("Unsupported: "):
+            named.update(row["holdfast"].split(", "))
+    for name in sorted(named):
+        assert find(name) is not None, name
+    assert {f"Communicator.{op}" for op in PREPARABLE} <= named, "add them to docs/reference/compared.toml"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,15 +14,12 @@ from holdfast.comms import Communicator, PeerFailed, ReduceOp, Revoked, Unsuppor
 from holdfast.comms.codecs.float8_blocks import BLOCK
 from holdfast.comms.quantised import ErrorFeedback, all_reduce_quantised, reduce_scatter_quantised
 from holdfast.harness import LocalCluster
-from holdfast.harness.conformance.helpers import on_each_rank
+from support.ranks import on_ranks_of, shared_ranks
 
 BOUND, RESIDUAL_BOUND = 0.13, 0.15
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4])
-def ranks(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
-    with LocalCluster(request.param, "inproc") as cluster:
-        yield cluster
+ranks = shared_ranks(2, "inproc-2", "inproc-3", "inproc-4")
 
 
 def numbers(rank: int, step: int, count: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
@@ -172,22 +168,20 @@ def test_an_op_that_fails_leaves_tensor_and_feedback_as_they_were(backend_name: 
         assert "PeerFailed" in ends
 
 
-def test_a_discarded_result_is_undone_and_tried_again(ranks: LocalCluster) -> None:
-    def body(comm: Communicator) -> bool:
-        feedback = ErrorFeedback()
-        all_reduce_quantised(comm, numbers(comm.rank, 0, 500, 2, torch.float32), feedback)
-        results = []
-        for _ in range(2):
-            tensor = numbers(comm.rank, 1, 500, 2, torch.float32)
-            all_reduce_quantised(comm, tensor, feedback)
-            results.append(tensor)
-            feedback.undo()
-        return torch.equal(*results)
-
-    assert all(ranks.run(body))
+@on_ranks_of("ranks")
+def test_a_discarded_result_is_undone_and_tried_again(comm: Communicator) -> None:
+    feedback = ErrorFeedback()
+    all_reduce_quantised(comm, numbers(comm.rank, 0, 500, 2, torch.float32), feedback)
+    results = []
+    for _ in range(2):
+        tensor = numbers(comm.rank, 1, 500, 2, torch.float32)
+        all_reduce_quantised(comm, tensor, feedback)
+        results.append(tensor)
+        feedback.undo()
+    assert torch.equal(*results)
 
 
-@on_each_rank
+@on_ranks_of("ranks")
 def test_what_cannot_be_quantised_is_refused_before_a_byte_moves(comm: Communicator) -> None:
     with pytest.raises(Unsupported, match="float64"):
         all_reduce_quantised(comm, torch.zeros(3, dtype=torch.float64))

@@ -8,9 +8,12 @@ import importlib
 import mmap
 import os
 import random
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from itertools import product
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -18,32 +21,30 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from holdfast import comms
+from holdfast.backends import nixl
 from holdfast.backends.common import host_plane, shareable_memory
 from holdfast.backends.common.host_plane import HostPlane
+from holdfast.backends.common.process_memory import HUGE_PAGE, put_on_huge_pages
 from holdfast.backends.common.region_table import TableAddress
 from holdfast.backends.inproc.transport import InprocPlane
-from holdfast.backends.nixl.plane import NixlAgent, NixlPlane
-from holdfast.backends.ucx.memory_plane import UcxPlane
+from holdfast.backends.nixl.plane import NixlAgent
 from holdfast.backends.ucx.worker import Transports
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import BackendUnavailable, CorruptData, OpTimeout, RegionGone, Unsupported
 from holdfast.comms.memory_plane import Handle, MemoryPlane, memory
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.plugins.spec import Available, Unavailable
-from holdfast.harness import LocalCluster
+from holdfast.comms.system.files import touched_pages
+from holdfast.comms.transport import liveness
 from holdfast.harness.conformance.planes import *  # noqa: F403
 from support.children import Child, children
 from support.memory import needs_huge_pages, smaps_field
+from support.ranks import on_ranks
 from support.waiting import eventually
-
-OPENERS: dict[str, Callable[[], MemoryPlane]] = {
-    "inproc": InprocPlane,
-    "shm": HostPlane,
-    "ucx": UcxPlane,
-    "nixl": NixlPlane,
-}
 
 
 @pytest.fixture(params=["inproc", "shm", "ucx over tcp", "nixl over tcp"])  # on one host ucx and nixl are as shm
@@ -51,7 +52,7 @@ def plane(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     name, *between_hosts = request.param.split(" over ")
     if between_hosts:
         monkeypatch.setenv("UCX_TLS", "tcp,self")
-    with OPENERS[name]() as opened:
+    with memory(name) as opened:
         yield opened
 
 
@@ -59,21 +60,15 @@ def plane(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def test_a_read_returns_the_current_values_of_a_tensor_of_any_dtype(plane: MemoryPlane) -> None:
-    for dtype in (torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.complex64):
-        tensor, into = torch.zeros(33, dtype=dtype), torch.zeros(33, dtype=dtype)
+    for dtype, count in product((torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.complex64), (0, 33)):
+        tensor, into = torch.zeros(count, dtype=dtype), torch.zeros(count, dtype=dtype)
         with plane.expose(tensor) as region:
             assert len(region.handle.encode()) < 512
-            tensor.copy_(torch.arange(33) % 2)
+            tensor.copy_(torch.arange(count) % 2)
             plane.read(region.handle, into).wait()
             assert torch.equal(into.view(torch.uint8), tensor.view(torch.uint8))
-
-
-def test_a_read_of_zero_bytes_needs_an_existing_region(plane: MemoryPlane) -> None:
-    region = plane.expose(torch.empty(0))
-    plane.read(region.handle, torch.empty(0)).wait()
-    region.close()
-    with pytest.raises(RegionGone):
-        plane.read(region.handle, torch.empty(0)).wait()
+        with pytest.raises(RegionGone):
+            plane.read(region.handle, into).wait()
 
 
 def test_a_copy_within_one_buffer_is_right_or_refused(plane: MemoryPlane) -> None:
@@ -192,24 +187,36 @@ def test_an_inproc_handle_is_refused_in_another_process(start: Callable[..., Chi
 # -- shm: the memory belongs to another process
 
 
-def _owner(pipe: Connection, nbytes: int = 1 << 20) -> None:
-    """Expose a tensor of ones, and execute commands from the pipe until it closes."""
-    plane = HostPlane()
-    tensor = torch.ones(nbytes, dtype=torch.uint8)
-    region = plane.expose(tensor, writable=True)
-    pipe.send(region.handle)
-    while True:
-        match pipe.recv():
-            case "sum":
-                pipe.send(int(tensor.sum()))
-            case "exec":
-                os.execvp("sleep", ["sleep", "60"])
+def _owner(pipe: Connection, name: str = "shm", nbytes: int = 1 << 20) -> None:
+    """Expose ones in plain memory, in mappable memory, and in a part of that read-only; obey commands."""
+    with memory(name) as plane:
+        plain, mappable = torch.ones(nbytes, dtype=torch.uint8), plane.empty(nbytes, mappable=True).fill_(1)
+        regions = [plane.expose(tensor, writable=True) for tensor in (plain, mappable)]
+        regions.append(plane.expose(mappable[4096:]))
+        pipe.send([region.handle for region in regions])
+        while (command := pipe.recv()) != "end":
+            match command:
+                case "sum":
+                    pipe.send((int(plain.sum()), int(mappable.sum())))
+                case "lent":
+                    pipe.send(plane.is_lent(mappable))
+                case "close":
+                    for region in regions:
+                        region.close()
+                    pipe.send("closed")
+                case "exec":
+                    os.execvp("sleep", ["sleep", "60"])
+
+
+def asked(child: Child, message: object) -> object:
+    child.tell(message)
+    return child.hear()
 
 
 @pytest.mark.usefixtures("two_threads")
 def test_a_read_by_several_threads_notices_that_its_owner_was_killed_meanwhile(start: Callable[..., Child]) -> None:
-    owner = start(_owner, 64 << 20)
-    handle, into = owner.hear(), torch.zeros(64 << 20, dtype=torch.uint8)
+    owner = start(_owner, "shm", 64 << 20)
+    (handle, *_), into = owner.hear(), torch.zeros(64 << 20, dtype=torch.uint8)
     with HostPlane() as plane:
         killer = threading.Timer(0.1, owner.kill)
         killer.start()
@@ -224,7 +231,7 @@ def test_a_read_by_several_threads_notices_that_its_owner_was_killed_meanwhile(s
 def test_a_process_that_runs_another_program_exposes_nothing(start: Callable[..., Child]) -> None:
     """Same pid, same start time, other memory."""
     owner = start(_owner)
-    handle, into = owner.hear(), torch.zeros(1 << 20, dtype=torch.uint8)
+    (handle, *_), into = owner.hear(), torch.zeros(1 << 20, dtype=torch.uint8)
     with HostPlane() as plane:
         plane.read(handle, into).wait()
         owner.tell("exec")
@@ -235,33 +242,23 @@ def test_a_process_that_runs_another_program_exposes_nothing(start: Callable[...
             fresh.read(handle, into).wait()
 
 
-def _mappable_owner(pipe: Connection) -> None:
-    with HostPlane() as plane:
-        memory = plane.empty(1 << 20, mappable=True)
-        memory.zero_()
-        with plane.expose(memory, writable=True) as region, plane.expose(memory[:4096]) as read_only:
-            pipe.send((region.handle, read_only.handle))
-            pipe.recv()
-            pipe.send(int(memory.sum()))
-
-
 def test_what_is_written_into_a_writable_mapping_is_in_the_region(start: Callable[..., Child]) -> None:
-    owner = start(_mappable_owner)
-    handle, read_only = owner.hear()
+    owner = start(_owner)
+    _, handle, read_only = owner.hear()
     with HostPlane() as plane:
         mapped = plane.map_writable(handle)
-        mapped[100:200] = 1
+        mapped[100:200] = 2
         assert plane.map_writable(handle).data_ptr() == mapped.data_ptr(), "mapped once"
         private = plane.map(handle, lasting=False)
-        private[:50] = 1
+        private[:50] = 2
         with pytest.raises(Unsupported, match="read-only"):
             plane.map_writable(read_only)
-        owner.tell("written")
-        assert owner.hear() == 100
+        assert asked(owner, "sum") == (1 << 20, (1 << 20) + 100)
+        owner.tell("end")
         owner.end()
         with pytest.raises(RegionGone):
             plane.map_writable(handle)
-        assert mapped.sum() == 100, "a mapping outlives its region"
+        assert mapped.sum() == (1 << 20) + 100, "a mapping outlives its region"
 
 
 def test_memory_that_is_no_file_is_not_mapped(plane: MemoryPlane) -> None:
@@ -271,39 +268,38 @@ def test_memory_that_is_no_file_is_not_mapped(plane: MemoryPlane) -> None:
 
 def test_forged_handles_access_no_memory(start: Callable[..., Child]) -> None:
     owner = start(_owner)
-    handle = owner.hear()
+    (handle, *_), gone = owner.hear(), (RegionGone, BackendUnavailable)
     true = TableAddress.decode(handle.address)
-    started = msgspec.structs.replace(true.owner, started=true.owner.started - 1)
-    of_files: list[dict[str, Any]] = [{"descriptor": 0}, {"descriptor": 1 << 30}, {"owner": started}]
-    forgeries: list[dict[str, Any]] = [
-        {"base": true.base + 32},
-        {"base": true.base ^ 1 << 40},
-        {"slot": true.slot + 1},
-        {"slot": (1 << 20) - 1},
-        {"generation": true.generation + 1},
-        {"owner": msgspec.structs.replace(true.owner, pid=1)},
+
+    def forged(owner: dict[str, Any] | None = None, **fields: Any) -> Handle:
+        process = msgspec.structs.replace(true.owner, **(owner or {}))
+        return Handle("shm", msgspec.structs.replace(true, owner=process, **fields).encode(), handle.nbytes)
+
+    # A reader opens no file: it knows a region by its generation.
+    of_files = [forged(descriptor=0), forged(descriptor=1 << 30), forged({"started": true.owner.started - 1})]
+    forgeries = [
+        forged(base=true.base + 32),
+        forged(base=true.base ^ 1 << 40),
+        forged(slot=true.slot + 1),
+        forged(slot=(1 << 20) - 1),
+        forged(generation=true.generation + 1),
+        forged({"pid": 1}),
     ]
+    into = torch.zeros(1 << 20, dtype=torch.uint8)
     with HostPlane() as plane:
+        for forgery in forgeries:
+            with pytest.raises(gone):
+                plane.read(forgery, into).wait()
         for forgery in (*of_files, *forgeries):
-            forged = Handle("shm", msgspec.structs.replace(true, **forgery).encode(), handle.nbytes)
-            into = torch.zeros(1 << 20, dtype=torch.uint8)
-            if forgery in forgeries:  # a reader opens no file: it knows a region by its generation
-                with pytest.raises((RegionGone, BackendUnavailable)):
-                    plane.read(forged, into).wait()
-            with pytest.raises((RegionGone, BackendUnavailable)):
-                plane.write(forged, into).wait()
-            assert int(into.sum()) == 0
-        for bad in ({"pid": 0}, {"pid": -1}, {"pid": 1 << 40}):
-            forged_owner = msgspec.structs.replace(true.owner, **bad)
-            forged = Handle("shm", msgspec.structs.replace(true, owner=forged_owner).encode(), handle.nbytes)
+            with pytest.raises(gone):
+                plane.write(forgery, into).wait()
+        assert int(into.sum()) == 0
+        for pid in (0, -1, 1 << 40):
             with pytest.raises(CorruptData):
-                plane.read(forged, torch.zeros(8)).wait()
-        elsewhere = msgspec.structs.replace(true.owner, host="another")
-        forged = Handle("shm", msgspec.structs.replace(true, owner=elsewhere).encode(), handle.nbytes)
+                plane.read(forged({"pid": pid}), into[:8]).wait()
         with pytest.raises(Unsupported, match="another host"):
-            plane.read(forged, torch.zeros(8)).wait()
-    owner.tell("sum")
-    assert owner.hear() == 1 << 20
+            plane.read(forged({"host": "another"}), into[:8]).wait()
+    assert asked(owner, "sum") == (1 << 20, 1 << 20)
 
 
 def test_a_forked_child_does_not_own_its_parents_regions(start: Callable[..., Child]) -> None:
@@ -439,14 +435,12 @@ def test_a_process_of_another_user_may_not_read(start: Callable[..., Child]) -> 
 
 
 def test_memory_opens_a_plane_by_name() -> None:
-    with memory("auto") as plane:
-        assert plane.name == "shm"
-    with memory("inproc") as plane:
-        assert plane.name == "inproc"
-    with pytest.raises(BackendUnavailable, match="known are"):
-        memory("nonsense")
-    with pytest.raises(BackendUnavailable, match="no memory plane"):
-        memory("gloo")
+    for name, opened in (("auto", "shm"), ("inproc", "inproc")):
+        with memory(name) as plane:
+            assert plane.name == opened
+    for name, words in (("nonsense", "known are"), ("gloo", "no memory plane")):
+        with pytest.raises(BackendUnavailable, match=words):
+            memory(name)
 
 
 @pytest.fixture(params=["inproc", "shm", "ucx", "nixl"])
@@ -459,25 +453,18 @@ def planed_processes(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def test_nixl_that_is_not_installed_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    from holdfast.backends import nixl
-
+def test_nixl_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NIXL takes the library for torch's CUDA and no other, whether there is a GPU or not."""
     assert registry().backend("nixl").available
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    status = nixl.probe()
-    assert isinstance(status, Unavailable)
-    assert "not installed" in status.reason and "pip install --no-deps nixl" in status.install_hint
-
-
-def test_nixl_needs_the_library_for_the_cuda_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NIXL takes that of torch's CUDA and no other, whether there is a GPU or not."""
-    from holdfast.backends import nixl
-
     monkeypatch.setattr("torch.version.cuda", "13.0")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "nixl_cu13" else object())
-    status = nixl.probe()
-    assert isinstance(status, Unavailable)
-    assert "nixl-cu13" in status.reason and "pip install --no-deps nixl nixl-cu13" in status.install_hint
+    for lacks, reason, install in (
+        (("nixl", "nixl_cu13"), "not installed", "nixl"),
+        (("nixl_cu13",), "nixl-cu13", "nixl nixl-cu13"),
+    ):
+        monkeypatch.setattr("importlib.util.find_spec", lambda name, lacks=lacks: None if name in lacks else object())
+        status = nixl.probe()
+        assert isinstance(status, Unavailable)
+        assert reason in status.reason and f"pip install --no-deps {install}" in status.install_hint
     monkeypatch.setattr("torch.version.cuda", "12.8")
     assert isinstance(nixl.probe(), Available)
 
@@ -510,33 +497,26 @@ def live(pipe: Connection, plane: str, number: int) -> None:
                 pipe.send("gone")
 
 
-def seen(reader: Child, handle: bytes) -> object:
-    reader.tell(handle)
-    return reader.hear()
-
-
 @planes
-def test_a_process_outlives_those_that_it_reads_and_those_that_read_it(plane: str, rounds: int) -> None:
+@on_ranks(1, "shm", timeout=540.0)
+def test_a_process_outlives_those_that_it_reads_and_those_that_read_it(
+    comm: Communicator, plane: str, rounds: int
+) -> None:
     """Their parent does not use NIXL, which works in no process that was forked beside it."""
-
-    def body(comm: Communicator) -> None:
-        os.environ["UCX_TLS"] = "tcp,self"  # on one host the kernel copies
-        if plane == "nixl":
-            importlib.import_module("nixl._api")
-        with children() as start:
-            lasting = start(live, plane, rounds)
-            held = lasting.hear()
-            for number in range(rounds):
-                passing = start(live, plane, number)
-                handle = passing.hear()
-                assert seen(lasting, handle) == (number, number)
-                assert seen(passing, held) == (rounds, rounds)
-                passing.tell(held)  # killed in the middle of a read, perhaps
-                passing.kill()
-                assert seen(lasting, handle) == "gone"
-
-    with LocalCluster(1, "shm", timeout=540.0) as cluster:
-        cluster.run(body)
+    os.environ["UCX_TLS"] = "tcp,self"  # on one host the kernel copies
+    if plane == "nixl":
+        importlib.import_module("nixl._api")
+    with children() as start:
+        lasting = start(live, plane, rounds)
+        held = lasting.hear()
+        for number in range(rounds):
+            passing = start(live, plane, number)
+            handle = passing.hear()
+            assert asked(lasting, handle) == (number, number)
+            assert asked(passing, held) == (rounds, rounds)
+            passing.tell(held)  # killed in the middle of a read, perhaps
+            passing.kill()
+            assert asked(lasting, handle) == "gone"
 
 
 def test_nixl_says_why_it_does_not_work_in_a_process_that_was_forked_beside_it(
@@ -555,3 +535,175 @@ def test_nixl_says_why_it_does_not_work_in_a_process_that_was_forked_beside_it(
     with comms.memory("nixl") as plane, plane.expose(torch.ones(4)):
         assert "forked" in start(body).hear()
     assert start(body).hear() == "exposed"
+
+
+# -- memory that processes of one host map from each other
+
+
+@pytest.mark.parametrize("regions", [1, 9, 40])
+def test_memory_that_is_read_again_is_mapped_once(regions: int) -> None:
+    """A reader maps each memory of its publishers once, however often they reuse it in turn."""
+    with HostPlane() as owner, HostPlane() as reader, ExitStack() as opened:
+        exposed = [opened.enter_context(owner.expose(owner.empty(4096, mappable=True))) for _ in range(regions)]
+        mapped = [[reader.map(region.handle, lasting=False) for region in exposed] for _ in range(3)]
+        first, *others = [[each.data_ptr() for each in round_] for round_ in mapped]
+        assert len(set(first)) == regions
+        assert others == [first, first]
+
+
+def test_only_so_many_mappings_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shareable_memory, "MOST_MAPPED", 3)
+    with HostPlane() as owner, HostPlane() as reader, ExitStack() as opened:
+        exposed = [opened.enter_context(owner.expose(owner.empty(4096, mappable=True))) for _ in range(4)]
+        mapped = [reader.map(region.handle, lasting=False) for region in exposed]
+        again = [reader.map(region.handle, lasting=False).data_ptr() for region in exposed[1:]]
+        assert again == [each.data_ptr() for each in mapped[1:]], "the last ones are kept"
+        first = reader.map(exposed[0].handle, lasting=False)
+        assert first.data_ptr() != mapped[0].data_ptr(), "the oldest one was let go"
+
+
+HUGE = 2 << 20
+
+
+@given(
+    nbytes=st.sampled_from([1, 4096, 4097, HUGE - 1, HUGE, HUGE + 1, 3 * HUGE + 4097]),
+    start=st.sampled_from([0.0, 0.3, 0.7, 1.0]),
+    lasting=st.booleans(),
+)
+def test_any_part_of_any_memory_is_mapped_as_it_is(nbytes: int, start: float, lasting: bool) -> None:
+    with HostPlane() as owner, HostPlane() as reader:
+        memory = owner.empty(nbytes, mappable=True)
+        assert memory.nbytes == nbytes
+        memory.copy_((torch.arange(nbytes) * 31 >> 3).to(torch.uint8))
+        part = memory[int(start * (nbytes - 1)) :]
+        with owner.expose(part) as region:
+            assert torch.equal(reader.map(region.handle, lasting=lasting), part)
+
+
+def huge_bytes(tensor: torch.Tensor, field: str = "AnonHugePages") -> int:
+    """The bytes on huge pages of the mapping that holds a tensor."""
+    return int(smaps_field(tensor, field).split()[0]) << 10
+
+
+# Huge pages -----------------------------------------------------------------------------------------------------------
+
+
+@needs_huge_pages
+def test_memory_moves_to_huge_pages_and_keeps_what_it_holds() -> None:
+    tensor = torch.arange(16 << 20, dtype=torch.int32)
+    put_on_huge_pages(tensor.data_ptr(), tensor.nbytes, 10.0)
+    assert huge_bytes(tensor) > 0
+    assert torch.equal(tensor, torch.arange(16 << 20, dtype=torch.int32))
+
+
+@needs_huge_pages
+def test_memory_that_was_not_moved_in_time_stays_where_it_is() -> None:
+    tensor = torch.arange(16 << 20, dtype=torch.int32)
+    before = huge_bytes(tensor)
+    put_on_huge_pages(tensor.data_ptr(), tensor.nbytes, -1.0)
+    assert huge_bytes(tensor) == before
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, HUGE_PAGE - 1])
+def test_memory_smaller_than_a_page_is_not_moved(nbytes: int) -> None:
+    tensor = torch.ones(HUGE_PAGE, dtype=torch.uint8)
+    put_on_huge_pages(tensor.data_ptr() + 1, nbytes, 1.0)
+    assert bool((tensor == 1).all())
+
+
+def huge_share() -> float:
+    """The share of this process's shareable memory on huge pages, as the kernel says."""
+    pages = touched_pages(os.getpid())
+    assert pages is not None
+    return pages.huge / pages.nbytes
+
+
+@needs_huge_pages
+@pytest.mark.parametrize("plane", ["shm", "inproc"])
+def test_shareable_memory_that_came_on_small_pages_moves_under_its_readers(
+    plane: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shareable_memory, "_MOVE_SLACK", -1.0)
+    with memory(plane) as opened:
+        tensor = opened.empty(32 << 20, mappable=True)
+        assert huge_share() < 0.5
+        tensor.random_()
+        wanted = tensor.clone()
+        with opened.expose(tensor) as region:
+            mapped = opened.map(region.handle, lasting=True)
+            opened.improve(tensor)
+            assert huge_share() > 0.9
+            assert torch.equal(tensor, wanted) and torch.equal(mapped, wanted)
+
+
+def test_a_closed_plane_gives_and_moves_no_memory() -> None:
+    opened = memory("shm")
+    tensor = opened.empty(1 << 20, mappable=True)
+    opened.close()
+    for call in (lambda: opened.empty(64 << 20, mappable=True), lambda: opened.improve(tensor)):
+        with pytest.raises(RegionGone, match="closed"):
+            call()
+
+
+def test_memory_on_huge_pages_is_mapped_with_few_faults() -> None:
+    nbytes = 16 * HUGE
+    with HostPlane() as owner, HostPlane() as reader:
+        memory = owner.empty(nbytes, mappable=True)
+        if huge_bytes(memory, "ShmemPmdMapped") < nbytes:
+            pytest.skip("the kernel has no huge pages for shared memory now")
+        with owner.expose(memory) as region:
+            before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+            mapped = reader.map(region.handle, lasting=False)
+            faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+        assert huge_bytes(mapped, "ShmemPmdMapped") == nbytes
+        assert faults < nbytes // (16 * 4096), "pages of 4 KiB come in sixteens"
+
+
+@pytest.fixture(params=["shm", "ucx", "nixl", "ucx over tcp", "nixl over tcp"])
+def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    plane, _, over = str(request.param).partition(" over ")
+    if over:
+        monkeypatch.setenv("UCX_TLS", "tcp,self")
+    return plane
+
+
+def test_a_region_in_mappable_memory_is_mapped(name: str, start: Callable[..., Child]) -> None:
+    owner = start(_owner, name)
+    other, _, handle = owner.hear()
+    with memory(name) as plane:
+        assert plane.can_map
+        with pytest.raises(Unsupported, match="mapping"):
+            plane.map(other, lasting=False)
+        mapped = plane.map(handle, lasting=False)
+        assert mapped.nbytes == handle.nbytes and mapped.unique().tolist() == [1]
+        mapped[:10] = 7
+        copy = torch.empty(handle.nbytes, dtype=torch.uint8)
+        plane.read(handle, copy).wait()
+        assert copy.unique().tolist() == [1], "what is written into a mapping stays in this process"
+        lasting = plane.map(handle, lasting=True)
+        assert asked(owner, "lent") is True, "the owner does not write to it anew"
+        assert asked(owner, "close") == "closed"
+        with pytest.raises(RegionGone):
+            plane.map(handle, lasting=True)
+        assert lasting.unique().tolist() == [1]
+        del lasting
+        assert asked(owner, "lent") is False
+        owner.tell("end")
+        owner.end()
+        with pytest.raises(RegionGone):
+            plane.map(handle, lasting=False)
+
+
+def test_a_region_of_another_host_is_not_mapped(
+    name: str, start: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = start(_owner, name)
+    *_, handle = owner.hear()
+    monkeypatch.setenv(liveness.HOST, "elsewhere")
+    liveness.this_host.cache_clear()
+    try:
+        with memory(name) as plane, pytest.raises(Unsupported, match="mapping"):
+            plane.map(handle, lasting=False)
+    finally:
+        monkeypatch.undo()
+        liveness.this_host.cache_clear()

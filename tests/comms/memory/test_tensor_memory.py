@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import itertools
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,19 +15,23 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from holdfast import comms
-from holdfast.comms import Communicator, ReduceOp, Revoked, _native
-from holdfast.comms.errors import Unsupported
+from holdfast.comms import Communicator, ReduceOp, RegionGone, Revoked, _native, memory
+from holdfast.comms.errors import Mismatch, Unsupported
 from holdfast.comms.ops import Recv, Send
+from holdfast.comms.tensors.memory import ExposedMemory
 from holdfast.comms.tensors.packing import check_memory, is_sparse, locate, plain, plain_tensor, span
+from holdfast.ft.state import transfer
 from holdfast.ft.state.codec import encode_state
-from holdfast.harness import LocalCluster
+from holdfast.store import WeightStore
 from holdfast.store.data.state_dicts import flatten
+from support.collectives import COLLECTIVES, collective
+from support.ranks import MPI, on_ranks, on_ranks_of, second_tier, shared_ranks
 
 COUNT = 4
-MPI = pytest.param("mpi", marks=pytest.mark.thorough)
 
 
 class Wrapper(torch.Tensor):
@@ -136,32 +143,17 @@ WITH_MEMORY: dict[str, Make] = {
 
 
 def _calls(comm: Communicator, bad: torch.Tensor) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Every call that passes a tensor to a communicator."""
-    good, peer, size = torch.ones(COUNT), 1 - comm.rank, comm.size
-    whole = torch.ones(size * COUNT)
-    several = [torch.ones(COUNT) for _ in range(size)]
-    with_bad = [*several[1:], bad]
-    yield "tensor", lambda: comm.all_reduce(bad)
+    """Every call that passes a tensor to a communicator, and the name under which it passes the bad one."""
+    good, peer, last = torch.ones(COUNT), 1 - comm.rank, f"[{comm.size - 1}]"
     yield "tensor", lambda: comm.all_reduce(bad, async_op=True)
+    for op in COLLECTIVES:
+        call, arguments = getattr(comm, op), collective(op, comm.rank, comm.size, COUNT, root=comm.rank).arguments
+        for at, (name, argument) in enumerate(zip(inspect.signature(call).parameters, arguments, strict=False)):
+            if isinstance(argument, torch.Tensor):
+                yield name, partial(call, *arguments[:at], bad, *arguments[at + 1 :])
+            elif name in ("outputs", "inputs"):
+                yield name + last, partial(call, *arguments[:at], [*argument[1:], bad], *arguments[at + 1 :])
     yield "tensor", lambda: comm.all_reduce(bad, ReduceOp.MAX, timeout=5.0, reproducible=False)
-    yield "tensor", lambda: comm.reduce(bad, 0)
-    yield "tensor", lambda: comm.broadcast(bad, 0)
-    yield "output", lambda: comm.reduce_scatter(bad, several)
-    yield f"inputs[{size - 1}]", lambda: comm.reduce_scatter(good, with_bad)
-    yield "tensor", lambda: comm.reduce_scatter_single(good, bad)
-    yield "output", lambda: comm.reduce_scatter_single(bad, whole)
-    yield f"outputs[{size - 1}]", lambda: comm.all_gather(with_bad, good)
-    yield "tensor", lambda: comm.all_gather(several, bad)
-    yield "output", lambda: comm.all_gather_single(bad, good)
-    yield "tensor", lambda: comm.all_gather_single(whole, bad)
-    yield f"inputs[{size - 1}]", lambda: comm.all_to_all(several, with_bad)
-    yield f"outputs[{size - 1}]", lambda: comm.all_to_all(with_bad, several)
-    yield "tensor", lambda: comm.all_to_all_single(good, bad)
-    yield "output", lambda: comm.all_to_all_single(bad, good)
-    yield "tensor", lambda: comm.gather(bad, several if comm.rank == 0 else None, 0)
-    yield f"outputs[{size - 1}]", lambda: comm.gather(good, with_bad, comm.rank)
-    yield "tensor", lambda: comm.scatter(bad, several if comm.rank == 0 else None, 0)
-    yield f"inputs[{size - 1}]", lambda: comm.scatter(good, with_bad, comm.rank)
     yield "tensor", lambda: comm.send(bad, peer)
     yield "tensor", lambda: comm.recv(bad, peer)
     yield "batch[1]", lambda: comm.batch_send_recv([Send(good, peer), Recv(bad, peer)])
@@ -169,78 +161,52 @@ def _calls(comm: Communicator, bad: torch.Tensor) -> Iterator[tuple[str, Callabl
     yield "tensor", lambda: comm.window(bad)
 
 
-def not_refused(case: str, what: str, call: Callable[[], object]) -> list[str]:
-    """A line unless the call raises `Unsupported` that names the argument `what`."""
-    try:
-        call()
-    except Unsupported as error:
-        return [] if what in str(error) else [f"{case}: {error}"]
-    except Exception as error:
-        return [f"{case}: {error!r}"]
-    return [f"{case}: taken"]
-
-
 fast_paths = pytest.mark.parametrize("checks", ["0"], indirect=True)
-shared_code = pytest.mark.parametrize(
-    "two_ranks",
-    ["inproc", "shm", "gloo", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("ucx", "mpi"))],
-    indirect=True,
-)
+shared_code = pytest.mark.parametrize("two_ranks", ["inproc", "shm", "gloo", *second_tier("ucx", "mpi")], indirect=True)
 
 
 @fast_paths
 @shared_code
-def test_every_op_refuses_a_tensor_without_memory_by_name_and_goes_on(
-    two_ranks: LocalCluster,
-) -> None:
-    def refuse(comm: Communicator) -> list[str]:
-        wrong = []
-        for kind, make in MEMORYLESS.items():
-            summed = 2 if kind == "sparse" else 0  # the first two calls add sparse tensors up
-            for what, call in itertools.islice(_calls(comm, make()), summed, None):
-                wrong += not_refused(f"{kind} as {what}", what, call)
-        tensor = torch.ones(COUNT)
+@on_ranks_of("two_ranks")
+def test_every_op_refuses_a_tensor_without_memory_by_name_and_goes_on(comm: Communicator) -> None:
+    for kind, make in MEMORYLESS.items():
+        summed = 2 if kind == "sparse" else 0  # the first two calls add sparse tensors up
+        for what, call in itertools.islice(_calls(comm, make()), summed, None):
+            with pytest.raises(Unsupported, match=re.escape(what)):
+                call()
+    tensor = torch.ones(COUNT)
+    comm.all_reduce(tensor)
+    assert tensor.tolist() == [comm.size] * COUNT
+
+
+@fast_paths
+@shared_code
+@on_ranks_of("two_ranks")
+def test_every_tensor_with_plain_memory_is_taken(comm: Communicator) -> None:
+    for kind, make in WITH_MEMORY.items():
+        tensor, output = make(), torch.zeros(2 * COUNT)
+        comm.all_gather_single(output, tensor)
         comm.all_reduce(tensor)
-        return wrong + ["the sum is wrong"] * (tensor.tolist() != [comm.size] * COUNT)
-
-    assert two_ranks.run(refuse) == [[], []]
-
-
-@fast_paths
-@shared_code
-def test_every_tensor_with_plain_memory_is_taken(two_ranks: LocalCluster) -> None:
-    def take(comm: Communicator) -> list[str]:
-        wrong = []
-        for kind, make in WITH_MEMORY.items():
-            tensor, output = make(), torch.zeros(2 * COUNT)
-            comm.all_gather_single(output, tensor)
-            comm.all_reduce(tensor)
-            comm.all_reduce(tensor, async_op=True).wait()
-            with torch._C.DisableTorchFunctionSubclass():
-                if output.tolist() != [1] * 2 * COUNT or tensor.tolist() != [4] * COUNT:
-                    wrong.append(f"{kind}: {output.tolist()} {tensor.tolist()}")
-        return wrong
-
-    assert two_ranks.run(take) == [[], []]
+        comm.all_reduce(tensor, async_op=True).wait()
+        with torch._C.DisableTorchFunctionSubclass():
+            assert output.tolist() == [1] * 2 * COUNT and tensor.tolist() == [4] * COUNT, kind
 
 
 @fast_paths
 @pytest.mark.parametrize("two_ranks", ["inproc", "shm", "ucx", MPI], indirect=True)
-def test_a_window_refuses_tensors_without_memory_and_takes_all_others(two_ranks: LocalCluster) -> None:
-    def use(comm: Communicator) -> list[str]:
-        wrong = []
-        with comm.window(WITH_MEMORY["named parameter"]()) as window:
-            for kind, make in MEMORYLESS.items():
-                for what, call in (("src", window.put), ("dst", window.get)):
-                    wrong += not_refused(f"{kind} as {what}", what, partial(call, make(), 1 - comm.rank))
-            comm.barrier()
-            for make in WITH_MEMORY.values():
-                window.put(make(), 1 - comm.rank)
-                window.get(make(), 1 - comm.rank)
-            comm.barrier()
-        return wrong
-
-    assert two_ranks.run(use) == [[], []]
+@on_ranks_of("two_ranks")
+def test_a_window_refuses_tensors_without_memory_and_takes_all_others(comm: Communicator) -> None:
+    peer = 1 - comm.rank
+    with comm.window(WITH_MEMORY["named parameter"]()) as window:
+        for make in MEMORYLESS.values():
+            for what, call in (("src", window.put), ("dst", window.get)):
+                with pytest.raises(Unsupported, match=what):
+                    call(make(), peer)
+        comm.barrier()
+        for make in WITH_MEMORY.values():
+            window.put(make(), peer)
+            window.get(make(), peer)
+        comm.barrier()
 
 
 @pytest.mark.parametrize("name", ["inproc", "shm", "ucx"])
@@ -273,7 +239,8 @@ def test_a_state_dict_takes_every_tensor_with_memory(make: Callable[[], torch.Te
     assert encode_state({"weight": make()})[1][0].sum() == COUNT
 
 
-def _sharded(comm: Communicator) -> list[str]:
+@on_ranks(1, "shm")
+def test_parameters_that_fsdp_has_freed_are_refused_with_what_to_do(comm: Communicator) -> None:
     """Parameters and gradients of FSDP2, while they are sharded and after they were gathered."""
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
     try:
@@ -286,39 +253,27 @@ def _sharded(comm: Communicator) -> list[str]:
         gathered = module.weight
         comm.all_reduce(gathered.detach())
         module.reshard()
-        said = []
-        for bad in (module.weight, module.weight.grad, gathered):
-            with pytest.raises(Unsupported) as caught:
+        for bad in (module.weight, module.weight.grad):
+            with pytest.raises(Unsupported, match=r"to_local\(\)"):
                 comm.all_reduce(bad)
-            said.append(str(caught.value))
+        with pytest.raises(Unsupported, match=r"holds 0 bytes.*unshard\(\)"):
+            comm.all_reduce(gathered)
         comm.all_reduce(module.weight.grad.to_local())
-        return said
     finally:
         torch.distributed.destroy_process_group()
 
 
-def test_parameters_that_fsdp_has_freed_are_refused_with_what_to_do() -> None:
-    with LocalCluster(1, "shm", timeout=60.0) as cluster:
-        ((parameter, gradient, gathered),) = cluster.run(_sharded)
-    assert "to_local()" in parameter and "to_local()" in gradient
-    assert "holds 0 bytes" in gathered and "unshard()" in gathered
-
-
-def test_the_error_mentions_to_local_only_for_tensors_that_have_it() -> None:
-    with pytest.raises(Unsupported, match=r"to_local\(\)"):
-        check_memory(wrapper())
-    for kind, make in MEMORYLESS.items():
-        if kind != "wrapper":
-            with pytest.raises(Unsupported) as caught:
-                check_memory(make())
-            assert "to_local" not in str(caught.value)
-
-
-@pytest.mark.parametrize("make", [make for kind, make in MEMORYLESS.items() if kind != "uninitialized"])
-def test_native_code_never_takes_the_address_of_a_tensor_without_memory(make: Callable[[], torch.Tensor]) -> None:
-    assert not plain(make())
-    with pytest.raises(Unsupported):
-        span(make())
+@pytest.mark.parametrize("kind", MEMORYLESS)
+def test_native_code_never_takes_the_address_of_a_tensor_without_memory(kind: str) -> None:
+    """The error mentions `to_local` only for tensors that have it."""
+    tensor = MEMORYLESS[kind]()
+    with pytest.raises(Unsupported) as caught:
+        check_memory(tensor)
+    assert ("to_local()" in str(caught.value)) == (kind == "wrapper")
+    if kind != "uninitialized":
+        assert not plain(tensor)
+        with pytest.raises(Unsupported):
+            span(tensor)
 
 
 def test_native_functions_refuse_a_null_address() -> None:
@@ -419,15 +374,17 @@ def test_a_sparse_tensor_is_known_whatever_its_class() -> None:
     assert is_sparse(Wrapper(sparse())) and not is_sparse(wrapper())
 
 
-def register(comm: Communicator) -> str:
+@on_ranks(2, "inproc", "shm", "gloo", "ucx", MPI)
+def test_every_backend_says_what_it_did_with_the_memory(comm: Communicator) -> None:
     tensor = torch.arange(4 << 20).float()
     with comm.register(tensor) as registration:
         comm.all_reduce(tensor)
         assert torch.equal(tensor, torch.arange(4 << 20).float() * comm.size), "its contents and its address stay"
     assert "closed" in repr(registration)
     registration.close()
-    small = comm.register(torch.ones(4))
-    assert "nothing to gain" in small.info
+    info = registration.info
+    assert "nothing to gain" in info or (comm.backend == "shm" and "huge pages" in info)
+    assert "nothing to gain" in comm.register(torch.ones(4)).info
     with pytest.raises(ValueError, match="contiguous"):
         comm.register(torch.ones(4, 4).t())
     with pytest.raises(TypeError, match="tensor"):
@@ -435,14 +392,6 @@ def register(comm: Communicator) -> str:
     comm.close()
     with pytest.raises(Revoked):
         comm.register(tensor)
-    return registration.info
-
-
-@pytest.mark.parametrize("backend", ["inproc", "shm", "gloo", "ucx", pytest.param("mpi", marks=pytest.mark.thorough)])
-def test_every_backend_says_what_it_did_with_the_memory(backend: str) -> None:
-    with LocalCluster(2, backend) as cluster:
-        for info in cluster.run(register):
-            assert "nothing to gain" in info or (backend == "shm" and "huge pages" in info)
 
 
 def test_an_empty_tensor_begins_on_a_huge_page_and_can_be_used_as_any() -> None:
@@ -454,3 +403,220 @@ def test_an_empty_tensor_begins_on_a_huge_page_and_can_be_used_as_any() -> None:
     assert view.sum().item() == 4 << 20
     assert comms.empty(5, torch.int64).tolist() == [0] * 5
     assert comms.empty((0, 4)).shape == (0, 4)
+
+
+# -- memory that others access, or that tensors share
+
+
+LARGE = 1 << 16
+PLANES = ["inproc", "shm", "ucx", "nixl"]
+
+
+ranks = shared_ranks(2, "inproc", "shm", "ucx", "mpi")
+
+
+def give_data(tensor: torch.Tensor) -> None:
+    tensor.data = torch.full((5,), 9.0)
+
+
+CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
+    "data": give_data,
+    "another size": lambda tensor: tensor.set_(torch.full((2 * LARGE,), 9.0)),
+    "the same size": lambda tensor: tensor.set_(torch.full((LARGE,), 9.0)),
+    "smaller": lambda tensor: tensor.resize_(3),
+}
+
+
+def refuses_to_be_resized(tensor: torch.Tensor) -> None:
+    for resize in (
+        lambda: tensor.untyped_storage().resize_(0),
+        lambda: tensor.untyped_storage().resize_(8 * tensor.nbytes),
+        lambda: tensor.resize_(2 * LARGE),
+    ):
+        with pytest.raises(RuntimeError, match="not resizable"):
+            resize()
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@on_ranks_of("ranks")
+def test_a_window_is_closed_when_its_tensor_gets_other_memory(comm: Communicator, change: str) -> None:
+    tensor, got, kept = torch.full((LARGE,), 2.0), torch.zeros(LARGE), list[torch.Tensor]()
+    window = comm.window(tensor)
+    comm.barrier()
+    if comm.rank == 1:
+        refuses_to_be_resized(tensor)
+        CHANGES[change](tensor)
+        kept = [torch.full((LARGE,), -1.0) for _ in range(8)]
+    comm.barrier()
+    if comm.rank == 0:
+        with contextlib.suppress(RegionGone):  # the backend's thread may have closed the window already
+            window.put(torch.full((LARGE,), 5.0), 1)
+            window.get(got, 1)
+            assert bool((got == 5.0).all())
+    comm.barrier()
+    if comm.rank == 1:
+        assert all(bool((each == -1.0).all()) for each in kept)
+        for words in (r"other memory .*copy_", "this rank has closed"):
+            with pytest.raises(RegionGone, match=words):
+                window.get(torch.zeros(1), 0)
+            assert window.closed
+        assert change == "smaller" or bool((tensor == 9.0).all())
+    comm.barrier()
+    if comm.rank == 0:
+        with pytest.raises(RegionGone, match="rank 1 has closed"):
+            window.get(torch.zeros(1), 1)
+    comm.barrier()
+    window.close()
+    comm.barrier()
+
+
+@on_ranks_of("ranks")
+def test_the_tensor_of_a_closed_window_can_be_used_as_before(comm: Communicator) -> None:
+    tensor = torch.full((LARGE,), 2.0)
+    with comm.window(tensor):
+        comm.barrier()
+        if comm.rank == 1:
+            tensor.data = torch.full((5,), 9.0)
+        comm.barrier()
+    assert bool((tensor == (9.0 if comm.rank == 1 else 2.0)).all())
+    tensor.resize_(2 * LARGE) if comm.rank == 1 else tensor.add_(1)
+    comm.barrier()
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", PLANES)
+def test_a_region_is_closed_when_its_tensor_gets_other_memory(name: str, change: str) -> None:
+    with memory(name) as plane:
+        tensor, got = torch.full((LARGE,), 2.0), torch.zeros(LARGE)
+        region = plane.expose(tensor, writable=True)
+        handle = region.handle
+        refuses_to_be_resized(tensor)
+        CHANGES[change](tensor)
+        kept = [torch.full((LARGE,), -1.0) for _ in range(8)]
+        plane.read(handle, got).wait()
+        assert bool((got == 2.0).all())
+        plane.write(handle, torch.full((LARGE,), 5.0)).wait()
+        assert all(bool((each == -1.0).all()) for each in kept)
+        with pytest.raises(RegionGone, match=r"other memory .*copy_"):
+            assert region.handle
+        with pytest.raises(RegionGone):
+            plane.read(handle, got).wait()
+        assert region.handle == handle, "a closed region keeps its handle"
+        region.close()
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.complex64, torch.bool])
+def test_exposed_memory_of_any_kind_keeps_its_size(kind: torch.dtype) -> None:
+    for tensor in (
+        torch.zeros(10, dtype=kind),
+        torch.zeros(10, dtype=kind)[2:5],
+        Named(torch.zeros(10, dtype=kind), requires_grad=kind.is_floating_point),
+        torch.zeros(0, dtype=kind),
+    ):
+        exposed = ExposedMemory(tensor)
+        with pytest.raises(RuntimeError):
+            tensor.untyped_storage().resize_(1 << 20)
+        assert not exposed.moved
+        tensor.data = torch.zeros(3, dtype=kind)
+        assert exposed.moved
+
+
+Tensor = torch.Tensor
+BASE, MEMORY = 64, 1024
+"""The range of bytes in which views begin, and the size of the memory that holds them."""
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeightStore]:
+    with WeightStore(f"memory://{tmp_path_factory.mktemp('store')}") as opened:
+        yield opened
+
+
+@st.composite
+def views(draw: st.DrawFn) -> Tensor:
+    """A view of the first bytes of some memory: (dtype, shape, strides, offset); elements may coincide."""
+    dtype = draw(st.sampled_from([torch.uint8, torch.int16, torch.float32, torch.complex64]))
+    elements = BASE // dtype.itemsize
+    shape = draw(st.lists(st.integers(0, 4), max_size=3))
+    strides = [draw(st.integers(1, 6)) for _ in shape]
+    reach = sum(max(size - 1, 0) * stride for size, stride in zip(shape, strides, strict=True))
+    offset = draw(st.integers(0, max(elements - 1 - reach, 0)))
+    memory = torch.zeros(MEMORY, dtype=torch.uint8).view(dtype)
+    return memory.as_strided(shape, strides, offset)
+
+
+def over(memory: Tensor, like: Tensor) -> Tensor:
+    return memory.view(like.dtype).as_strided(like.shape, like.stride(), like.storage_offset())
+
+
+def bits(tensor: Tensor) -> bytes:
+    return bytes(torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor).view(-1).view(torch.uint8).numpy())
+
+
+version = iter(range(1 << 30))
+
+
+@given(st.lists(views(), min_size=1, max_size=4), st.booleans(), st.integers(0, 2**31))
+def test_views_of_one_base_all_get_their_bytes_or_nothing_changes(
+    store: WeightStore, kinds: list[Tensor], agreeing: bool, seed: int
+) -> None:
+    """With `agreeing`, the version was also published from views of one base: equal addresses get equal bytes."""
+    generator = torch.Generator().manual_seed(seed)
+    content = torch.randint(0, 3, (MEMORY,), dtype=torch.uint8, generator=generator)
+    state = {}
+    for number, kind in enumerate(kinds):
+        own = torch.randint(0, 3, (MEMORY,), dtype=torch.uint8, generator=generator)
+        state[f"view {number}"] = over(content if agreeing else own, kind).clone()
+    number = next(version)
+    store.publish(number, state)
+    memory = torch.full((MEMORY,), 7, dtype=torch.uint8)
+    into = {name: over(memory, kind) for name, kind in zip(state, kinds, strict=True)}
+    try:
+        store.get(number, into)
+    except Mismatch as error:
+        assert "share memory" in str(error) and not agreeing
+        assert bool((memory == 7).all())
+    else:
+        assert [name for name in state if bits(into[name]) != bits(state[name])] == []
+
+
+def test_views_that_interleave_without_a_common_byte_are_filled(store: WeightStore) -> None:
+    state = {"left": torch.randn(500, 300), "right": torch.randn(500, 400), "conjugate": torch.randn(5, 2).cfloat()}
+    base, pairs = torch.zeros(500, 700), torch.zeros(5, 2, dtype=torch.complex64)
+    number = next(version)
+    store.publish(number, state)
+    store.get(number, {"left": base[:, :300], "right": base[:, 300:], "conjugate": pairs.conj()})
+    assert torch.equal(base, torch.cat([state["left"], state["right"]], 1))
+    assert torch.equal(pairs.conj(), state["conjugate"])
+
+
+def test_a_real_part_and_its_whole_agree_or_are_refused(store: WeightStore) -> None:
+    whole = torch.randn(9, dtype=torch.complex64)
+    number, wrong = next(version), next(version)
+    store.publish(number, {"whole": whole, "negated": -whole.imag.clone()})
+    store.publish(wrong, {"whole": whole, "negated": whole.imag.clone()})
+    into = torch.zeros(9, dtype=torch.complex64)
+    targets = {"whole": into, "negated": into.conj().imag}
+    with pytest.raises(Mismatch, match="share memory"):
+        store.get(wrong, targets)
+    store.get(number, targets)
+    assert torch.equal(into, whole)
+
+
+def test_a_session_refuses_a_state_with_other_tied_weights_than_its_model() -> None:
+    def model(tied: bool) -> nn.Module:
+        made = nn.ModuleDict({"embedding": nn.Embedding(7, 5), "head": nn.Linear(5, 7, bias=False)})
+        if tied:
+            made["head"].weight = made["embedding"].weight
+        return made
+
+    ours, before = model(True), model(False)
+    optimizer = torch.optim.AdamW(ours.parameters())
+    before.load_state_dict(ours.state_dict())
+    attached = {"optimizer": optimizer, "model": ours}
+    with pytest.raises(Mismatch, match=r"'embedding.weight' and 'head.weight' of 'model' share memory"):
+        transfer.load({"optimizer": optimizer.state_dict(), "model": model(False).state_dict()}, attached)
+    assert torch.equal(ours.state_dict()["head.weight"], before.state_dict()["head.weight"])
+    theirs = model(True).state_dict()
+    transfer.load({"optimizer": optimizer.state_dict(), "model": theirs}, attached)
+    assert torch.equal(ours.state_dict()["head.weight"], theirs["embedding.weight"])

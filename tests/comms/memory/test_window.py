@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import signal
 import threading
 import time
@@ -17,24 +18,32 @@ from hypothesis import strategies as st
 
 from holdfast.comms import Communicator, OpTimeout, RegionGone, Unsupported
 from holdfast.comms._native import ActiveCalls, WindowBounds, Words
+from holdfast.comms.onesided import requests
 from holdfast.comms.onesided.mapped import MappedWindow, WindowLock
+from holdfast.comms.onesided.requests import (
+    ADD,
+    GET,
+    HEAD,
+    PIECE_BYTES,
+    PUT,
+    SIGNAL,
+    SWAP,
+    Channel,
+    Exposed,
+    Head,
+    RequestService,
+)
 from holdfast.comms.onesided.window import Window, WindowInfo
+from holdfast.comms.tensors.memory import ExposedMemory
 from holdfast.comms.transport.base import WindowMemory, closed_there
-from holdfast.comms.transport.liveness import is_gone, is_stopped
-from holdfast.harness import LocalCluster
+from holdfast.comms.transport.liveness import Liveness, PeerWatch, is_gone, is_stopped
 from holdfast.harness.conformance.windows import *  # noqa: F403
+from support.meeting import run_in_threads
+from support.ranks import on_ranks, second_tier, shared_ranks
 from support.waiting import PATIENCE, eventually
 
 SIZED = ["inproc-1", "inproc-3", "shm-1", "shm-3", "ucx-3", "mpi-3", "gloo-3"]
-ALONE = [pytest.param(name, marks=pytest.mark.thorough) for name in ("ucx-1", "mpi-1", "gloo-1")]
-
-
-@pytest.fixture(scope="module", params=[*SIZED, *ALONE])
-def ranks(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
-    backend, size = request.param.split("-")
-    with LocalCluster(int(size), backend, timeout=30.0) as cluster:
-        cluster.warm_up()
-        yield cluster
+ranks = shared_ranks(3, *SIZED, *second_tier("ucx-1", "mpi-1", "gloo-1"), timeout=30.0)
 
 
 @pytest.fixture(params=["inproc", "shm", "ucx", "mpi", "gloo"])
@@ -47,28 +56,17 @@ def windowed_processes(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def test_signals_of_several_threads_all_count() -> None:
+@on_ranks(2, "shm")
+def test_signals_of_several_threads_all_count(comm: Communicator) -> None:
     count, threads = 2000, 4
-
-    def body(comm: Communicator) -> int:
-        with comm.window(torch.zeros(1)) as window:
-            comm.barrier()
-            if comm.rank == 0:
-                senders = [
-                    threading.Thread(target=lambda: [window.signal(1) for _ in range(count)]) for _ in range(threads)
-                ]
-                for sender in senders:
-                    sender.start()
-                for sender in senders:
-                    sender.join()
-            else:
-                for _ in range(count * threads):
-                    window.wait_signal(0, timeout=10.0)
-            comm.barrier()
-        return count * threads
-
-    with LocalCluster(2, "shm") as cluster:
-        cluster.run(body)
+    with comm.window(torch.zeros(1)) as window:
+        comm.barrier()
+        if comm.rank == 0:
+            run_in_threads(threads, lambda number: [window.signal(1) for _ in range(count)], None)
+        else:
+            for _ in range(count * threads):
+                window.wait_signal(0, timeout=10.0)
+        comm.barrier()
 
 
 def hold(window: Window, target: int, then: signal.Signals) -> None:
@@ -79,39 +77,31 @@ def hold(window: Window, target: int, then: signal.Signals) -> None:
         os.kill(os.getpid(), then)
 
 
-@pytest.mark.parametrize("backend", ["shm", "ucx"])
-def test_a_stopped_holder_of_a_lock_is_named_and_waiters_do_not_spin(backend: str) -> None:
+@on_ranks(3, "shm", "ucx", killed=(1, 2))
+def test_a_stopped_holder_of_a_lock_is_named_and_waiters_do_not_spin(comm: Communicator) -> None:
     """The death of the target ends the wait at once."""
-
-    def body(comm: Communicator) -> None:
-        pids = [int(pid) for pid in comm.all_gather_object(os.getpid())]
-        window = comm.window(torch.zeros(4, dtype=torch.int64))
-        comm.barrier()
-        if comm.rank == 1:
-            hold(window, 0, signal.SIGSTOP)
-            hold(window, 2, signal.SIGSTOP)
-            return
-        if comm.rank == 2:
-            time.sleep(60.0)
-        while not is_stopped(pids[1]):
-            time.sleep(0.001)
-        began, used = time.monotonic(), time.process_time()
-        with pytest.raises(OpTimeout) as late:
-            window.fetch_add(0, 0, 1, timeout=1.0)
-        assert late.value.missing_ranks == (1,)
-        assert time.process_time() - used < 0.7 * (time.monotonic() - began)
-        os.kill(pids[1], signal.SIGCONT)
-        assert window.fetch_add(0, 0, 1, timeout=10.0) == 0
-        while not is_stopped(pids[1]):
-            time.sleep(0.001)
-        threading.Timer(0.2, lambda: os.kill(pids[2], signal.SIGKILL)).start()
-        with pytest.raises(RegionGone, match="rank 2 is gone"):
-            window.fetch_add(2, 0, 1, timeout=30.0)
-        os.kill(pids[1], signal.SIGKILL)
-
-    with LocalCluster(3, backend) as cluster:
-        outcome = cluster.outcomes(body)[0]
-        assert outcome.error is None, outcome.error
+    pids = [int(pid) for pid in comm.all_gather_object(os.getpid())]
+    window = comm.window(torch.zeros(4, dtype=torch.int64))
+    comm.barrier()
+    if comm.rank == 1:
+        hold(window, 0, signal.SIGSTOP)
+        hold(window, 2, signal.SIGSTOP)
+        return
+    if comm.rank == 2:
+        time.sleep(60.0)
+    eventually(lambda: is_stopped(pids[1]))
+    began, used = time.monotonic(), time.process_time()
+    with pytest.raises(OpTimeout) as late:
+        window.fetch_add(0, 0, 1, timeout=1.0)
+    assert late.value.missing_ranks == (1,)
+    assert time.process_time() - used < 0.7 * (time.monotonic() - began)
+    os.kill(pids[1], signal.SIGCONT)
+    assert window.fetch_add(0, 0, 1, timeout=10.0) == 0
+    eventually(lambda: is_stopped(pids[1]))
+    threading.Timer(0.2, lambda: os.kill(pids[2], signal.SIGKILL)).start()
+    with pytest.raises(RegionGone, match="rank 2 is gone"):
+        window.fetch_add(2, 0, 1, timeout=30.0)
+    os.kill(pids[1], signal.SIGKILL)
 
 
 def test_a_wait_for_a_lock_raises_the_error_of_its_check() -> None:
@@ -128,47 +118,36 @@ def test_a_wait_for_a_lock_raises_the_error_of_its_check() -> None:
     assert late.value.missing_ranks == (3,), "the holder has not written its rank"
 
 
-@pytest.mark.parametrize("backend", ["shm", "ucx"])
-def test_a_killed_holder_of_a_lock_does_not_block_others(backend: str) -> None:
-    def body(comm: Communicator) -> int:
-        window = comm.window(torch.zeros(1, dtype=torch.int64))
-        comm.barrier()
-        if comm.rank == 1:
-            hold(window, 0, signal.SIGKILL)
-        eventually(lambda: is_gone(comm._context.peers[1]), 10.0)
-        return window.fetch_add(0, 0, 7, timeout=5.0)
-
-    with LocalCluster(2, backend) as cluster:
-        assert cluster.outcomes(body)[0].value == 0
+@on_ranks(2, "shm", "ucx", killed=(1,))
+def test_a_killed_holder_of_a_lock_does_not_block_others(comm: Communicator) -> None:
+    window = comm.window(torch.zeros(1, dtype=torch.int64))
+    comm.barrier()
+    if comm.rank == 1:
+        hold(window, 0, signal.SIGKILL)
+    eventually(lambda: is_gone(comm._context.peers[1]), 10.0)
+    assert window.fetch_add(0, 0, 7, timeout=5.0) == 0
 
 
-def test_a_backend_without_windows_says_so() -> None:
-    def body(comm: Communicator) -> None:
-        comm._windowed = False
-        with pytest.raises(Unsupported, match=r"comms\.memory"):
-            comm.window(torch.zeros(1))
-
-    with LocalCluster(1, "inproc") as cluster:
-        cluster.run(body)
+@on_ranks(1, "inproc")
+def test_a_backend_without_windows_says_so(comm: Communicator) -> None:
+    comm._windowed = False
+    with pytest.raises(Unsupported, match=r"comms\.memory"):
+        comm.window(torch.zeros(1))
 
 
-def test_a_closed_window_releases_its_tensor(windowed: str) -> None:
+@on_ranks(2, of="windowed")
+def test_a_closed_window_releases_its_tensor(comm: Communicator) -> None:
     """All tensors but the last are released: the communicator refers to its last window until it is closed."""
-
-    def body(comm: Communicator) -> int:
-        tensors = []
-        for _ in range(4):
-            tensor = torch.zeros(1000)
-            tensors.append(weakref.ref(tensor))
-            with comm.window(tensor):
-                comm.barrier()
+    tensors = []
+    for _ in range(4):
+        tensor = torch.zeros(1000)
+        tensors.append(weakref.ref(tensor))
+        with comm.window(tensor):
             comm.barrier()
-            del tensor
-        gc.collect()
-        return sum(tensor() is not None for tensor in tensors)
-
-    with LocalCluster(2, windowed) as cluster:
-        assert max(cluster.run(body)) <= 1
+        comm.barrier()
+        del tensor
+    gc.collect()
+    assert sum(tensor() is not None for tensor in tensors) <= 1
 
 
 # -- the checks at the start of a call
@@ -228,6 +207,7 @@ class OneSignaller(WindowMemory):
     """A window in which rank 0 does something whenever the waiting rank looks whether it lives."""
 
     sizes = (0,)
+    write = read = fetch_add = compare_swap = signal = flush = lambda self, *_: 0  # type: ignore[assignment]
 
     def __init__(self, at_look: Callable[[OneSignaller], None]) -> None:
         super().__init__(1)
@@ -239,22 +219,6 @@ class OneSignaller(WindowMemory):
 
     def check_live(self, rank: int) -> None:
         self._at_look(self)
-
-    def write(self, rank: int, offset: int, source: Tensor, deadline: float) -> None: ...
-
-    def read(self, rank: int, offset: int, into: Tensor, deadline: float) -> None: ...
-
-    def fetch_add(self, rank: int, offset: int, dtype: torch.dtype, value: int, deadline: float) -> int:
-        return 0
-
-    def compare_swap(
-        self, rank: int, offset: int, dtype: torch.dtype, expected: int, desired: int, deadline: float
-    ) -> int:
-        return 0
-
-    def signal(self, rank: int, deadline: float) -> None: ...
-
-    def flush(self, rank: int | None, deadline: float) -> None: ...
 
     def close(self) -> None: ...
 
@@ -289,3 +253,178 @@ def test_what_was_put_arrives_before_the_ranks_meet_to_withdraw_their_tensors() 
     window.deregister()
     assert happened == [0, 1, 2, "all meet"]
     window.close()
+
+
+# -- requests and replies, over a channel in this process: no rank is needed to see what an owner refuses
+
+
+ROOM = 32
+
+
+class Wire(Channel):
+    """Passes frames to the other ranks' services at once, or keeps those to the ranks that are `stopped`."""
+
+    def __init__(self, rank: int, services: list[RequestService]) -> None:
+        self.broken: set[int] = set()
+        self.stopped: set[int] = set()
+        self.kept: list[Callable[[], None]] = []
+        self._rank, self._services = rank, services
+
+    def send(self, rank: int, head: bytes, body: bytes | memoryview = b"") -> None:
+        copy = bytearray(body)
+        if rank in self.stopped:
+            self.kept.append(lambda: self._services[rank].requests.received(self._rank, head, copy))
+        else:
+            self._services[rank].requests.received(self._rank, head, copy)
+
+    def close(self) -> None: ...
+
+
+class Group:
+    """The two ranks, of which this test is both."""
+
+    size = 2
+
+    def all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, deadline: float) -> None:
+        for output in outputs:
+            output.copy_(tensor)
+
+
+class Pair:
+    """Rank 0, which asks, and rank 1, which owns `memory` of 32 bytes."""
+
+    def __init__(self) -> None:
+        liveness = Liveness((), 0)
+        services: list[RequestService] = []
+        self.wires = [Wire(rank, services) for rank in range(2)]
+        for rank in range(2):
+            watch = PeerWatch(liveness, tuple)
+            services.append(RequestService(rank, 2, watch, lambda received, rank=rank: self.wires[rank]))
+        self.services = services
+        self.memory = torch.zeros(4, dtype=torch.int64)
+        self.theirs, self.mine = (
+            service.window(Group(), tensor, soon())  # type: ignore[arg-type]
+            for service, tensor in zip(services, (torch.zeros(4, dtype=torch.int64), self.memory), strict=True)
+        )
+
+
+def soon() -> float:
+    return time.monotonic() + 10.0
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    yield Pair()
+
+
+@given(
+    st.sampled_from([PUT, GET, ADD, SWAP, SIGNAL, 99]),
+    st.integers(0, ROOM + 9) | st.integers(2**62, 2**63),
+    st.integers(0, ROOM + 9) | st.integers(PIECE_BYTES, 2**63),
+    st.sampled_from([0, 3, 4, 8]),
+    st.integers(0, ROOM + 9),
+    st.booleans(),
+)
+def test_a_request_outside_the_memory_is_refused(
+    kind: int, offset: int, nbytes: int, width: int, body: int, writable: bool
+) -> None:
+    exposed = Exposed(ExposedMemory(torch.zeros(ROOM, dtype=torch.uint8)), writable, size=int(writable))
+    request = Head(kind, 1, 1, width, offset, nbytes)
+    size = width if kind in (ADD, SWAP) else nbytes
+    fits = kind != 99 and offset + size <= ROOM and (kind not in (ADD, SWAP) or width in (4, 8))
+    fits = fits and (writable or kind == GET)
+    assert (request.fault(exposed, body) == "") == (fits and body == (nbytes if kind == PUT else 0))
+    assert Head.decode(request.encode()) == request
+
+
+def test_a_put_that_arrives_in_the_memory_leaves_it_when_the_window_is_closed(pair: Pair) -> None:
+    """What arrives late is written into memory that the tensor has left."""
+    owner, head = pair.services[1].requests, Head(PUT, 1, 1, offset=8, nbytes=8).encode()
+    place = owner.room(0, head, 8)
+    assert place is not None and owner.room(0, Head(PUT, 1, 1, offset=32, nbytes=8).encode(), 8) is None
+    torch.frombuffer(place, dtype=torch.uint8).fill_(1)
+    owner.received(0, head, place)
+    assert pair.memory.tolist() == [0, 0x0101010101010101, 0, 0]
+    late = owner.room(0, head, 8)
+    assert late is not None
+    pair.mine.close()
+    torch.frombuffer(late, dtype=torch.uint8).fill_(0)
+    owner.received(0, head, late)
+    assert pair.memory.tolist() == [0, 0x0101010101010101, 0, 0]
+
+
+@given(st.binary(max_size=2 * HEAD.size) | st.binary(min_size=HEAD.size, max_size=HEAD.size), st.binary(max_size=40))
+def test_bytes_that_are_no_request_change_nothing_but_the_window_that_they_name(text: bytes, body: bytes) -> None:
+    pair = Pair()
+    pair.services[1].requests.received(0, text, bytearray(body))
+    assert pair.memory.tolist() == [0] * 4
+    pair.theirs.signal(1, soon())
+    pair.mine.wait_signal(0, soon())
+    assert pair.mine.count_signals(0) == 1
+
+
+@given(st.lists(st.sampled_from([PUT, SIGNAL]), max_size=12), st.randoms())
+def test_a_signal_counts_once_the_posted_puts_before_it_are_done(calls: list[int], order: random.Random) -> None:
+    """Whatever the order is in which a network brings them."""
+    exposed = Exposed(ExposedMemory(torch.zeros(1, dtype=torch.uint8)), size=1)
+    sent, puts = [], 0
+    for kind in calls:
+        puts += kind == PUT
+        sent.append(Head(kind, 1, nbytes=int(kind == PUT), first=1 if kind == PUT else puts))
+    order.shuffle(sent)
+    done = []
+    for head in sent:
+        exposed.carry_out(0, head, bytearray(b"x"))
+        done.append(head)
+        arrived = sum(each.kind == PUT for each in done)
+        assert exposed.signalled[0] == sum(each.kind == SIGNAL and each.first <= arrived for each in done)
+
+
+def test_an_owner_answers_wrong_requests_and_unknown_windows(pair: Pair) -> None:
+    outcomes = []
+    pair.wires[1].send = lambda rank, head, body=b"": outcomes.append(Head.decode(head).detail)  # type: ignore[method-assign]
+    for request in (Head(GET, 1, 1, nbytes=33), Head(99, 1, 2), Head(PUT, 1, 3, offset=24, nbytes=16), Head(GET, 9, 4)):
+        pair.services[1].requests.received(0, request.encode(), bytearray())
+    assert outcomes == [requests.REFUSED] * 3 + [requests.GONE]
+
+
+def test_the_answer_to_a_get_that_was_given_up_reaches_nobody(pair: Pair) -> None:
+    got = torch.full((4,), 7)
+    pair.wires[0].stopped.add(1)
+    with pytest.raises(OpTimeout) as late:
+        pair.theirs.read(1, 0, got, time.monotonic() + 0.01)
+    assert late.value.missing_ranks == (1,)
+    for deliver in pair.wires[0].kept:
+        deliver()
+    assert got.tolist() == [7] * 4 and not pair.services[0].requests._pending
+
+
+def test_a_put_that_comes_after_the_close_writes_nothing(pair: Pair) -> None:
+    pair.wires[0].stopped.add(1)
+    with pytest.raises(OpTimeout):
+        pair.theirs.write(1, 0, torch.ones(4, dtype=torch.int64), time.monotonic() + 0.01)
+    pair.mine.close()
+    for deliver in pair.wires[0].kept:
+        deliver()
+    assert pair.memory.tolist() == [0] * 4
+    with pytest.raises(RegionGone, match="rank 1 has closed"):
+        pair.theirs.signal(1, soon())
+
+
+def test_a_put_that_waited_for_a_window_to_close_writes_nothing(pair: Pair) -> None:
+    """Its thread has found the window, and gets the lock after the close."""
+    exposed, owner, outcomes = pair.mine._mine, pair.services[1].requests, []
+    pair.mine.close()
+    owner.expose(1, exposed)
+    pair.wires[1].send = lambda rank, head, body=b"": outcomes.append(Head.decode(head).detail)  # type: ignore[method-assign]
+    owner.received(0, Head(PUT, 1, 1, nbytes=ROOM).encode(), bytearray(b"1" * ROOM))
+    assert outcomes == [requests.GONE] and pair.memory.tolist() == [0] * 4
+
+
+def test_a_broken_connection_ends_calls_to_that_rank_alone(pair: Pair) -> None:
+    pair.wires[0].broken.add(1)
+    with pytest.raises(RegionGone, match="rank 1 has ended its connection"):
+        pair.theirs.signal(1, soon())
+    with pytest.raises(RegionGone, match="rank 1 has ended its connection"):
+        pair.theirs.wait_signal(1, soon())
+    pair.theirs.signal(0, soon())

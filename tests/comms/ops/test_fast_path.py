@@ -6,9 +6,9 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -21,77 +21,21 @@ from holdfast.comms.plugins.registry import registry
 from holdfast.comms.tensors.packing import DTYPES
 from holdfast.comms.work import DONE, Work
 from holdfast.harness import LocalCluster
-from holdfast.harness.conformance.helpers import on_each_rank
+from support.collectives import collective
+from support.ranks import on_ranks_of, shared_ranks
 
-T = TypeVar("T")
 OPS = ("all_reduce", "reduce_scatter_single", "broadcast", "all_gather_single", "all_to_all_single", "barrier")
 RANKS = 3
-
-
-@pytest.fixture(scope="module", params=["inproc", "shm", "gloo", "ucx", "mpi"])
-def ranks(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOLDFAST_CHECK", "0")
-        with LocalCluster(RANKS, str(request.param), timeout=60.0, environ={"HOLDFAST_CHECK": "0"}) as cluster:
-            cluster.run(which_path)
-            yield cluster
-
-
-def of_two(backends: list[str]) -> pytest.MarkDecorator:
-    """The ranks of these backends, for a body that `pair` runs on two of them."""
-    return pytest.mark.parametrize("ranks", backends, indirect=True)
-
-
-def pair(ranks: LocalCluster, body: Callable[[Communicator], T]) -> list[T]:
-    """The results of `body` on a communicator of the first two ranks."""
-
-    def on_rank(comm: Communicator) -> T | None:
-        if comm.rank > 1:
-            return None
-        with comm.split([0, 1], timeout=30.0) as two:
-            return body(two)
-
-    first, second, _ = ranks.run(on_rank)
-    assert first is not None and second is not None
-    return [first, second]
-
-
-def which_path(comm: Communicator) -> str:
-    return type(comm._fast).__name__
+ranks = shared_ranks(RANKS, "inproc", "shm", "gloo", "ucx", "mpi", checks="0")
 
 
 def perform(comm: Communicator, op: str, count: int, usual: bool, turn: int = 0) -> None:
-    """Run one op on inputs that identify their rank, and check the result; `usual`: by the fast path."""
-    size, rank = comm.size, comm.rank
-    timeout = None if usual else 30.0
-    numbers = torch.arange(size * count, dtype=torch.int64) + turn
-    mine, theirs = numbers * (rank + 1), [numbers * (r + 1) for r in range(size)]
-    total = torch.stack(theirs).sum(0)
-    part = slice(rank * count, (rank + 1) * count)
-    if op == "all_reduce":
-        comm.all_reduce(mine, timeout=timeout)
-        assert torch.equal(mine, total)
-    elif op == "reduce_scatter_single":
-        output = torch.empty(count, dtype=torch.int64)
-        comm.reduce_scatter_single(output, mine, timeout=timeout)
-        assert torch.equal(output, total[part])
-    elif op == "broadcast":
-        src = turn % size
-        comm.broadcast(mine, src, timeout=timeout)
-        assert torch.equal(mine, theirs[src])
-    elif op == "all_gather_single":
-        output = torch.empty(size * size * count, dtype=torch.int64)
-        comm.all_gather_single(output, mine, timeout=timeout)
-        assert torch.equal(output, torch.cat(theirs))
-    elif op == "all_to_all_single":
-        output = torch.empty(size * count, dtype=torch.int64)
-        comm.all_to_all_single(output, mine, timeout=timeout)
-        assert torch.equal(output, torch.cat([each[part] for each in theirs]))
-    else:
-        comm.barrier(timeout=timeout)
+    """Run one op and check its result; `usual`: by the fast path."""
+    call = collective(op, comm.rank, comm.size, count, turn % comm.size, turn, torch.int64)
+    call.run(comm, timeout=None if usual else 30.0)
 
 
-def run_program(comm: Communicator, program: list[tuple[str, int, int, int]]) -> tuple[int, bool]:
+def run_program(comm: Communicator, program: list[tuple[str, int, int, int]]) -> None:
     """Run each op; bits of `usual` select ranks that use the fast path, `late` is the late rank (-1: none)."""
     comm.barrier(timeout=10.0)
     begun = comm.progress[0]
@@ -99,7 +43,7 @@ def run_program(comm: Communicator, program: list[tuple[str, int, int, int]]) ->
         if late == comm.rank:
             time.sleep(0.02)
         perform(comm, op, count, bool(usual >> comm.rank & 1), turn)
-    return comm.progress[0] - begun, comm.progress[1]
+    assert comm.progress == (begun + len(program), False)
 
 
 programs = st.lists(
@@ -119,24 +63,17 @@ programs = st.lists(
 def test_ranks_may_mix_the_fast_and_the_slow_path_and_be_late(
     ranks: LocalCluster, program: list[tuple[str, int, int, int]]
 ) -> None:
-    assert ranks.run(run_program, program) == [(len(program), False)] * RANKS
+    ranks.run(run_program, program)
 
 
-def has_board(comm: Communicator) -> bool:
-    return comm.transport.board is not None
-
-
-def test_transports_over_shared_memory_have_a_board(ranks: LocalCluster) -> None:
-    assert ranks.run(which_path) == [FastPath.__name__] * RANKS
-    assert ranks.run(has_board) == [ranks.backend in ("inproc", "shm")] * RANKS
-
-
-def takes(comm: Communicator) -> list[Work | None]:
-    """The fast path's results for unusual calls. All ranks make the same calls, so none is left waiting."""
+@on_ranks_of("ranks")
+def test_unusual_calls_take_the_slow_path(comm: Communicator) -> None:
+    """All ranks make the same calls, so none is left waiting."""
     fast = comm._fast
-    assert fast is not None
+    assert isinstance(fast, FastPath)
+    assert (comm.transport.board is not None) == (comm.backend in ("inproc", "shm"))
     plain = torch.ones(6)
-    said = [
+    taken = [
         fast.all_reduce(torch.ones(2, 6)[:, ::2], ReduceOp.SUM, False),
         fast.all_reduce(torch.ones(2, requires_grad=True), ReduceOp.SUM, False),
         fast.all_reduce(plain, "sum", False),
@@ -156,15 +93,10 @@ def takes(comm: Communicator) -> list[Work | None]:
         fast.broadcast(None, 0, False),
     ]
     comm.barrier()
-    return said
+    assert not any(taken)
 
 
-def test_unusual_calls_take_the_slow_path(ranks: LocalCluster) -> None:
-    for said in ranks.run(takes):
-        assert not any(said)
-
-
-@on_each_rank
+@on_ranks_of("ranks")
 def test_both_paths_give_the_same_bits_for_every_dtype(comm: Communicator) -> None:
     scaled = ReduceOp.premul_sum(torch.tensor([comm.rank + 1.0]))
     for dtype in (torch.bool, torch.uint8, torch.int16, torch.int64, torch.float16, torch.bfloat16, torch.float64):
@@ -197,43 +129,37 @@ def told(act: Callable[[], object], output: torch.Tensor) -> object:
     return output.view(torch.uint8).tolist()
 
 
-def paths_agree(comm: Communicator, program: list[tuple[str, int, int]]) -> None:
-    size = comm.size
+@on_ranks_of("ranks")
+def test_no_dtype_is_taken_for_another_whatever_ran_before(comm: Communicator) -> None:
+    """Both paths refuse the same dtypes, also after an op on another view of the same bytes."""
+    draw, size = random.Random(3), comm.size
+    program = [(op, dtype, dtype) for op in OPS for dtype in SIBLINGS]
+    draw.shuffle(program)
+    program += [(draw.choice(OPS), draw.choice(SIBLINGS), draw.choice(SIBLINGS)) for _ in range(300)]
     for turn, (op, first, second) in enumerate(program):
         results = []
         for timeout in (None, 30.0):  # the fast path, then the slow one
-            mine = torch.arange(size * 4, dtype=torch.uint8).add_(turn % 3 + comm.rank).view(SIBLINGS[first])
-            part = torch.zeros(4, dtype=torch.uint8).view(SIBLINGS[second])
-            whole = torch.zeros(size * size * 4, dtype=torch.uint8).view(SIBLINGS[second])
-            acts: dict[str, tuple[Callable[[], object], torch.Tensor]] = {
-                "all_reduce": (partial(comm.all_reduce, mine, ReduceOp.MAX, timeout=timeout), mine),
-                "reduce_scatter_single": (
-                    partial(comm.reduce_scatter_single, part, mine, ReduceOp.MAX, timeout=timeout),
-                    part,
-                ),
-                "broadcast": (partial(comm.broadcast, mine, 0, timeout=timeout), mine),
-                "all_gather_single": (partial(comm.all_gather_single, whole, mine, timeout=timeout), whole),
-                "all_to_all_single": (
-                    partial(comm.all_to_all_single, whole[: size * 4], mine, timeout=timeout),
-                    whole,
-                ),
-                "barrier": (partial(comm.barrier, timeout=timeout), part),
-            }
-            results.append(told(*acts[op]))
-        assert results[0] == results[1], (op, SIBLINGS[first], SIBLINGS[second])
+            mine = torch.arange(size * 4, dtype=torch.uint8).add_(turn % 3 + comm.rank).view(first)
+            part = torch.zeros(4, dtype=torch.uint8).view(second)
+            whole = torch.zeros(size * size * 4, dtype=torch.uint8).view(second)
+            arguments, output = {
+                "all_reduce": ((mine, ReduceOp.MAX), mine),
+                "reduce_scatter_single": ((part, mine, ReduceOp.MAX), part),
+                "broadcast": ((mine, 0), mine),
+                "all_gather_single": ((whole, mine), whole),
+                "all_to_all_single": ((whole[: size * 4], mine), whole),
+                "barrier": ((), part),
+            }[op]
+            results.append(told(partial(getattr(comm, op), *arguments, timeout=timeout), output))
+        assert results[0] == results[1], (op, first, second)
 
 
-def test_no_dtype_is_taken_for_another_whatever_ran_before(ranks: LocalCluster) -> None:
-    """Both paths refuse the same dtypes, also after an op on another view of the same bytes."""
-    draw = random.Random(3)
-    program = [(op, dtype, dtype) for op in OPS for dtype in range(len(SIBLINGS))]
-    draw.shuffle(program)
-    program += [(draw.choice(OPS), draw.randrange(len(SIBLINGS)), draw.randrange(len(SIBLINGS))) for _ in range(300)]
-    ranks.run(paths_agree, program)
-
-
-def names_the_op(whole: Communicator) -> tuple[str, int, list[int]]:
+@pytest.mark.parametrize("ranks", ["shm", "gloo", "ucx"], indirect=True)
+@on_ranks_of("ranks")
+def test_a_timeout_in_the_fast_path_names_the_op_as_in_the_slow_path(whole: Communicator) -> None:
     whole._executor.timeout = 0.3
+    if whole.rank > 1:
+        return
     with whole.split([0, 1], timeout=10.0) as comm:
         comm.barrier()
         for _ in range(3):
@@ -241,18 +167,12 @@ def names_the_op(whole: Communicator) -> tuple[str, int, list[int]]:
         begun = comm.progress[0]
         if comm.rank == 0:
             time.sleep(1.0)
-            return "", 0, []
+            return
         with pytest.raises(OpTimeout) as caught:
             comm.all_reduce(torch.ones(1))
         assert comm.over is not None and comm.progress == (begun + 1, False)
-        return caught.value.op, caught.value.seq - begun, list(caught.value.missing_ranks)
-
-
-@of_two(["shm", "gloo", "ucx"])
-def test_a_timeout_in_the_fast_path_names_the_op_as_in_the_slow_path(ranks: LocalCluster) -> None:
-    name, number, missing = pair(ranks, names_the_op)[1]
-    assert (name, number) == ("all_reduce", 1)
-    assert missing in ([0], []), "gloo does not know"
+        assert (caught.value.op, caught.value.seq - begun) == ("all_reduce", 1)
+        assert list(caught.value.missing_ranks) in ([0], []), "gloo does not know"
 
 
 class _RecordingJournal:
@@ -275,7 +195,9 @@ class _RecordingJournal:
         """Do nothing."""
 
 
-def recorded(comm: Communicator, late: bool) -> None:
+@pytest.mark.parametrize("late", [False, True])
+@on_ranks_of("ranks")
+def test_both_paths_make_the_same_journal_calls(comm: Communicator, late: bool) -> None:
     log = _RecordingJournal()
     comm._recorder = log
     with comm.split(range(comm.size)) as part:
@@ -294,31 +216,26 @@ def recorded(comm: Communicator, late: bool) -> None:
         assert told[0] == told[1]
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_both_paths_make_the_same_journal_calls(ranks: LocalCluster, late: bool) -> None:
-    ranks.run(recorded, late)
-
-
-def recorded_to_the_end(comm: Communicator) -> list[str]:
+@pytest.mark.parametrize("ranks", ["shm", "gloo"], indirect=True)
+@on_ranks_of("ranks")
+def test_the_journal_gets_the_error_that_ended_an_op(whole: Communicator) -> None:
+    if whole.rank > 1:
+        return
     log = _RecordingJournal()
-    comm._recorder = log
-    part = comm.split([0, 1])
-    part.barrier()
-    if part.rank == 0:
-        threading.Timer(0.1, part.abort, ["enough"]).start()
-        with pytest.raises(Revoked):
-            part.all_reduce(torch.ones(1))
-    comm.barrier()
-    part.close()
-    return [str(line[-1]) for line in log.lines[3::2]]
+    with whole.split([0, 1], timeout=30.0) as comm:
+        comm._recorder = log
+        part = comm.split([0, 1])
+        part.barrier()
+        if part.rank == 0:
+            threading.Timer(0.1, part.abort, ["enough"]).start()
+            with pytest.raises(Revoked):
+                part.all_reduce(torch.ones(1))
+        comm.barrier()
+        part.close()
+    assert [line[-1] for line in log.lines[3::2]] == ["NoneType", "Revoked"][: 2 - part.rank]
 
 
-@of_two(["shm", "gloo"])
-def test_the_journal_gets_the_error_that_ended_an_op(ranks: LocalCluster) -> None:
-    assert pair(ranks, recorded_to_the_end) == [["NoneType", "Revoked"], ["NoneType"]]
-
-
-@on_each_rank
+@on_ranks_of("ranks")
 def test_an_op_does_not_overtake_those_before_it(comm: Communicator) -> None:
     """The fast path waits until earlier asynchronous ops are done."""
     for turn in range(20):
@@ -352,42 +269,30 @@ def test_a_path_needs_a_board_and_an_order_of_the_right_kind() -> None:
         FastPath(0, 0, Order(), print, registry(), None, 1.0, print, cpu, None, DONE)
 
 
-def function_path(order: Order, plan: Callable[..., Any], failed: Callable[..., Any]) -> FastPath:
-    return FastPath(0, 2, order, plan, registry(), None, 5.0, failed, (1, 0), None, DONE)
+def function_path(plan: Callable[..., Any], failed: Callable[..., Any] = print) -> tuple[FastPath, Order]:
+    order = Order()
+    return FastPath(0, 2, order, plan, registry(), None, 5.0, failed, (1, 0), None, DONE), order
 
 
 def test_an_op_is_planned_once_and_called_with_a_deadline() -> None:
+    """An asynchronous op has a plan of its own, and the work of its function."""
     asked: list[tuple[object, ...]] = []
     called: list[tuple[torch.Tensor, float]] = []
-
-    def plan(*form: object) -> Callable[[torch.Tensor, float], None]:
-        asked.append(form)
-        return lambda tensor, deadline: called.append((tensor, deadline))
-
-    order, tensor, began = Order(), torch.ones(3), time.monotonic()
-    fast = function_path(order, plan, print)
-    assert fast.all_reduce(tensor, ReduceOp.SUM, False) and fast.all_reduce(tensor, ReduceOp.SUM, False)
-    assert fast.all_reduce(torch.ones(4), ReduceOp.SUM, False) and fast.all_reduce(tensor, ReduceOp.MAX, False)
-    assert [form[0] for form in asked] == ["all_reduce"] * 3
-    assert called[0][0] is tensor and began <= called[0][1] - 5.0 <= time.monotonic()
-    assert (order.seq, order.joint, order.busy) == (4, 4, False)
-
-
-def test_an_asynchronous_op_has_a_plan_of_its_own_and_the_work_of_its_function() -> None:
-    asked: list[tuple[object, ...]] = []
     work = Work("all_reduce")
 
     def plan(*form: object) -> Callable[[torch.Tensor, float], Work | None]:
         asked.append(form)
-        return lambda tensor, deadline: work if form[-1] else None
+        return lambda tensor, deadline: called.append((tensor, deadline)) or (work if form[-1] else None)
 
-    order, tensor = Order(), torch.ones(3)
-    fast = function_path(order, plan, print)
+    tensor, began = torch.ones(3), time.monotonic()
+    fast, order = function_path(plan)
     for _ in range(2):
         assert fast.all_reduce(tensor, ReduceOp.SUM, True) is work
         assert fast.all_reduce(tensor, ReduceOp.SUM, False) is DONE
-    assert [form[-1] for form in asked] == [True, False]
-    assert (order.seq, order.joint, order.busy) == (4, 4, False)
+    assert fast.all_reduce(torch.ones(4), ReduceOp.SUM, False) and fast.all_reduce(tensor, ReduceOp.MAX, False)
+    assert [(form[0], form[-1]) for form in asked] == [("all_reduce", True)] + [("all_reduce", False)] * 3
+    assert called[0][0] is tensor and began <= called[0][1] - 5.0 <= time.monotonic()
+    assert (order.seq, order.joint, order.busy) == (6, 6, False)
 
 
 def test_the_fast_path_raises_the_error_of_its_failure_callback() -> None:
@@ -397,28 +302,23 @@ def test_the_fast_path_raises_the_error_of_its_failure_callback() -> None:
     def failed(op: str, seq: int, joint: int, error: BaseException) -> None:
         raise RuntimeError(f"{op} {seq} {joint}: {error}") from error
 
-    order = Order()
-    fast = function_path(order, lambda *form: fails, failed)
+    fast, order = function_path(lambda *form: fails, failed)
     with pytest.raises(RuntimeError, match="barrier 1 1: cut") as caught:
         fast.barrier(False)
     assert isinstance(caught.value.__cause__, ConnectionError) and not order.busy
 
 
-def test_the_fast_path_does_nothing_where_no_op_may_run() -> None:
+def test_the_fast_path_does_nothing_where_no_op_may_run_and_for_an_op_without_a_plan() -> None:
     for shut in ("over", "queued"):
-        order = Order()
+        fast, order = function_path(pytest.fail)
         setattr(order, shut, True)
-        assert not function_path(order, pytest.fail, print).barrier(False)
-    order = Order()
+        assert not fast.barrier(False)
+    fast, order = function_path(pytest.fail)
     with order:
-        assert not function_path(order, pytest.fail, print).barrier(False)
+        assert not fast.barrier(False)
     assert order.seq == 0
-
-
-def test_an_op_without_a_plan_is_for_the_slow_path() -> None:
-    order = Order()
-    assert not function_path(order, lambda *form: None, print).barrier(False)
-    assert (order.seq, order.busy) == (0, False)
+    fast, order = function_path(lambda *form: None)
+    assert not fast.barrier(False) and (order.seq, order.busy) == (0, False)
 
 
 def test_an_error_during_planning_reaches_the_caller() -> None:
@@ -427,17 +327,15 @@ def test_an_error_during_planning_reaches_the_caller() -> None:
     def interrupted(*form: object) -> None:
         raise KeyboardInterrupt
 
-    order = Order()
-    fast = function_path(order, interrupted, print)
-    for _ in range(2):
-        for op in (partial(fast.barrier, False), partial(fast.broadcast, torch.ones(2), 0, False)):
-            with pytest.raises(KeyboardInterrupt):
-                op()
+    fast, order = function_path(interrupted)
+    for op in (partial(fast.barrier, False), partial(fast.broadcast, torch.ones(2), 0, False)) * 2:
+        with pytest.raises(KeyboardInterrupt):
+            op()
     assert (order.seq, order.busy) == (0, False)
 
 
 def test_the_fast_path_counts_its_arguments() -> None:
-    fast: Any = function_path(Order(), pytest.fail, print)
+    fast: Any = function_path(pytest.fail)[0]
     with pytest.raises(TypeError, match="expected 3 arguments, got 1"):
         fast.all_reduce(torch.ones(1))
 

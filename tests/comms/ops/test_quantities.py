@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from holdfast.comms.work import DONE
 from holdfast.ft import Timeouts
 from holdfast.harness import LocalCluster
 from holdfast.store import WeightStore
+from support.collectives import collective
+from support.ranks import on_ranks_of, second_tier
 
 INTEGERS: list[Callable[[int], Any]] = [int, np.int64, np.uint8, np.int16, lambda value: torch.tensor(value)]
 NO_INTEGERS: list[Any] = [True, np.True_, 1.0, np.float32(1), "1", None, [1], torch.tensor(1.5), torch.ones(2)]
@@ -40,25 +44,18 @@ def test_a_value_that_is_no_integer_is_a_type_error_that_names_the_argument(valu
         integer(value, "offset")
 
 
-@pytest.mark.parametrize("value", TIMEOUTS, ids=repr)
-def test_a_timeout_is_a_number_or_a_timedelta(value: Any) -> None:
-    assert seconds(value) == 5.0 and type(seconds(value)) is float
+def test_a_timeout_is_a_number_or_a_timedelta_and_zero_if_it_is_negative() -> None:
+    for value in TIMEOUTS:
+        assert seconds(value) == 5.0 and type(seconds(value)) is float
+    for value in (-1, -0.1, timedelta(-1), np.float32(-2)):
+        assert seconds(value) == 0.0
+    assert [seconds_or(value, 7.0) for value in (None, timedelta(seconds=5), 0)] == [7.0, 5.0, 0.0]
 
 
 @pytest.mark.parametrize("value", NO_TIMEOUTS, ids=repr)
 def test_a_timeout_is_never_a_wait_without_an_end(value: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="timeout="):
         seconds(value)
-
-
-@pytest.mark.parametrize("value", [-1, -0.1, timedelta(-1), np.float32(-2)], ids=repr)
-def test_a_negative_timeout_counts_as_zero(value: Any) -> None:
-    assert seconds(value) == 0.0
-
-
-def test_no_timeout_is_the_default() -> None:
-    assert seconds_or(None, 7.0) == 7.0
-    assert seconds_or(timedelta(seconds=5), 7.0) == 5.0 and seconds_or(0, 7.0) == 0.0
 
 
 def test_bounds_are_named() -> None:
@@ -78,37 +75,25 @@ def test_what_is_left_of_a_timeout_falls_to_zero_and_no_timeout_has_none() -> No
     assert over() == 0.0 and time_left(None)() is None
 
 
-def _accepted(
-    calls: list[Callable[[Any], object]], values: list[Any], errors: type[Exception] | tuple[type[Exception], ...]
-) -> list[str]:
-    """A line for each call that accepts one of `values` without raising one of `errors`."""
-    found = []
-    for value in values:
-        for number, call in enumerate(calls):
-            try:
-                call(value)
-                found.append(f"{value!r} in call {number}: taken")
-            except errors:
-                pass
-    return found
+def refuse(calls: list[Callable[[Any], object]], values: list[Any], error: Any = TypeError) -> None:
+    """Check that each call refuses each of the values."""
+    for value, call in product(values, calls):
+        with pytest.raises(error):
+            call(value)
 
 
-def _everywhere(comm: Communicator) -> list[str]:
-    """Pass each integer argument of a communicator as several kinds of integers."""
-    x, size = torch.ones(4), comm.size
+@pytest.mark.parametrize("two_ranks", ["inproc", "shm", *second_tier("gloo", "ucx", "mpi")], indirect=True)
+@on_ranks_of("two_ranks")
+def test_a_communicator_takes_whole_numbers_of_every_kind(comm: Communicator) -> None:
+    x, peer = torch.ones(4), 1 - comm.rank
     for kind in INTEGERS:
-        root, peer, tag = kind(1), kind(1 - comm.rank), kind(7)
-        comm.broadcast(x, root)
-        comm.reduce(x, root)
-        comm.gather(x, [torch.empty(4) for _ in range(size)] if comm.rank == 1 else None, root)
-        comm.scatter(x, [x.clone() for _ in range(size)] if comm.rank == 1 else None, root)
+        for op in ("broadcast", "reduce", "gather", "scatter"):
+            *arguments, _ = collective(op, comm.rank, 2, 4, root=1).arguments
+            getattr(comm, op)(*arguments, kind(1))
         comm.all_to_all_single(torch.empty(4), x, [kind(2), kind(2)], [kind(2), kind(2)])
-        comm.batch_send_recv([Send(x, peer, tag), Recv(torch.empty(4), peer, tag)])
-        if comm.rank:
-            comm.send(x, kind(0), tag)
-        else:
-            comm.recv(x, kind(1), tag)
-        comm.broadcast_object("word", root)
+        comm.batch_send_recv([Send(x, kind(peer), kind(7)), Recv(torch.empty(4), kind(peer), kind(7))])
+        (comm.send if comm.rank else comm.recv)(x, kind(peer), kind(7))
+        comm.broadcast_object("word", kind(1))
     calls: list[Callable[[Any], object]] = [
         lambda bad: comm.broadcast(x, bad),
         lambda bad: comm.reduce(x, bad),
@@ -116,86 +101,63 @@ def _everywhere(comm: Communicator) -> list[str]:
         lambda bad: comm.scatter(x, None, bad),
         lambda bad: comm.all_to_all_single(torch.empty(4), x, [bad, 2], [2, 2]),
         lambda bad: comm.send(x, bad),
-        lambda bad: comm.send(x, 1 - comm.rank, bad),
+        lambda bad: comm.send(x, peer, bad),
         lambda bad: comm.recv(x, bad),
         lambda bad: comm.batch_send_recv([Recv(x, bad)]),
         lambda bad: comm.broadcast_object(None, bad),
         lambda bad: comm.split([bad]),
     ]
-    wrong = _accepted(calls, NO_INTEGERS, TypeError)
-    wrong += _accepted([lambda late: comm.all_reduce(x, timeout=late)], NO_TIMEOUTS, (TypeError, ValueError))
+    refuse(calls, NO_INTEGERS)
+    refuse([lambda late: comm.all_reduce(x, timeout=late)], NO_TIMEOUTS, (TypeError, ValueError))
     for timeout in TIMEOUTS:
         comm.all_reduce(x, timeout=timeout, async_op=True).wait(timeout)
-    return wrong
 
 
-@pytest.mark.parametrize(
-    "two_ranks",
-    ["inproc", "shm", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("gloo", "ucx", "mpi"))],
-    indirect=True,
-)
-def test_a_communicator_takes_whole_numbers_of_every_kind(two_ranks: LocalCluster) -> None:
-    assert two_ranks.run(_everywhere) == [[], []]
-
-
-def _in_windows(comm: Communicator) -> list[str]:
+@pytest.mark.parametrize("two_ranks", ["inproc", "shm", *second_tier("ucx", "mpi")], indirect=True)
+@on_ranks_of("two_ranks")
+def test_a_window_takes_whole_numbers_of_every_kind(comm: Communicator) -> None:
+    one = torch.ones(1, dtype=torch.int64)
     with comm.window(torch.zeros(4, dtype=torch.int64)) as window:
         for kind in INTEGERS:
             peer = kind(1 - comm.rank)
-            window.put(torch.ones(1, dtype=torch.int64), peer, kind(2))
-            window.get(torch.ones(1, dtype=torch.int64), peer, kind(3), timeout=timedelta(seconds=5))
+            window.put(one, peer, kind(2))
+            window.get(one.clone(), peer, kind(3), timeout=timedelta(seconds=5))
             window.fetch_add(peer, kind(0), kind(1))
             window.compare_swap(peer, kind(1), kind(0), kind(3))
             window.signal(peer)
             window.wait_signal(peer)
             window.flush(peer)
         calls: list[Callable[[Any], object]] = [
-            lambda bad: window.put(torch.ones(1, dtype=torch.int64), bad),
-            lambda bad: window.put(torch.ones(1, dtype=torch.int64), 0, bad),
-            lambda bad: window.get(torch.ones(1, dtype=torch.int64), 0, bad),
+            lambda bad: window.put(one, bad),
+            lambda bad: window.put(one, 0, bad),
+            lambda bad: window.get(one, 0, bad),
             lambda bad: window.fetch_add(0, bad, 1),
             lambda bad: window.fetch_add(0, 0, bad),
             lambda bad: window.compare_swap(0, 0, bad, 1),
             lambda bad: window.signal(bad),
             lambda bad: window.wait_signal(bad),
         ]
-        wrong = _accepted(calls, NO_INTEGERS, TypeError)
+        refuse(calls, NO_INTEGERS)
         comm.barrier()
-    return wrong
-
-
-@pytest.mark.parametrize(
-    "two_ranks",
-    ["inproc", "shm", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("ucx", "mpi"))],
-    indirect=True,
-)
-def test_a_window_takes_whole_numbers_of_every_kind(two_ranks: LocalCluster) -> None:
-    assert two_ranks.run(_in_windows) == [[], []]
 
 
 def test_a_plane_takes_offsets_and_timeouts_of_every_kind() -> None:
+    one = torch.ones(1)
     with comms.memory("inproc") as plane, plane.expose(torch.ones(4)) as region:
         for kind in INTEGERS:
-            plane.read(region.handle, torch.ones(1), kind(4), timeout=timedelta(seconds=5)).wait()
-        for bad in NO_INTEGERS:
-            with pytest.raises(TypeError):
-                plane.read(region.handle, torch.ones(1), bad)
-        for late in NO_TIMEOUTS:
-            with pytest.raises((TypeError, ValueError)):
-                plane.read(region.handle, torch.ones(1), timeout=late)
+            plane.read(region.handle, one, kind(4), timeout=timedelta(seconds=5)).wait()
+        refuse([lambda bad: plane.read(region.handle, one, bad)], NO_INTEGERS)
+        refuse([lambda late: plane.read(region.handle, one, timeout=late)], NO_TIMEOUTS, (TypeError, ValueError))
 
 
 def test_a_store_takes_versions_and_timeouts_of_every_kind() -> None:
+    weights = {"x": torch.ones(1)}
     with WeightStore("memory://", keep=np.int64(20), timeout=timedelta(seconds=10)) as store:
         for version, kind in enumerate(INTEGERS):
-            store.publish(kind(version), {"x": torch.ones(1)}, part=kind(0), parts=kind(1), timeout=np.float32(5))
-            assert store.get(kind(version), {"x": torch.ones(1)}, timeout=timedelta(seconds=5)) == version
-        for bad in NO_INTEGERS:
-            with pytest.raises((TypeError, ValueError)):
-                store.publish(bad, {"x": torch.ones(1)})
-        for late in NO_TIMEOUTS:
-            with pytest.raises((TypeError, ValueError)):
-                store.wait(0, late)
+            store.publish(kind(version), weights, part=kind(0), parts=kind(1), timeout=np.float32(5))
+            assert store.get(kind(version), weights, timeout=timedelta(seconds=5)) == version
+        refuse([lambda bad: store.publish(bad, weights)], NO_INTEGERS, (TypeError, ValueError))
+        refuse([lambda late: store.wait(0, late)], NO_TIMEOUTS, (TypeError, ValueError))
 
 
 def test_sessions_and_clusters_take_numbers_of_every_kind(tmp_path: Path) -> None:
@@ -205,17 +167,13 @@ def test_sessions_and_clusters_take_numbers_of_every_kind(tmp_path: Path) -> Non
         with pytest.raises(ValueError, match="timeout join="):
             Timeouts(join=late)
     LocalCluster(np.int64(2), "inproc", np.int8(1), timeout=timedelta(seconds=5))  # type: ignore[arg-type]
-    for bad in NO_INTEGERS:
-        with pytest.raises(TypeError):
-            LocalCluster(bad, "inproc")
-    with pytest.raises((TypeError, ValueError)):
-        LocalCluster(2, "inproc", timeout=float("nan"))
-    with pytest.raises(TypeError):
-        DONE.wait("5")  # type: ignore[arg-type]
-    comms.connect("inproc", rank=np.int64(0), size=np.int8(1), rendezvous=f"file://{tmp_path}/meet").close()  # type: ignore[arg-type]
-    for bad in NO_INTEGERS:
-        if bad is not None:
-            with pytest.raises(TypeError):
-                comms.connect("inproc", rank=bad, size=1, rendezvous=f"file://{tmp_path}/meet")
-    with pytest.raises((TypeError, ValueError)):
-        comms.connect("inproc", rank=0, size=1, rendezvous=f"file://{tmp_path}/meet", timeout=float("nan"))
+    refuse([lambda bad: LocalCluster(bad, "inproc")], NO_INTEGERS)
+    connect: Any = partial(comms.connect, "inproc", rendezvous=f"file://{tmp_path}/meet")
+    connect(rank=np.int64(0), size=np.int8(1)).close()
+    refuse([lambda bad: connect(rank=bad, size=1)], [bad for bad in NO_INTEGERS if bad is not None])
+    waits: list[Callable[[Any], object]] = [
+        lambda late: LocalCluster(2, "inproc", timeout=late),
+        lambda late: connect(rank=0, size=1, timeout=late),
+        DONE.wait,
+    ]
+    refuse(waits, ["5", float("nan")], (TypeError, ValueError))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -26,8 +27,8 @@ DTYPES = (
 REDUCTIONS = ("sum", "product", "min", "max", "avg", "band", "bor", "bxor", "premul_sum", "reproducible")
 REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single")
 MOVING = (
-    "broadcast", "all_gather", "all_gather_single", "all_to_all", "all_to_all_single", "gather", "scatter", "ring",
-    "pair", "object", "barrier",
+    "broadcast", "all_gather", "all_gather_single", "all_to_all", "all_to_all_single", "gather", "scatter",
+    "batch_send_recv", "pair", "object", "barrier",
 )  # fmt: skip
 LAYOUTS = ("plain", "transposed", "strided", "offset")
 
@@ -72,14 +73,13 @@ def programs(size: int, steps: int = 6) -> st.SearchStrategy[list[Step]]:
 
 def run(comm: Communicator, program: list[Step]) -> list[Any]:
     """Run a program; the result of each step on this rank: checksums of bytes, or "unsupported"."""
-    return [_outcome(comm, step, number) for number, step in enumerate(program)]
-
-
-def _outcome(comm: Communicator, step: Step, number: int) -> Any:
-    try:
-        return [_checksum(tensor) for tensor in _step(comm, step, number)]
-    except Unsupported:
-        return "unsupported"
+    outcomes: list[Any] = []
+    for number, step in enumerate(program):
+        try:
+            outcomes.append([_checksum(tensor) for tensor in _step(comm, step, number)])
+        except Unsupported:
+            outcomes.append("unsupported")
+    return outcomes
 
 
 def _checksum(tensor: Tensor) -> tuple[tuple[int, ...], int]:
@@ -104,10 +104,7 @@ def _laid_out(values: Tensor, layout: str) -> Tensor:
 
 
 def _numbers(step: Step, shape: tuple[int, ...], rank: int) -> Tensor:
-    count = 1
-    for length in shape:
-        count *= length
-    values = (torch.arange(count) * 7 + step.seed + rank) % 3
+    values = (torch.arange(math.prod(shape)) * 7 + step.seed + rank) % 3
     dtype: torch.dtype = getattr(torch, step.dtype)
     if step.reduction == "product":
         values = values % 2 + 1
@@ -115,72 +112,47 @@ def _numbers(step: Step, shape: tuple[int, ...], rank: int) -> Tensor:
 
 
 def _step(comm: Communicator, step: Step, number: int) -> list[Tensor]:
-    rank, size, root = comm.rank, comm.size, step.root
-    mine = _numbers(step, step.shape, rank)
-    width = step.shape[:2]
+    rank, size, root, exact = comm.rank, comm.size, step.root, step.reduction == "reproducible"
+    mine, width = _numbers(step, step.shape, rank), step.shape[:2]
     rows = [_numbers(step, (count, *width), rank) for count in step.counts]
-    taken = [torch.zeros_like(row) for row in rows]
-    exact = step.reduction == "reproducible"
+    taken, at_root = [torch.zeros_like(row) for row in rows], rank == root
+    mine_for_all = [_numbers(step, (step.counts[rank] * step.counts[r], *width), rank + r) for r in range(size)]
+    taken_of_all = [torch.zeros_like(each) for each in mine_for_all]
+    to_me = [step.counts[(r + rank) % size] for r in range(size)]
+    by_rows, stacked = _numbers(step, (sum(to_me), *width), rank), _numbers(step, (size, *step.shape), rank)
+    into_rows, into_stacked, other = (_laid_out(torch.zeros_like(x), step.layout) for x in (by_rows, stacked, mine))
     op = ReduceOp.premul_sum(0.5) if step.reduction == "premul_sum" else ReduceOp("sum" if exact else step.reduction)  # type: ignore[arg-type]
     match step.op:
-        case "all_reduce":
-            comm.all_reduce(mine, op, async_op=step.later, reproducible=exact).wait()
-            return [mine]
-        case "reduce":
-            comm.reduce(mine, root, op, async_op=step.later).wait()
-            return [mine]
-        case "reduce_scatter":
-            comm.reduce_scatter(taken[rank], rows, op, async_op=step.later).wait()
-            return [taken[rank]]
-        case "reduce_scatter_single":
-            whole = _numbers(step, (size, *step.shape), rank)
-            comm.reduce_scatter_single(mine, whole, op, async_op=step.later).wait()
-            return [mine]
-        case "broadcast":
-            comm.broadcast(mine, root, async_op=step.later).wait()
-            return [mine]
-        case "all_gather":
-            comm.all_gather(taken, rows[rank], async_op=step.later).wait()
-            return taken
-        case "all_gather_single":
-            whole = _laid_out(torch.zeros((size, *step.shape), dtype=mine.dtype), step.layout)
-            comm.all_gather_single(whole, mine, async_op=step.later).wait()
-            return [whole]
-        case "all_to_all":
-            given = [_numbers(step, (step.counts[rank] * step.counts[r], *width), rank + r) for r in range(size)]
-            taken = [torch.zeros_like(each) for each in given]
-            comm.all_to_all(taken, given, async_op=step.later).wait()
-            return taken
-        case "all_to_all_single":
-            to_me = [step.counts[(r + rank) % size] for r in range(size)]
-            whole = _numbers(step, (sum(to_me), *width), rank)
-            output = _laid_out(torch.zeros_like(whole), step.layout)
-            comm.all_to_all_single(output, whole, to_me, to_me, async_op=step.later).wait()
-            return [output]
-        case "gather":
-            comm.gather(rows[rank], taken if rank == root else None, root, async_op=step.later).wait()
-            return taken
-        case "scatter":
-            comm.scatter(taken[rank], rows if rank == root else None, root, async_op=step.later).wait()
-            return [taken[rank]]
-        case "ring" if size > 1:
-            other = _laid_out(torch.zeros_like(mine), step.layout)
-            right, left = (rank + 1) % size, (rank - 1) % size
-            comm.batch_send_recv([Send(mine, right, 5), Recv(other, left, 5)], async_op=step.later).wait()
-            return [other]
         case "pair" if size > 1:
-            other = (root + 1) % size
-            if rank == root:
-                comm.send(mine, other, tag=number)
-            elif rank == other:
+            if at_root:
+                comm.send(mine, (root + 1) % size, tag=number)
+            elif rank == (root + 1) % size:
                 comm.recv(mine, root, tag=number)
             return [mine]
         case "object":
             said = [comm.broadcast_object({"seed": step.seed + rank}, root), comm.all_gather_object(step.counts[rank])]
             return [torch.frombuffer(bytearray(repr(said).encode()), dtype=torch.uint8)]
-        case _:
-            comm.barrier(async_op=step.later).wait()
-            return []
+    ring = [Send(mine, (rank + 1) % size, 5), Recv(other, (rank - 1) % size, 5)]
+    calls: dict[str, tuple[list[Any], list[Tensor]]] = {
+        "all_reduce": ([mine, op], [mine]),
+        "reduce": ([mine, root, op], [mine]),
+        "reduce_scatter": ([taken[rank], rows, op], [taken[rank]]),
+        "reduce_scatter_single": ([mine, stacked, op], [mine]),
+        "broadcast": ([mine, root], [mine]),
+        "all_gather": ([taken, rows[rank]], taken),
+        "all_gather_single": ([into_stacked, mine], [into_stacked]),
+        "all_to_all": ([taken_of_all, mine_for_all], taken_of_all),
+        "all_to_all_single": ([into_rows, by_rows, to_me, to_me], [into_rows]),
+        "gather": ([rows[rank], taken if at_root else None, root], taken),
+        "scatter": ([taken[rank], rows if at_root else None, root], [taken[rank]]),
+        "batch_send_recv": ([ring], [other]),
+    }
+    if size == 1:
+        del calls["batch_send_recv"]
+    arguments, results = calls.get(step.op, ([], []))
+    more = {"reproducible": exact} if step.op == "all_reduce" else {}
+    getattr(comm, step.op if step.op in calls else "barrier")(*arguments, async_op=step.later, **more).wait()
+    return results
 
 
 PROGRAMS = 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from itertools import product
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from holdfast.comms import Communicator, ReduceOp, Unsupported
 from holdfast.comms.reproducible import exact_sum, scatter_contributions, sum_contributions
-from holdfast.harness import LocalCluster
+from support.ranks import on_ranks, on_ranks_of, second_tier, shared_ranks
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -30,83 +31,53 @@ def nasty(contributions: int, count: int, dtype: torch.dtype) -> list[torch.Tens
     return list(rows.to(dtype))
 
 
-@pytest.mark.parametrize(
-    ("backend_name", "size"),
-    [
-        *(("inproc", size) for size in (1, 3, 8)),
-        ("shm", 3),
-        *(pytest.param(name, size, marks=pytest.mark.thorough) for name, size in (("gloo", 3), ("ucx", 3), ("shm", 8))),
-    ],
-)
-def test_a_sum_has_the_same_bits_however_its_terms_are_distributed(backend_name: str, size: int) -> None:
-    def body(comm: Communicator) -> list[bytes]:
-        found = []
-        for dtype in DTYPES:
-            for count in (0, 1, 1001):
-                rows = nasty(8, count, dtype)
-                if count > 1:
-                    rows[0][3], rows[1][3], rows[2][4] = math.inf, -math.inf, math.nan
-                for spread in (lambda i: i % comm.size, lambda i: 0, lambda i: (i * i + 1) % comm.size):
-                    mine = [row for i, row in enumerate(rows) if spread(i) == comm.rank]
-                    output = torch.empty(count, dtype=dtype)
-                    sum_contributions(comm, mine, output)
-                    found.append(bits(output) == bits(exact_sum(torch.stack(rows))))
-        return found
-
-    with LocalCluster(size, backend_name) as cluster:
-        assert all(all(found) for found in cluster.run(body))
+exact_ranks = shared_ranks(3, "inproc-1", "inproc-3", "inproc-8", "shm-3", *second_tier("gloo-3", "ucx-3", "shm-8"))
 
 
-def test_all_reduce_has_the_same_bits_on_every_backend_and_in_any_order(three_ranks: LocalCluster) -> None:
-    def body(comm: Communicator) -> bytes:
-        rows = nasty(3, 5001, torch.float32)
-        tensor = rows[comm.rank].clone()
+@on_ranks_of("exact_ranks")
+def test_a_sum_has_the_same_bits_however_its_terms_are_distributed(comm: Communicator) -> None:
+    spreads = (lambda i: i % comm.size, lambda i: 0, lambda i: (i * i + 1) % comm.size)
+    for dtype, count in product(DTYPES, (0, 1, 1001)):
+        rows = nasty(8, count, dtype)
+        if count > 1:
+            rows[0][3], rows[1][3], rows[2][4] = math.inf, -math.inf, math.nan
+        for spread in spreads:
+            mine = [row for i, row in enumerate(rows) if spread(i) == comm.rank]
+            output = torch.empty(count, dtype=dtype)
+            sum_contributions(comm, mine, output)
+            assert bits(output) == bits(exact_sum(torch.stack(rows)))
+
+
+@on_ranks_of("three_ranks")
+def test_all_reduce_has_the_same_bits_on_every_backend_and_in_any_order(comm: Communicator) -> None:
+    rows, padded = nasty(3, 5001, torch.float32), torch.zeros(5001)
+    expected = bits(exact_sum(torch.stack(rows)))
+    assert bits(exact_sum(torch.stack([*rows, padded, padded]))) == expected
+    for turn in range(2):
+        tensor = rows[(comm.rank + turn) % 3].clone()
         comm.all_reduce(tensor, reproducible=True)
-        turned = rows[(comm.rank + 1) % 3].clone()
-        comm.all_reduce(turned, reproducible=True)
-        assert bits(tensor) == bits(turned)
-        padded = torch.zeros(5001)
-        assert bits(exact_sum(torch.stack([*rows, padded, padded]))) == bits(tensor)
-        return bits(tensor)
-
-    expected = bits(exact_sum(torch.stack(nasty(3, 5001, torch.float32))))
-    assert three_ranks.run(body) == [expected] * 3
+        assert bits(tensor) == expected
 
 
-def test_complex_numbers_are_summed_exactly_too(three_ranks: LocalCluster) -> None:
-    numbers = torch.tensor([1e8, 1, -1e8])
-
-    def body(comm: Communicator) -> list[complex]:
-        found = []
-        for turn in range(3):
-            mine = numbers[(comm.rank + turn) % 3]
-            for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.premul_sum(2.0)):
-                tensor = torch.complex(mine, -mine)
-                comm.all_reduce(tensor, op, reproducible=True)
-                found.append(tensor.item())
-        return found
-
-    third = torch.tensor(1 / 3).item()
-    assert three_ranks.run(body) == [[1 - 1j, third - third * 1j, 2 - 2j] * 3] * 3
+@on_ranks_of("three_ranks")
+def test_complex_numbers_are_summed_exactly_too(comm: Communicator) -> None:
+    numbers, third = torch.tensor([1e8, 1, -1e8]), torch.tensor(1 / 3).item()
+    sums = ((ReduceOp.SUM, 1 - 1j), (ReduceOp.AVG, third - third * 1j), (ReduceOp.premul_sum(2.0), 2 - 2j))
+    for turn, (op, expected) in product(range(3), sums):
+        mine = numbers[(comm.rank + turn) % 3]
+        tensor = torch.complex(mine, -mine)
+        comm.all_reduce(tensor, op, reproducible=True)
+        assert tensor.item() == expected
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX])
-def test_extremes_have_the_same_bits_in_any_order(op: ReduceOp, dtype: torch.dtype) -> None:
+@on_ranks(2, "inproc")
+def test_extremes_have_the_same_bits_in_any_order(comm: Communicator) -> None:
     """Zeros of both signs are equal, and NaNs may have any sign: the result must not depend on their order."""
-    columns = torch.tensor([[0.0, math.nan, -0.0, 3], [-0.0, -math.nan, -0.0, 4]], dtype=dtype)
-
-    def body(comm: Communicator) -> list[bytes]:
-        found = []
-        for turn in range(2):
-            tensor = columns[(comm.rank + turn) % 2].clone()
-            comm.all_reduce(tensor, op, reproducible=True)
-            found.append(bits(tensor))
-        return found
-
-    expected = bits(torch.tensor([0.0, math.nan, 0.0, 3 if op.name == "min" else 4], dtype=dtype))
-    with LocalCluster(2, "inproc") as cluster:
-        assert cluster.run(body) == [[expected] * 2] * 2
+    for (op, last), dtype, turn in product(((ReduceOp.MIN, 3), (ReduceOp.MAX, 4)), DTYPES, range(2)):
+        columns = torch.tensor([[0.0, math.nan, -0.0, 3], [-0.0, -math.nan, -0.0, 4]], dtype=dtype)
+        tensor = columns[(comm.rank + turn) % 2].clone()
+        comm.all_reduce(tensor, op, reproducible=True)
+        assert bits(tensor) == bits(torch.tensor([0.0, math.nan, 0.0, last], dtype=dtype)), (op, dtype)
 
 
 def correctly_rounded(numbers: list[float], dtype: torch.dtype) -> float:
@@ -174,20 +145,17 @@ def test_neighbours_do_not_change_an_element(dtype: torch.dtype) -> None:
     assert bits(alone[~touched]) == bits(beside[~touched])
 
 
-def test_dtypes_without_a_reproducible_sum_are_refused() -> None:
-    def body(comm: Communicator) -> None:
-        with pytest.raises(Unsupported):
-            sum_contributions(comm, [], torch.zeros(2, dtype=torch.complex64))
-        with pytest.raises(ValueError, match="with this output it must be"):
-            sum_contributions(comm, [torch.zeros(3)], torch.zeros(2))
-        elsewhere = torch.zeros(2, device="meta")
-        with pytest.raises(ValueError, match="output is on meta, which a communicator on cpu cannot use"):
-            sum_contributions(comm, [elsewhere], elsewhere)
-        with pytest.raises(ValueError, match="output is on meta"):
-            scatter_contributions(comm, [torch.zeros(4, device="meta")], elsewhere)
-        whole = torch.full((3,), comm.rank + 1)
-        comm.all_reduce(whole, reproducible=True)
-        assert whole.tolist() == [3, 3, 3]
-
-    with LocalCluster(2, "inproc") as cluster:
-        cluster.run(body)
+@on_ranks(2, "inproc")
+def test_dtypes_without_a_reproducible_sum_are_refused(comm: Communicator) -> None:
+    with pytest.raises(Unsupported):
+        sum_contributions(comm, [], torch.zeros(2, dtype=torch.complex64))
+    with pytest.raises(ValueError, match="with this output it must be"):
+        sum_contributions(comm, [torch.zeros(3)], torch.zeros(2))
+    elsewhere = torch.zeros(2, device="meta")
+    with pytest.raises(ValueError, match="output is on meta, which a communicator on cpu cannot use"):
+        sum_contributions(comm, [elsewhere], elsewhere)
+    with pytest.raises(ValueError, match="output is on meta"):
+        scatter_contributions(comm, [torch.zeros(4, device="meta")], elsewhere)
+    whole = torch.full((3,), comm.rank + 1)
+    comm.all_reduce(whole, reproducible=True)
+    assert whole.tolist() == [3, 3, 3]

@@ -36,6 +36,7 @@ from holdfast.comms.transport.liveness import Liveness, start_time, this_host, t
 from holdfast.ft.registers import open_cell
 from holdfast.harness import LocalCluster
 from support.programs.forked_programs import ForkedProgram
+from support.ranks import on_ranks, second_tier
 from support.source_tree import ROOT, modules
 
 KINDS: dict[str, Callable[[], int]] = {
@@ -45,12 +46,15 @@ KINDS: dict[str, Callable[[], int]] = {
     "pidfd": lambda: os.pidfd_open(os.getpid()),
     "socket": lambda: socket.socket().detach(),
 }
-OTHERS: dict[str, Callable[[], int]] = KINDS | {"pidfd": lambda: os.pidfd_open(os.getppid())}
+OTHERS: dict[str, Callable[[], int]] = KINDS | {
+    "file": lambda: os.memfd_create("users"),
+    "pidfd": lambda: os.pidfd_open(os.getppid()),
+}
 
 
-def reused(number: int, other: str, tmp_path: Path) -> int:
+def reused(number: int, other: str) -> int:
     """Close `number` behind its owner's back, and open another file under it."""
-    opened = OTHERS[other]() if other != "file" else os.open(tmp_path / "users", os.O_RDWR | os.O_CREAT)
+    opened = OTHERS[other]()
     os.dup2(opened, number)
     os.close(opened)
     return number
@@ -58,10 +62,10 @@ def reused(number: int, other: str, tmp_path: Path) -> int:
 
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_number_that_names_another_file_is_neither_closed_nor_woken(kind: str, other: str, tmp_path: Path) -> None:
+def test_a_number_that_names_another_file_is_neither_closed_nor_woken(kind: str, other: str) -> None:
     owned = OwnedDescriptor(KINDS[kind]())
     assert owned.ours
-    number = reused(owned, other, tmp_path)
+    number = reused(owned, other)
     assert not owned.ours
     owned.wake()
     owned.close()
@@ -86,7 +90,7 @@ def test_close_closes_once() -> None:
 
 
 @pytest.mark.parametrize("other", [*OTHERS, "nothing"])
-def test_a_living_process_is_not_dead_because_its_pidfd_was_closed(other: str, tmp_path: Path) -> None:
+def test_a_living_process_is_not_dead_because_its_pidfd_was_closed(other: str) -> None:
     """Its end is noticed all the same."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         liveness = Liveness([this_process(), Peer(this_host(), child.pid, start_time(child.pid))], rank=0)
@@ -95,7 +99,7 @@ def test_a_living_process_is_not_dead_because_its_pidfd_was_closed(other: str, t
         if other == "nothing":
             os.close(pidfd)
         else:
-            reused(pidfd, other, tmp_path)
+            reused(pidfd, other)
         assert liveness.dead() == ()
         wake = OwnedDescriptor(os.eventfd(0))
         assert liveness.wait(wake, 0.01) and liveness.dead() == ()
@@ -225,9 +229,7 @@ with ft.Session() as session:
 """
 
 
-@pytest.mark.parametrize(
-    "backend", ["shm", "ucx", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("gloo", "mpi"))]
-)
+@pytest.mark.parametrize("backend", ["shm", "ucx", *second_tier("gloo", "mpi")])
 def test_a_job_runs_without_a_home_in_a_temporary_folder_with_an_odd_and_long_name(
     tmp_path: Path, backend: str
 ) -> None:
@@ -235,23 +237,10 @@ def test_a_job_runs_without_a_home_in_a_temporary_folder_with_an_odd_and_long_na
     folder.mkdir(parents=True)
     script = folder / "job.py"
     script.write_text(JOB)
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "holdfast.harness.cli.app",
-            "run",
-            "-n",
-            "2",
-            "--backend",
-            backend,
-            str(script),
-        ],
-        env={**os.environ, "TMPDIR": str(folder), "HOME": str(folder / "nowhere")},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = f"-m holdfast.harness.cli.app run -n 2 --backend {backend}"
+    environ = {**os.environ, "TMPDIR": str(folder), "HOME": str(folder / "nowhere")}
+    run = [sys.executable, *command.split(), str(script)]
+    done = subprocess.run(run, env=environ, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -328,34 +317,29 @@ def test_files_are_read_and_written_whole(data: bytes, at_once: int, offset: int
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("backend", ["shm", "ucx"])
-def test_sums_messages_and_windows_of_more_than_2_gib_are_whole(backend: str) -> None:
+@on_ranks(2, "shm", "ucx", timeout=120.0)
+def test_sums_messages_and_windows_of_more_than_2_gib_are_whole(comm: Communicator) -> None:
     """Each rank has one tensor, for machines with little memory."""
     nbytes = (1 << 31) + (1 << 20)
-
-    def body(comm: Communicator) -> None:
-        tensor = torch.zeros(nbytes, dtype=torch.uint8)
-        ends = tensor[:3], tensor[-3:], tensor[MOST_BYTES - 1 : MOST_BYTES + 2]
-        for end in ends:
-            end.fill_(1 + comm.rank)
-        comm.all_reduce(tensor)
-        assert all(bool((end == 3).all()) for end in ends)
-        if comm.rank == 0:
-            tensor[-1] = 7
-            comm.send(tensor, 1)
-        else:
-            comm.recv(tensor, 0)
-            assert int(tensor[-1]) == 7
-            assert int(tensor[:-1].count_nonzero()) == 8
-        with comm.window(tensor if comm.rank == 0 else tensor[:1]) as window:
-            if comm.rank == 1:
-                window.put(tensor.fill_(3), 0, timeout=60.0)
-                window.get(tensor.zero_(), 0, timeout=60.0)
-                assert int(tensor.count_nonzero()) == nbytes
-            comm.barrier()
-
-    with LocalCluster(2, backend, timeout=120.0) as cluster:
-        cluster.run(body)
+    tensor = torch.zeros(nbytes, dtype=torch.uint8)
+    ends = tensor[:3], tensor[-3:], tensor[MOST_BYTES - 1 : MOST_BYTES + 2]
+    for end in ends:
+        end.fill_(1 + comm.rank)
+    comm.all_reduce(tensor)
+    assert all(bool((end == 3).all()) for end in ends)
+    if comm.rank == 0:
+        tensor[-1] = 7
+        comm.send(tensor, 1)
+    else:
+        comm.recv(tensor, 0)
+        assert int(tensor[-1]) == 7
+        assert int(tensor[:-1].count_nonzero()) == 8
+    with comm.window(tensor if comm.rank == 0 else tensor[:1]) as window:
+        if comm.rank == 1:
+            window.put(tensor.fill_(3), 0, timeout=60.0)
+            window.get(tensor.zero_(), 0, timeout=60.0)
+            assert int(tensor.count_nonzero()) == nbytes
+        comm.barrier()
 
 
 @pytest.mark.skipif(tuple(map(int, os.uname().release.split(".")[:2])) < (6, 9), reason="Linux 6.9 gives pidfds inodes")

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast import comms
-from holdfast.comms import Communicator, UsedAfterFork, Work
+from holdfast.comms import Communicator, UsedAfterFork
 from holdfast.comms.ops import OpDescription
 from holdfast.ft import Session
 from holdfast.ft.control.event_loop import LoopThread
@@ -24,11 +23,11 @@ from holdfast.ft.control.rpc import AsyncRpcServer
 from holdfast.harness import LocalCluster
 from holdfast.store import WeightStore
 from support.children import Child
+from support.meeting import alone
+from support.ranks import MPI, on_ranks_of
 from support.rpc_servers import RpcThread
 
-on_processes = pytest.mark.parametrize(
-    "two_ranks", ["shm", "gloo", "ucx", pytest.param("mpi", marks=pytest.mark.thorough)], indirect=True
-)
+on_processes = pytest.mark.parametrize("two_ranks", ["shm", "gloo", "ucx", MPI], indirect=True)
 
 
 def in_child(body: Callable[[], Any], seconds: float = 20.0) -> Any:
@@ -57,103 +56,98 @@ def refusal(call: Callable[[], object]) -> str:
 
 
 @on_processes
-def test_a_forked_child_cannot_use_its_parents_communicator(two_ranks: LocalCluster) -> None:
-    def body(comm: Communicator) -> object:
-        tensor = torch.ones(8)
-        comm.all_reduce(tensor)
-        calls: list[Callable[[], object]] = [
-            lambda: comm.all_reduce(torch.full((8,), 100.0)),
-            lambda: comm.all_reduce(torch.full((8,), 100.0), async_op=True),
-            lambda: comm.send(tensor, 1 - comm.rank),
-            lambda: comm.broadcast_object({"a": 1}, 0),
-            lambda: comm.barrier(),
-            lambda: comm.split([comm.rank]),
-            lambda: comm.window(tensor),
-            lambda: comm.announce(b"word"),
-            lambda: comm.over,
-            lambda: comm.__enter__(),
-        ]
-        said = in_child(lambda: [refusal(call) for call in calls])
-        comm.all_reduce(tensor)
-        words = f"communicator {comm.name!r} belongs to process {os.getpid()}"
-        return all(words in each and "make one here" in each for each in said), tensor.tolist()
-
-    assert two_ranks.run(body) == [(True, [4.0] * 8)] * 2
+@on_ranks_of("two_ranks")
+def test_a_forked_child_cannot_use_its_parents_communicator(comm: Communicator) -> None:
+    tensor = torch.ones(8)
+    comm.all_reduce(tensor)
+    calls: list[Callable[[], object]] = [
+        lambda: comm.all_reduce(torch.full((8,), 100.0)),
+        lambda: comm.all_reduce(torch.full((8,), 100.0), async_op=True),
+        lambda: comm.send(tensor, 1 - comm.rank),
+        lambda: comm.broadcast_object({"a": 1}, 0),
+        lambda: comm.barrier(),
+        lambda: comm.split([comm.rank]),
+        lambda: comm.window(tensor),
+        lambda: comm.announce(b"word"),
+        lambda: comm.over,
+        lambda: comm.__enter__(),
+    ]
+    words = f"communicator {comm.name!r} belongs to process {os.getpid()}"
+    for said in in_child(lambda: [refusal(call) for call in calls]):
+        assert words in said and "make one here" in said
+    comm.all_reduce(tensor)
+    assert tensor.tolist() == [4.0] * 8
 
 
 def test_a_forked_child_cannot_use_a_communicator_of_threads(tmp_path: Path) -> None:
-    with comms.connect("inproc", rank=0, size=1, rendezvous=f"file://{tmp_path}/meeting") as comm:
+    with alone(tmp_path, "inproc") as comm:
         assert "communicator 'default'" in in_child(lambda: refusal(lambda: comm.barrier()))
         comm.barrier()
 
 
 @on_processes
-def test_a_forked_child_ends_no_communicator_of_its_parent(two_ranks: LocalCluster) -> None:
-    def body(comm: Communicator) -> object:
-        window = comm.window(torch.zeros(4))
-        waiting = window.wait_signal(1 - comm.rank, async_op=True)
+@on_ranks_of("two_ranks")
+def test_a_forked_child_ends_no_communicator_of_its_parent(comm: Communicator) -> None:
+    window = comm.window(torch.zeros(4))
+    waiting = window.wait_signal(1 - comm.rank, async_op=True)
 
-        def child() -> str:
-            assert "a window of rank" in refusal(lambda: window.put(torch.ones(1), 0))
-            assert "a call of a window" in refusal(waiting.wait)
-            window.close()
-            window.__exit__(None, None, None)
-            comm.abort("a child ends")
-            comm.close()
-            comm.__exit__(ValueError, ValueError("raised in a child"), None)
-            gc.collect()
-            return "ended"
-
-        assert in_child(child) == "ended"
-        window.put(torch.ones(1), 1 - comm.rank)
-        window.signal(1 - comm.rank)
-        waiting.wait(30.0)
-        comm.barrier()
+    def child() -> str:
+        assert "a window of rank" in refusal(lambda: window.put(torch.ones(1), 0))
+        assert "a call of a window" in refusal(waiting.wait)
         window.close()
-        tensor = torch.ones(4)
-        comm.all_reduce(tensor)
-        return tensor.tolist()
+        window.__exit__(None, None, None)
+        comm.abort("a child ends")
+        comm.close()
+        comm.__exit__(ValueError, ValueError("raised in a child"), None)
+        gc.collect()
+        return "ended"
 
-    assert two_ranks.run(body) == [[2.0] * 4] * 2
+    assert in_child(child) == "ended"
+    window.put(torch.ones(1), 1 - comm.rank)
+    window.signal(1 - comm.rank)
+    waiting.wait(30.0)
+    comm.barrier()
+    window.close()
+    tensor = torch.ones(4)
+    comm.all_reduce(tensor)
+    assert tensor.tolist() == [2.0] * 4
 
 
-def test_a_forked_child_knows_which_rank_its_parent_is_and_can_connect_by_itself(tmp_path: Path) -> None:
+def test_a_forked_child_knows_which_rank_its_parent_is_and_can_connect_by_itself(
+    comm: Communicator, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """A data loader's worker shards its data by rank and size."""
 
     def child() -> tuple[object, ...]:
-        with comms.connect("shm", rank=0, size=1, rendezvous=f"file://{tmp_path}/childrens") as mine:
+        with alone(tmp_path_factory.mktemp("childrens")) as mine:
             tensor = torch.ones(2)
             mine.all_reduce(tensor)
         return comm.rank, comm.size, comm.name, comm.epoch, comm.backend, repr(comm), tensor.tolist()
 
-    with comms.connect("shm", rank=0, size=1, rendezvous=f"file://{tmp_path}/meeting") as comm:
-        *known, shown, tensor = in_child(child)
+    *known, shown, tensor = in_child(child)
     assert known == [0, 1, "default", 0, "shm"] and "of a parent process" in shown
     assert tensor == [1.0, 1.0]
 
 
-def test_a_work_that_is_pending_at_the_fork_fails_in_the_child(tmp_path: Path) -> None:
+def test_a_work_that_is_pending_at_the_fork_fails_in_the_child(comm: Communicator) -> None:
     """The worker thread does not exist in the child, so a wait for it would never end."""
-    with comms.connect("shm", rank=0, size=1, rendezvous=f"file://{tmp_path}/meeting") as comm:
-        done = comm.all_reduce(torch.ones(1), async_op=True)
-        done.wait()
-        begun, go = threading.Event(), threading.Event()
+    done = comm.all_reduce(torch.ones(1), async_op=True)
+    done.wait()
+    begun, go = threading.Event(), threading.Event()
 
-        def slow(deadline: float) -> None:
-            begun.set()
-            go.wait(20.0)
+    def slow(deadline: float) -> None:
+        begun.set()
+        go.wait(20.0)
 
-        works: list[Work] = [
-            comm._executor.issue(OpDescription("slow", 0, False), lambda: slow, True, None) for _ in range(3)
-        ]
-        assert begun.wait(20.0)
-        try:
-            refused = in_child(lambda: [bool(refusal(work.wait)) for work in (*works, done)])
-            assert refused == [True, True, True, False]
-        finally:
-            go.set()
-        for work in works:
-            work.wait()
+    works = [comm._executor.issue(OpDescription("slow", 0, False), lambda: slow, True, None) for _ in range(3)]
+    assert begun.wait(20.0)
+    try:
+        refused = in_child(lambda: [bool(refusal(work.wait)) for work in (*works, done)])
+        assert refused == [True, True, True, False]
+    finally:
+        go.set()
+    for work in works:
+        work.wait()
 
 
 class Samples(torch.utils.data.Dataset[torch.Tensor]):
@@ -182,8 +176,7 @@ def test_data_loader_workers_run_and_exit_without_output(
         return float(total)
 
     assert two_ranks.run(body) == [sum(4.0 * index + 1.0 for index in range(8))] * 2
-    said = capfd.readouterr()
-    assert said.err.strip() == ""
+    assert capfd.readouterr().err.strip() == ""
 
 
 _SCRIPT = """
@@ -218,35 +211,32 @@ def test_a_forked_child_ends_as_any_interpreter_does(tmp_path: Path) -> None:
 
 
 def test_a_forked_child_of_a_session_leaves_it_alone() -> None:
-    def train(session: Session) -> object:
-        said = []
+    def train(session: Session) -> None:
         model = torch.nn.Linear(2, 2)
         session.attach("model", model)
         for attempt in session.steps(3):
+
+            def child(attempt: Any = attempt) -> object:
+                calls: list[Callable[[], object]] = [
+                    lambda: session.attach("more", model),
+                    lambda: session.steps(2),
+                    lambda: session.subscribe(print),
+                    lambda: session.process_group(),
+                    lambda: attempt.process_group(),
+                    lambda: attempt.comm.barrier(),
+                ]
+                refused = [bool(refusal(call)) for call in calls]
+                attempt.__exit__(None, None, None)
+                session.__exit__(None, None, None)
+                return all(refused), session.rank == attempt.rank, session.step
+
             with attempt:
                 attempt.comm.all_reduce(torch.ones(2))
                 if attempt.step == 1:
-
-                    def child(attempt: Any = attempt) -> object:
-                        calls = [
-                            lambda: session.attach("more", model),
-                            lambda: session.steps(2),
-                            lambda: session.subscribe(print),
-                            lambda: session.process_group(),
-                            lambda: attempt.process_group(),
-                            lambda: attempt.comm.barrier(),
-                        ]
-                        refused = [bool(refusal(call)) for call in calls]
-                        attempt.__exit__(None, None, None)
-                        session.__exit__(None, None, None)
-                        return all(refused), session.rank == attempt.rank, session.step
-
-                    said.append(in_child(child))
-        return said
+                    assert in_child(child) == (True, True, 1)
 
     with LocalCluster(2, "shm", timeout=60.0) as cluster:
-        job = cluster.start(train)
-        assert job.results(timeout=60) == [[(True, True, 1)]] * 2
+        assert len(cluster.start(train).results(timeout=60)) == 2
 
 
 def test_a_forked_child_leaves_stores_and_control_connections_alone(tmp_path: Path) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import platform
 import resource
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +20,10 @@ from holdfast.comms.errors import describe
 from holdfast.comms.system.local_causes import local_cause, resource_exhausted, unopenable_file, unreadable_memory
 from holdfast.ft import Session
 from holdfast.harness import LocalCluster
+from support.programs import seccomp_deny
 from support.programs.forked_programs import run_forked
+from support.programs.seccomp_deny import CALLS
+from support.ranks import on_ranks
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it mounts a file system of its own")
 
@@ -93,44 +96,39 @@ def test_every_error_has_a_message() -> None:
     assert describe(Revoked(3, "closed")) == str(Revoked(3, "closed"))
 
 
-def test_a_communicator_that_an_interrupt_ended_names_it(tmp_path: Path) -> None:
+def test_a_communicator_that_an_interrupt_ended_names_it(comm: Communicator) -> None:
     def interrupted(deadline: float) -> None:
         raise KeyboardInterrupt
 
-    with comms.connect("shm", rank=0, size=1, rendezvous=f"file://{tmp_path}/meeting") as comm:
-        with pytest.raises(KeyboardInterrupt):
-            comm.issue("own", 0, interrupted, lambda: "")
-        with pytest.raises(Revoked, match="KeyboardInterrupt"):
-            comm.barrier()
+    with pytest.raises(KeyboardInterrupt):
+        comm.issue("own", 0, interrupted, lambda: "")
+    with pytest.raises(Revoked, match="KeyboardInterrupt"):
+        comm.barrier()
 
 
-def test_an_error_of_torch_is_not_a_death_of_a_peer(tmp_path: Path) -> None:
+def test_an_error_of_torch_is_not_a_death_of_a_peer(comm: Communicator) -> None:
     def fails(deadline: float) -> None:
         raise RuntimeError("Invalid scalar type")
 
-    comm = comms.connect("shm", rank=0, size=1, rendezvous=f"file://{tmp_path}/meeting")
-    with comm, pytest.raises(HoldfastError, match=r"own failed in this process, .* fault: .*Invalid scalar type"):
+    with pytest.raises(HoldfastError, match=r"own failed in this process, .* fault: .*Invalid scalar type"):
         comm.issue("own", 0, fails, lambda: "")
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo", "ucx"])
-def test_a_rank_without_descriptors_names_the_cause_and_no_peer_is_reported_dead(backend: str) -> None:
-    def body(comm: Communicator) -> str:
-        comm.barrier()
-        if comm.rank == 0:
-            here = len(list(Path("/proc/self/fd").iterdir())) - 1
-            resource.setrlimit(resource.RLIMIT_NOFILE, (here, here))
+@on_ranks(2, "shm", "gloo", "ucx", timeout=30.0)
+def test_a_rank_without_descriptors_names_the_cause_and_no_peer_is_reported_dead(comm: Communicator) -> None:
+    comm.barrier()
+    if comm.rank == 1:
         try:
-            part = comm.split([0, 1], timeout=5.0)
-        except BaseException as error:
-            return f"{type(error).__name__}: {error}"
-        part.barrier()
-        return "connected"
-
-    with LocalCluster(2, backend, timeout=30.0) as cluster:
-        mine, theirs = cluster.run(body)
-    assert "ResourceExhausted" in mine and "file descriptors" in mine, mine
-    assert "rank 1 failed" not in mine and "out of file descriptors" not in theirs
+            with comm.split([0, 1], timeout=5.0) as part:
+                part.barrier()
+        except HoldfastError as error:
+            assert "out of file descriptors" not in str(error)
+        return
+    here = len(list(Path("/proc/self/fd").iterdir())) - 1
+    resource.setrlimit(resource.RLIMIT_NOFILE, (here, here))
+    with pytest.raises(ResourceExhausted, match="file descriptors") as caught:
+        comm.split([0, 1], timeout=5.0)
+    assert "rank 1 failed" not in str(caught.value)
 
 
 def test_a_member_without_descriptors_leaves_and_the_others_go_on() -> None:
@@ -186,19 +184,101 @@ def test_ucx_reports_a_missing_network_device(tmp_path: Path) -> None:
     assert "UCX_NET_DEVICES=nope0" in done.stdout and "this host has" in done.stdout and "lo" in done.stdout
 
 
-def test_two_ranks_over_ucx_fit_into_the_shared_memory_of_a_container() -> None:
+def used_memory() -> float:
+    found = os.statvfs("/dev/shm")
+    return (found.f_blocks - found.f_bfree) * found.f_frsize
+
+
+@pytest.fixture
+def used_before() -> float:
+    return used_memory()
+
+
+@on_ranks(2, "ucx")
+def test_two_ranks_over_ucx_fit_into_the_shared_memory_of_a_container(comm: Communicator, used_before: float) -> None:
     """docker gives 64 MB; a rank, its spare worker and four windows must fit."""
-
-    def body(comm: Communicator) -> Any:
-        windows = [comm.window(torch.ones(4)) for _ in range(4)]
-        comm.barrier()
-        found = os.statvfs("/dev/shm")
-        comm.barrier()
-        for window in windows:
-            window.close()
-        return (found.f_blocks - found.f_bfree) * found.f_frsize
-
-    with LocalCluster(2, "ucx", timeout=60.0) as cluster:
-        before = os.statvfs("/dev/shm")
-        used = max(cluster.run(body)) - (before.f_blocks - before.f_bfree) * before.f_frsize
+    windows = [comm.window(torch.ones(4)) for _ in range(4)]
+    comm.barrier()
+    used = used_memory() - used_before
+    comm.barrier()
+    for window in windows:
+        window.close()
     assert used < 32e6
+
+
+# -- system calls that a container profile forbids
+
+
+needs_x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="the filter knows the numbers of x86_64 alone")
+
+
+def run_without(calls: list[str], code: str, *arguments: str) -> str:
+    """Run a program that may not make these system calls; return its output."""
+    numbers = ",".join(str(CALLS[call]) for call in calls)
+    script = Path(seccomp_deny.__file__)
+    done = run_forked(script.read_text(), [str(script), numbers, code, *arguments])
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+_STATUS = """
+from holdfast.comms.plugins.registry import registry
+from holdfast.ft.detectors.plugin import _kernel
+print(registry().backend("shm").status)
+print(registry().backend("gloo").status)
+print(_kernel())
+"""
+
+
+@needs_x86
+@pytest.mark.parametrize("call", ["memfd_create", "pidfd_open", "process_vm_readv"])
+def test_a_probe_tries_what_its_backend_needs_and_says_what_to_allow(call: str) -> None:
+    shm, gloo, _ = run_without([call], _STATUS).splitlines()
+    assert shm.startswith("Unavailable") and call in shm and "Operation not permitted" in shm
+    assert "profile that" in shm and gloo.startswith("Available")
+
+
+@needs_x86
+def test_the_detector_that_ends_processes_tries_to_send_a_signal() -> None:
+    shm, _, pidfd = run_without(["pidfd_send_signal"], _STATUS).splitlines()
+    assert shm.startswith("Available") and pidfd.startswith("Unavailable") and "pidfd_send_signal" in pidfd
+
+
+_PAIR = """
+import os, signal, sys, time, torch
+from holdfast import comms
+place = "file://" + sys.argv[1]
+child = os.fork()
+comm = comms.connect("auto", rank=0 if child else 1, size=2, rendezvous=place, timeout=20)
+tensor = torch.ones(4)
+comm.all_reduce(tensor)
+if not child:
+    time.sleep(60)
+os.kill(child, signal.SIGKILL)
+try:
+    comm.all_reduce(tensor)
+except comms.PeerFailed as error:
+    print(comm.backend, tensor.tolist() == [2.0] * 4)
+os.waitpid(child, 0)
+comm.close()
+"""
+
+
+@needs_x86
+def test_auto_takes_a_runnable_backend_that_still_detects_deaths(tmp_path: Path) -> None:
+    """Without pidfds, processes are polled, and a zombie counts as dead."""
+    assert run_without(["pidfd_open"], _PAIR, str(tmp_path / "meeting")).split() == ["gloo", "True"]
+
+
+_RUN = """
+import sys
+from holdfast.harness.cli.app import app
+open(sys.argv[1], "w").close()
+app(["run", "-n", "1", sys.argv[1]])
+"""
+
+
+@needs_x86
+def test_a_run_that_cannot_start_its_ranks_names_the_call_and_what_to_allow(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"holdfast run: .* pidfd_open fails: Operation not permitted; .*allows p"):
+        run_without(["pidfd_open"], _RUN, str(tmp_path / "script.py"))

@@ -6,37 +6,26 @@ import random
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 
-from holdfast.comms import Communicator, HoldfastError, Recv, ReduceOp, Send
+from holdfast.comms import Communicator, HoldfastError
 from holdfast.comms.system.signal_safety import HandlerLock, run_shielded, shared_lock
-from holdfast.harness import LocalCluster
+from support.collectives import COLLECTIVES, collective
+from support.ranks import on_ranks
+
+LOCAL = ("split",)
+"""Calls that need no other rank."""
 
 CALLS: dict[str, Callable[[Communicator, int], object]] = {
-    "all_reduce": lambda comm, turn: comm.all_reduce(torch.zeros(turn % 3000 + 1)),
+    **{op: lambda comm, turn, op=op: _collective(comm, op, turn) for op in COLLECTIVES},
     "all_reduce of another size": lambda comm, turn: comm.all_reduce(torch.zeros(100_000)),
     "all_reduce, strided": lambda comm, turn: comm.all_reduce(torch.zeros(8, 8).t()[::2]),
     "all_reduce, later": lambda comm, turn: comm.all_reduce(torch.zeros(9), async_op=True).wait(),
-    "reduce": lambda comm, turn: comm.reduce(torch.zeros(9), turn % comm.size, ReduceOp.MAX),
-    "reduce_scatter_single": lambda comm, turn: comm.reduce_scatter_single(
-        torch.zeros(turn % 100), torch.zeros(turn % 100 * comm.size)
-    ),
-    "broadcast": lambda comm, turn: comm.broadcast(torch.zeros(turn % 3000 + 1), turn % comm.size),
-    "all_gather": lambda comm, turn: comm.all_gather([torch.zeros(5) for _ in range(comm.size)], torch.zeros(5)),
-    "all_to_all_single": lambda comm, turn: comm.all_to_all_single(
-        torch.zeros(2 * comm.size), torch.zeros(2 * comm.size)
-    ),
-    "gather": lambda comm, turn: comm.gather(
-        torch.zeros(3), [torch.zeros(3) for _ in range(comm.size)] if comm.rank == 0 else None
-    ),
-    "barrier": lambda comm, turn: comm.barrier(),
-    "batch_send_recv": lambda comm, turn: comm.batch_send_recv(
-        [Send(torch.zeros(3), 1 - comm.rank), Recv(torch.zeros(3), 1 - comm.rank)]
-    ),
     "all_gather_object": lambda comm, turn: comm.all_gather_object({"turn": turn}),
     "broadcast_object": lambda comm, turn: comm.broadcast_object(turn, 0),
     "window": lambda comm, turn: _window(comm),
@@ -44,8 +33,13 @@ CALLS: dict[str, Callable[[Communicator, int], object]] = {
 }
 
 
-LOCAL = ("split",)
-"""Calls that need no other rank."""
+@cache
+def _arguments(op: str, rank: int, turn: int) -> Sequence[Any]:
+    return collective(op, rank, 2, 400 * turn + 1, turn % 2).arguments
+
+
+def _collective(comm: Communicator, op: str, turn: int) -> None:
+    getattr(comm, op)(*_arguments(op, comm.rank, turn % 8))
 
 
 def _window(comm: Communicator) -> None:
@@ -74,6 +68,9 @@ def _rounds(
         call = calls[turn % len(calls)]
         part = whole.split([0, 1], timeout=30.0)
         handled[0], ended, count, first = 0, "", 0, None
+        if call in COLLECTIVES:  # the signal shall hit the op, and not the making of its tensors
+            for number in range(8):
+                _arguments(call, whole.rank, number)
         try:
             if whole.rank == 0:
                 signal.setitimer(signal.ITIMER_REAL, draw.uniform(2e-5, 4e-3))
@@ -102,26 +99,19 @@ def _rounds(
     return wrong + unraisable
 
 
-def _end_at_a_signal(whole: Communicator, calls: list[str], rounds: int) -> list[str]:
-    def end(part: Communicator, number: int) -> None:
-        (part.abort if number % 2 else part.close)()
-
-    return _rounds(whole, calls, rounds, end)
+def end(part: Communicator, number: int) -> None:
+    (part.abort if number % 2 else part.close)()
 
 
-def _press_ctrl_c(whole: Communicator, calls: list[str], rounds: int) -> list[str]:
-    def interrupt(part: Communicator, number: int) -> None:
-        raise KeyboardInterrupt
-
-    return _rounds(whole, calls, rounds, interrupt)
+def press_ctrl_c(part: Communicator, number: int) -> None:
+    raise KeyboardInterrupt
 
 
-@pytest.mark.usefixtures("fast_paths")
-@pytest.mark.parametrize("act", [_end_at_a_signal, _press_ctrl_c])
-def test_a_signal_at_any_point_of_any_call(process_backend: str, act: Callable[..., Any]) -> None:
-    with LocalCluster(2, process_backend, timeout=120.0, environ={"HOLDFAST_CHECK": "0"}) as cluster:
-        calls = [call for call in CALLS if call != "window" or process_backend != "gloo"]
-        assert cluster.run(act, calls, 2 * len(calls)) == [[], []]
+@pytest.mark.parametrize("act", [end, press_ctrl_c])
+@on_ranks(2, of="process_backend", checks="0", timeout=120.0)
+def test_a_signal_at_any_point_of_any_call(comm: Communicator, act: Callable[[Communicator, int], None]) -> None:
+    calls = [call for call in CALLS if call != "window" or comm.backend != "gloo"]
+    assert _rounds(comm, calls, 2 * len(calls), act) == []
 
 
 def test_what_a_handler_asks_for_below_the_lock_is_done_right_after() -> None:

@@ -1,0 +1,339 @@
+"""Ops over a board: the order of messages for all interleavings of their steps, and large ops in both copy modes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.comms import Communicator, PeerFailed, ReduceOp, Revoked
+from holdfast.comms.algorithms.shared_memory import channels
+from holdfast.comms.algorithms.shared_memory.board import IN_PLACE_BITS, NEAR, UNSTAGED
+from holdfast.comms.algorithms.shared_memory.channels import Channels
+from holdfast.comms.errors import Mismatch
+from holdfast.harness import LocalCluster
+from support.collectives import COLLECTIVES, collective
+from support.memory import ALL_CLASSES, board_of
+from support.ranks import on_ranks, on_ranks_of, running, shared_ranks
+from support.waiting import PATIENCE
+
+SENDER, RECEIVER = 0, 1
+
+
+class Schedules:
+    """Runs a program once for each possible sequence of results of `choose`."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+        self._plan: list[int] = []
+        self._made: list[tuple[int, int]] = []
+
+    def choose(self, options: int) -> int:
+        """Choose a number below `options`."""
+        at = len(self._made)
+        choice = self._plan[at] if at < len(self._plan) else 0
+        self._made.append((choice, options))
+        return choice
+
+    def explore(self, program: Callable[[], None]) -> None:
+        while True:
+            self._made = []
+            self.runs += 1
+            program()
+            while self._made and self._made[-1][0] + 1 == self._made[-1][1]:
+                self._made.pop()
+            if not self._made:
+                return
+            self._plan = [choice for choice, _ in self._made]
+            self._plan[-1] += 1
+
+
+View = dict[int, int]
+"""For each word, the number of the first store that a thread can still read."""
+
+
+class WeakMemory:
+    """The words of a board in the memory of weakly ordered processors.
+
+    A load may return any store to its word that is not older than one which the thread knows of. A thread knows of its
+    own stores, of what it has read, and, after an acquiring load of a releasing store, of all that the storing thread
+    knew of.
+    """
+
+    def __init__(self, schedules: Schedules, ordered: bool) -> None:
+        self._schedules, self._ordered = schedules, ordered
+        self._stores: dict[int, list[tuple[int, View]]] = {}
+
+    def load(self, view: View, word: int) -> int:
+        stores = self._stores.setdefault(word, [(0, {})])
+        first = view.get(word, 0)
+        last = len(stores) - 1
+        number = last - (self._schedules.choose(last - first + 1) if last > first else 0)
+        value, known = stores[number]
+        view[word] = number
+        if self._ordered:
+            for other, least in known.items():
+                view[other] = max(view.get(other, 0), least)
+        return value
+
+    def store(self, view: View, word: int, value: int) -> None:
+        stores = self._stores.setdefault(word, [(0, {})])
+        view[word] = len(stores)
+        stores.append((value, dict(view)))
+
+
+class ThreadWords:
+    """One thread's words, in place of `_native.Words`; every access is an acquire or a release."""
+
+    def __init__(self, memory: WeakMemory) -> None:
+        self._memory, self._view = memory, View()
+
+    def __getitem__(self, word: int) -> int:
+        return self._memory.load(self._view, word)
+
+    def __setitem__(self, word: int, value: int) -> None:
+        self._memory.store(self._view, word, value)
+
+
+class ModelBoard:
+    """The part of a board that `Channels` uses."""
+
+    size = 2
+
+    def __init__(self, memory: WeakMemory, rank: int) -> None:
+        self.rank, self.words, self.native = rank, ThreadWords(memory), self
+
+    def entry(self, src: int, dst: int, number: int) -> int:
+        return 8 * number
+
+    def wake(self, rank: int) -> None:
+        """Do nothing: no rank sleeps."""
+
+
+def channels_over(board: Any, read: Callable[[int], None]) -> Channels:
+    return Channels(board, lambda rank, address, into, nbytes: read(address))
+
+
+def run_once(schedules: Schedules, tags: Sequence[int], wanted: Sequence[int], ordered: bool = True) -> None:
+    """Send a message of each tag, and receive the wanted ones, under one schedule.
+
+    The sender posts at any time between two receives; loads that see less than that stand for later times.
+    """
+    memory = WeakMemory(schedules, ordered)
+    into = torch.zeros(channels.INLINE_BYTES + 1, dtype=torch.uint8)
+    messages = [(torch.empty_like(into), RECEIVER, tag) for tag in tags]
+    numbers = {tensor.data_ptr(): number for number, (tensor, _, _) in enumerate(messages)}
+    taken: list[int] = []
+    sender = channels_over(ModelBoard(memory, SENDER), lambda address: None)
+    receiver = channels_over(ModelBoard(memory, RECEIVER), lambda address: taken.append(numbers[address]))
+    posted = 0
+    for tag in wanted:
+        while posted < len(messages) and schedules.choose(2) and sender._post(messages[posted]) is not None:
+            posted += 1
+        if not receiver._take((into, SENDER, tag)):
+            return  # the receiver would poll again: equal to a schedule with an earlier sender
+    for tag in set(wanted):
+        got = [number for number in taken if tags[number] == tag]
+        assert got == [number for number, each in enumerate(tags) if each == tag][: len(got)], f"{taken} of {tags}"
+    assert [tags[number] for number in taken] == list(wanted)
+
+
+CASES = [
+    (2, (7, 7, 7, 7), (7, 7, 7, 7)),
+    (3, (7, 7, 7, 7), (7, 7, 7, 7)),
+    (3, (7, 9, 7, 9), (9, 7, 7, 9)),
+    (3, (9, 7, 7, 7), (7, 7, 7, 9)),
+]
+
+
+@pytest.mark.parametrize(("entries", "tags", "wanted"), CASES)
+def test_no_order_of_loads_and_stores_lets_messages_overtake_each_other(
+    entries: int, tags: tuple[int, ...], wanted: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channels, "CHANNEL_ENTRIES", entries)
+    schedules = Schedules()
+    schedules.explore(lambda: run_once(schedules, tags, wanted))
+    assert schedules.runs > 100
+
+
+def test_the_exploration_finds_what_a_single_scan_does_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "CHANNEL_ENTRIES", 3)
+    scan = Channels._scan
+    monkeypatch.setattr(Channels, "_scan", lambda self, src, tag, whole=True: not whole or scan(self, src, tag))
+    schedules = Schedules()
+    with pytest.raises(AssertionError, match="of"):
+        schedules.explore(lambda: run_once(schedules, (7, 7, 7), (7, 7, 7)))
+
+
+def test_the_exploration_finds_what_accesses_without_order_do_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "CHANNEL_ENTRIES", 3)
+    schedules = Schedules()
+    with pytest.raises((AssertionError, KeyError, Mismatch)):
+        schedules.explore(lambda: run_once(schedules, (7, 7, 7), (7, 7, 7), ordered=False))
+
+
+# -- large ops: blocks that go through the stage, and inputs that are read in place
+
+
+LARGE = 40_000  # elements: beyond a slot
+COUNTS = [0, 3, 4_097, 10_001, 16_384, LARGE, 4 * LARGE + 1]
+
+
+def run(comm: Communicator, program: list[tuple[str, int, int, int, int]]) -> None:
+    """Run each op on inputs that identify their rank, and check the results; drops all tensors between ops.
+
+    Before it some ranks (bit r for rank r) are set to report that they are near, whether they are or not, and some to
+    prefer reading inputs in place.
+    """
+    board = board_of(comm)
+    for step, (op, root, count, near, wanted) in enumerate(program):
+        board.words[board.rows[comm.rank] + NEAR] = near >> comm.rank & 1
+        board.words[board.rows[comm.rank] + IN_PLACE_BITS] = ALL_CLASSES * (wanted >> comm.rank & 1)
+        collective(op, comm.rank, comm.size, count, root, step).run(comm)
+
+
+steps = st.tuples(
+    st.sampled_from(COLLECTIVES),
+    st.integers(0, 2),
+    st.sampled_from(COUNTS),
+    st.integers(0, 7),
+    st.sampled_from([0, 7, 7, 5]),
+)
+processes = shared_ranks(3, "shm")
+
+
+@settings(max_examples=20)
+@given(program=st.lists(steps, min_size=1, max_size=12))
+def test_large_ops_follow_each_other_in_any_order(
+    processes: LocalCluster, program: list[tuple[str, int, int, int, int]]
+) -> None:
+    processes.run(run, program)
+
+
+@on_ranks(2, "shm")
+def test_ranks_on_one_processor_measure_each_other_as_near(comm: Communicator) -> None:
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    board, tensor = board_of(comm), torch.ones(LARGE)
+    assert not board.words[board.rows[comm.rank] + NEAR], "nothing is near before it was measured"
+    said = False
+    for _ in range(100):
+        comm.all_reduce(tensor, op=ReduceOp.MAX)
+        said |= bool(board.words[board.rows[comm.rank] + NEAR])
+    assert said
+
+
+@on_ranks(2, "shm")
+def test_outputs_that_no_cache_holds_are_right(comm: Communicator) -> None:
+    """Outputs of 24 MiB, from inputs and into outputs that begin at any multiple of 4 bytes."""
+    count, size, rank = 3 << 20, comm.size, comm.rank
+    for first in (0, 1):
+        numbers = torch.arange(first, first + count, dtype=torch.int32)
+        mine, whole = numbers + rank, torch.zeros(size * count + first, dtype=torch.int32)[first:]
+        expected = torch.cat([numbers + r for r in range(size)])
+        comm.all_gather_single(whole, mine)
+        assert torch.equal(whole, expected)
+        given = torch.cat([numbers + r + rank for r in range(size)])
+        comm.all_to_all_single(whole, given)
+        assert torch.equal(whole, given)
+        comm.broadcast(whole if rank else given, 0)
+        assert rank == 0 or torch.equal(whole, expected)
+
+
+MANY = 60_000  # elements: beyond a slot
+
+
+@pytest.fixture(scope="module", params=[("shm", "0"), ("inproc", "0"), ("shm", "1")], ids=str)
+def ranks(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
+    """Three ranks, mostly without agreement checks, with which every op would go through Python."""
+    with running(3, *request.param) as cluster:
+        yield cluster
+
+
+def want(comm: Communicator, in_place: bool) -> None:
+    """Set whether every rank prefers to read inputs in place; collective."""
+    board = board_of(comm)
+    comm.barrier()
+    board.words[board.rows[comm.rank] + IN_PLACE_BITS] = ALL_CLASSES * in_place
+    comm.barrier()
+
+
+def lets_read(comm: Communicator) -> bool:
+    """Whether the other ranks read this rank's inputs in place in the last large op."""
+    board = board_of(comm)
+    return bool(board.words[board.rows[comm.rank] + UNSTAGED])
+
+
+@on_ranks_of("ranks")
+def test_large_ops_try_both_copy_modes(comm: Communicator) -> None:
+    in_place = []
+    for turn in range(12):
+        output = torch.empty(comm.size * MANY)
+        comm.all_gather_single(output, torch.full((MANY,), float(comm.rank + turn)))
+        in_place.append(lets_read(comm))
+        assert all(output.view(comm.size, MANY)[r].eq(r + turn).all() for r in range(comm.size))
+    assert not any(in_place[:2]), "staged, until the time of that was measured"
+    assert any(in_place[2:])
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+@on_ranks_of("ranks")
+def test_ops_in_place_are_right_in_both_copy_modes(comm: Communicator, wanted: bool) -> None:
+    """The input of an all_to_all in place is copied first, so others may read it while the output is written."""
+    size, rank = comm.size, comm.rank
+
+    want(comm, wanted)
+    rows = torch.arange(size * MANY, dtype=torch.float32).view(size, MANY) + 1000 * rank
+    expected = torch.stack([torch.arange(size * MANY).view(size, MANY)[rank] + 1000.0 * r for r in range(size)])
+    comm.all_to_all_single(rows, rows)
+    assert torch.equal(rows, expected) and lets_read(comm) == wanted
+
+    want(comm, wanted)
+    rows = torch.zeros(size, MANY)
+    rows[rank] = rank + 1.0
+    comm.all_gather_single(rows.view(-1), rows[rank])
+    assert torch.equal(rows, (torch.arange(size) + 1.0)[:, None].expand(size, MANY)) and lets_read(comm) == wanted
+
+    want(comm, wanted)
+    rows = torch.ones(size, MANY) * (rank + 1)
+    output = rows.view(-1)[MANY // 2 : MANY // 2 + MANY]
+    comm.reduce_scatter_single(output, rows)
+    assert output.eq(size * (size + 1) / 2).all()
+
+    want(comm, wanted)
+    numbers = torch.arange(size * MANY, dtype=torch.float32)
+    tensor = numbers * (rank + 1)
+    comm.all_reduce(tensor)
+    assert torch.equal(tensor, numbers * (size * (size + 1) // 2)) and lets_read(comm) == wanted
+
+
+def gathers_until_one_dies(comm: Communicator) -> str:
+    output, mine = torch.empty(comm.size * MANY), torch.ones(MANY)
+    board = board_of(comm)
+    if comm.rank == 1:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    began = time.monotonic()
+    with pytest.raises((PeerFailed, Revoked)) as caught:
+        while time.monotonic() - began < PATIENCE:
+            board.words[board.rows[comm.rank] + IN_PLACE_BITS] = ALL_CLASSES
+            comm.all_gather_single(output, mine)
+            assert output.eq(1).all()
+    assert isinstance(caught.value, Revoked) or caught.value.ranks == (1,)
+    assert time.monotonic() - began < PATIENCE
+    return caught.type.__name__
+
+
+@pytest.mark.parametrize("checked", ["0", "1"])
+def test_ranks_survive_the_death_of_a_rank_that_they_read(checked: str) -> None:
+    with running(3, "shm", checked) as cluster:
+        for _ in range(5):
+            outcomes = cluster.outcomes(gathers_until_one_dies)
+            assert [outcomes[rank].error for rank in (0, 2)] == [None, None]
+            assert "PeerFailed" in (outcomes[0].value, outcomes[2].value)
