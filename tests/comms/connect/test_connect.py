@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import logging
 import os
-import re
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -30,8 +29,9 @@ from holdfast.comms.transport.base import Context, Link, Peer
 from holdfast.comms.transport.liveness import this_process
 from holdfast.harness import LocalCluster
 from support.children import Child
-from support.meeting import in_threads, total
-from support.programs.forked_programs import ForkedProgram, run_forked
+from support.meeting import alone, in_threads, total
+from support.ranks import on_ranks
+from support.torch_groups import ENVIRON, default_group
 from support.waiting import PATIENCE
 
 
@@ -73,11 +73,9 @@ def test_ranks_meet_again_though_one_has_forgotten_how_often_they_met(
 def test_connect_takes_and_logs_the_first_backend_that_all_ranks_can_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO, "holdfast.comms"):
-        comm = comms.connect("inproc,shm,gloo", rank=0, size=1, rendezvous=f"file://{tmp_path}/m")
-    assert comm.backend == "inproc"
-    assert [record.message for record in caplog.records] == ["communicator 'default' of 1 ranks uses inproc"]
-    comm.close()
+    with caplog.at_level(logging.INFO, "holdfast.comms"), alone(tmp_path, "inproc,shm,gloo") as comm:
+        assert comm.backend == "inproc"
+        assert [record.message for record in caplog.records] == ["communicator 'default' of 1 ranks uses inproc"]
 
 
 def test_peers_on_other_hosts_rule_out_backends_of_one_host() -> None:
@@ -91,14 +89,14 @@ def test_peers_on_other_hosts_rule_out_backends_of_one_host() -> None:
 
 def test_the_error_of_an_unknown_backend_lists_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(comms.BackendUnavailable) as caught:
-        comms.connect("smoke-signals", rank=0, size=1)
+        alone(tmp_path, "smoke-signals")
     assert caught.value.name == "smoke-signals"
     assert all(name in str(caught.value) for name in ("gloo", "inproc", "shm", "ucx"))
     with pytest.raises(comms.BackendUnavailable, match="torch") as caught:
-        comms.connect("rccl", rank=0, size=1, rendezvous=f"file://{tmp_path}/meet")
+        alone(tmp_path, "rccl")
     assert caught.value.install_hint
     with pytest.raises(comms.Unsupported, match="memory plane only"):
-        comms.connect("nixl", rank=0, size=1, rendezvous=f"file://{tmp_path}/meet")
+        alone(tmp_path, "nixl")
 
 
 @pytest.mark.parametrize(
@@ -151,17 +149,22 @@ def test_a_second_connect_of_the_same_rank_is_refused_at_once(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("odd", "said"), [({"size": 3}, "must pass the same size"), ({"backend": "inproc,gloo"}, "must ask for the same")]
+    ("odd", "said"),
+    [
+        ({"size": 3, "timeout": 2.0}, "must pass the same size"),
+        ({"backend": "inproc,gloo"}, "must ask for the same"),
+        ({"backend": "inproc,pigeon"}, "must ask for the same"),
+    ],
 )
 def test_ranks_with_different_sizes_or_backends_raise_an_error(tmp_path: Path, odd: dict[str, Any], said: str) -> None:
     def body(rank: int) -> comms.Communicator:
-        arguments: dict[str, Any] = {"backend": "inproc", "size": 2} | (odd if rank else {})
+        arguments: dict[str, Any] = {"backend": "inproc", "size": 2, "timeout": 10.0} | (odd if rank else {})
         place = f"file://{tmp_path}/meeting"
-        return comms.connect(arguments.pop("backend"), rank=rank, rendezvous=place, timeout=2.0, **arguments)
+        return comms.connect(arguments.pop("backend"), rank=rank, rendezvous=place, **arguments)
 
     for error in in_threads(2, body):
-        assert isinstance(error, comms.HoldfastError)
-        assert said in str(error) or isinstance(error, comms.OpTimeout)
+        late = "size" in odd and isinstance(error, comms.OpTimeout)
+        assert late or (isinstance(error, comms.Mismatch) and said in str(error))
 
 
 def test_connect_members_refuses_unfit_peers_and_names_dead_ones(tmp_path: Path) -> None:
@@ -199,17 +202,9 @@ def test_ranks_that_connect_with_a_dying_rank_fail_at_once(process_backend: str,
 
 def test_a_rank_that_waits_for_the_costs_of_rank_0_learns_that_another_has_died() -> None:
     """Rank 0 may have given up before it published them, because of the same death."""
-    dead = Peer(this_process().host, 2**22, 1)
-    context = Context(
-        rank=1,
-        size=3,
-        name="costs",
-        epoch=0,
-        device=torch.device("cpu"),
-        store=dist.HashStore(),
-        peers=(this_process(), this_process(), dead),
-        deadline=time.monotonic() + 30,
-    )
+    here, dead = this_process(), Peer(this_process().host, 2**22, 1)
+    deadline, device = time.monotonic() + 30, torch.device("cpu")
+    context = Context(1, 3, "costs", 0, device, dist.HashStore(), (here, here, dead), deadline)
     with pytest.raises(comms.PeerFailed) as caught:
         cost.agree(context, Link(2e-6, 8e9, "mpi"))
     assert caught.value.ranks == (2,)
@@ -273,53 +268,24 @@ def late(store: dist.Store) -> dist.Store:
     return Late()
 
 
-def connect_and_close(comm: comms.Communicator, folder: str) -> None:
-    """Connect and close repeatedly. Each time one of the two ranks is late, and the other does not wait for it."""
-    said = comm.all_gather_object(msgspec.to_builtins(this_process()))
-    peers = [msgspec.convert(each, Peer) for each in said]
-    for turn in range(60):
-        store: dist.Store = dist.FileStore(f"{folder}/{turn}", comm.size)
-        connect_members(
-            comm.backend,
-            KnownMembers(
-                rank=comm.rank,
-                peers=peers,
-                store=late(store) if comm.rank == turn % 2 else store,
-                epoch=0,
-                name=f"turn-{turn}",
-            ),
-        ).close()
-
-
+@on_ranks(2, of="process_backend")
 def test_a_rank_that_closes_at_once_does_not_disturb_ranks_that_still_connect(
-    process_backend: str, tmp_path: Path
+    comm: comms.Communicator, tmp_path: Path
 ) -> None:
-    with LocalCluster(2, process_backend) as cluster:
-        cluster.run(connect_and_close, str(tmp_path))
+    """They connect and close repeatedly. Each time one of the two is late, and the other does not wait for it."""
+    for turn in range(60):
+        store: dist.Store = dist.FileStore(f"{tmp_path}/{turn}", comm.size)
+        members = KnownMembers(
+            rank=comm.rank,
+            peers=comm.peers,
+            store=late(store) if comm.rank == turn % 2 else store,
+            epoch=0,
+            name=f"turn-{turn}",
+        )
+        connect_members(comm.backend, members).close()
 
 
 # -- ranks that fail at different times meet again
-
-
-def missing(monkeypatch: pytest.MonkeyPatch, on_rank: int) -> None:
-    """Make one rank, a thread, lack the backend `inproc`."""
-    module = importlib.import_module("holdfast.comms.connect")
-    asked = module._requested_backends
-
-    def lacking(*arguments: Any, **named: Any) -> tuple[list[str], dict[str, str]]:
-        names, unavailable = asked(*arguments, **named)
-        here = threading.current_thread().name == str(on_rank)
-        return names, {"inproc": "not installed here"} if here else unavailable
-
-    monkeypatch.setattr(module, "_requested_backends", lacking)
-
-
-def in_named_threads(size: int, body: Callable[[int], Any]) -> list[Any]:
-    def named(rank: int) -> Any:
-        threading.current_thread().name = str(rank)
-        return body(rank)
-
-    return in_threads(size, named)
 
 
 @pytest.mark.parametrize("lacking", [0, 1])
@@ -328,24 +294,23 @@ def test_all_ranks_name_the_rank_without_the_backend_and_can_connect_later(
     port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: int, place: str
 ) -> None:
     where = f"file://{tmp_path}/meeting" if place == "file" else f"tcp://127.0.0.1:{port}"
+    module, own = importlib.import_module("holdfast.comms.connect"), threading.local()
+    asked = module._requested_backends
+
+    def requested(*arguments: Any, **named: Any) -> tuple[list[str], dict[str, str]]:
+        names, unavailable = asked(*arguments, **named)
+        return names, {"inproc": "not installed here"} if own.rank == lacking else unavailable
 
     def body(rank: int) -> Any:
+        own.rank = rank
         return total(comms.connect("inproc", rank=rank, size=2, rendezvous=where, timeout=10.0))
 
     with monkeypatch.context() as patch:
-        missing(patch, lacking)
-        for error in in_named_threads(2, body):
+        patch.setattr(module, "_requested_backends", requested)
+        for error in in_threads(2, body):
             assert isinstance(error, comms.BackendUnavailable), error
             assert f"rank {lacking}: not installed here" in str(error)
-    assert in_named_threads(2, body) == [3.0, 3.0]
-
-
-def test_all_ranks_report_a_backend_that_is_unknown_on_one_rank(tmp_path: Path) -> None:
-    def body(rank: int) -> Any:
-        name = "shm,pigeon" if rank else "shm,gloo"
-        return comms.connect(name, rank=rank, size=2, rendezvous=f"file://{tmp_path}/meeting", timeout=10.0)
-
-    assert all(isinstance(error, comms.Mismatch) for error in in_threads(2, body))
+    assert in_threads(2, body) == [3.0, 3.0]
 
 
 def test_ranks_that_gave_up_at_different_times_meet_again(tmp_path: Path) -> None:
@@ -373,110 +338,91 @@ def test_members_that_gave_up_a_split_at_different_times_meet_again(tmp_path: Pa
     assert in_threads(2, body) == [3.0, 3.0]
 
 
-def test_a_second_process_of_a_rank_is_refused_and_does_not_disturb_the_others(tmp_path: Path) -> None:
+def test_a_second_process_of_a_rank_is_refused_and_does_not_disturb_the_others(
+    tmp_path: Path, start: Callable[..., Child]
+) -> None:
     """The second process is refused each time, and the rank can connect again."""
-    place = f"file://{tmp_path}/meeting"
-    script = """
-import sys
-from holdfast import comms
-for _ in range(2):
-    try:
-        comms.connect("shm", rank=0, size=1, rendezvous=sys.argv[1], timeout=20.0)
-    except comms.Mismatch as error:
-        print(error)
-"""
-    with comms.connect("shm", rank=0, size=1, rendezvous=place):
-        said = run_forked(script, ["script.py", place]).stdout
-    assert said.count("rank 0 is taken by another process") == 2
-    comms.connect("shm", rank=0, size=1, rendezvous=place).close()
+
+    def second(pipe: Connection) -> None:
+        pipe.recv()
+        for _ in range(2):
+            with pytest.raises(comms.Mismatch, match="rank 0 is taken by another process"):
+                alone(tmp_path, timeout=20.0)
+        pipe.send("refused")
+
+    other = start(second)
+    with alone(tmp_path):
+        other.tell("connect")
+        assert other.hear() == "refused"
+    alone(tmp_path).close()
 
 
 # -- Ctrl-C
 
-INTERRUPTED = """
-import faulthandler, os, signal, sys, threading, time
-import torch, torch.distributed as dist
-from holdfast import comms
-from holdfast.comms.transport.liveness import this_process
-
-faulthandler.dump_traceback_later(60, exit=True)
-signal.signal(signal.SIGINT, signal.default_int_handler)
-comms.backends()  # so that the signal does not hit an import
-backend, place, rank, what = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
-sent = []
-
-def interrupt():
-    sent.append(time.monotonic())
-    while True:  # Python sees a signal that comes just before the main thread sleeps only when it wakes
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(1.0)
-
-def soon():
-    threading.Timer(0.3, interrupt).start()
-
-try:
-    if what == "connect":
-        soon()
-        comms.connect(backend, rank=rank, size=2, rendezvous=place, timeout=50.0)
-    elif what == "init_process_group":
-        import holdfast.comms.torchdist
-        soon()
-        store = dist.FileStore(place.removeprefix("file://"), -1)
-        dist.init_process_group("holdfast", store=store, rank=rank, world_size=2)
-    elif what.startswith("dist."):
-        import holdfast.comms.torchdist
-        dist.init_process_group("holdfast", init_method=place, rank=rank, world_size=2)
-        if rank == 1:
-            time.sleep(60)
-        soon()
-        dist.recv(torch.ones(4), 1) if what == "dist.recv" else dist.irecv(torch.ones(4), 1).wait()
-    else:
-        comm = comms.connect(backend, rank=rank, size=2, rendezvous=place, timeout=50.0)
-        if rank == 1:
-            time.sleep(60)
-        soon()
-        {
-            "split": lambda: comm.split([0, 1]),
-            "barrier": comm.barrier,
-            "recv": lambda: comm.recv(torch.ones(4), 1),
-            "wait": lambda: comm.all_reduce(torch.ones(4), async_op=True).wait(),
-            "window": lambda: comm.window(torch.ones(4)),
-        }[what]()
-except KeyboardInterrupt:
-    print(f"heard after {time.monotonic() - sent[0]:.2f} s", flush=True)
-    os._exit(0)
-"""
+WAITS: list[Callable[[comms.Communicator], object]] = [
+    lambda comm: comm.split([0, 1]),
+    lambda comm: comm.barrier(),
+    lambda comm: comm.recv(torch.ones(4), 1),
+    lambda comm: comm.all_reduce(torch.ones(4), async_op=True).wait(),
+    lambda comm: comm.window(torch.ones(4)),
+]
 
 
-@pytest.mark.parametrize(
-    ("backend", "what"),
-    [("shm", what) for what in ("init_process_group", "connect", "split", "barrier", "wait", "recv", "window")]
-    + [("ucx", what) for what in ("barrier", "wait", "recv", "window")]
-    + [("gloo", what) for what in ("barrier", "wait", "recv", "dist.recv", "dist.irecv")],
-)
-def test_ctrl_c_interrupts_a_call_that_waits(tmp_path: Path, backend: str, what: str) -> None:
-    place = f"file://{tmp_path}/meeting"
-    ranks = range(1) if what in ("connect", "init_process_group") else range(2)
-    environ = {**os.environ, "HOLDFAST_BACKEND": backend}
-    with contextlib.ExitStack() as stack:
-        arguments = [["script.py", backend, place, str(rank), what] for rank in ranks]
-        first, *_ = [stack.enter_context(ForkedProgram(INTERRUPTED, each, None, environ)) for each in arguments]
-        heard_soon(first)
+def interrupted(call: Callable[[], object]) -> None:
+    """Check that Ctrl-C ends a call that waits. It comes again if Python saw it just before the thread slept."""
+    heard = threading.Event()
+
+    def press() -> None:
+        pause = 0.3
+        while not heard.wait(pause):
+            os.kill(os.getpid(), signal.SIGINT)
+            pause = 1.0
+
+    before, began = signal.signal(signal.SIGINT, signal.default_int_handler), time.monotonic()
+    pressing = threading.Thread(target=press)
+    pressing.start()
+    with pytest.raises(KeyboardInterrupt):
+        call()
+    heard.set()
+    pressing.join()
+    signal.signal(signal.SIGINT, before)
+    assert time.monotonic() - began < PATIENCE, "long before the timeouts of the calls"
 
 
-def heard_soon(program: ForkedProgram) -> None:
-    done = program.communicate(90.0)
-    heard = re.search(r"heard after (.*) s", done.stdout)
-    assert heard is not None, done.stdout + done.stderr
-    assert float(heard[1]) < PATIENCE, "long before the timeouts of the calls"
+@on_ranks(2, "shm", "ucx", "gloo", timeout=4 * PATIENCE)
+def test_ctrl_c_interrupts_a_call_that_waits(comm: comms.Communicator, tmp_path: Path) -> None:
+    for wait in WAITS:
+        with comm.split([0, 1], timeout=2 * PATIENCE) as part:
+            if comm.rank == 0:
+                interrupted(partial(wait, part))
+            comm.barrier()
+    if comm.rank == 0:
+        place = f"file://{tmp_path}/meeting"
+        interrupted(lambda: comms.connect(comm.backend, rank=0, size=2, rendezvous=place, timeout=2 * PATIENCE))
+
+
+@on_ranks(2, "gloo", environ={**ENVIRON, "HOLDFAST_BACKEND": "gloo"}, timeout=4 * PATIENCE)
+def test_ctrl_c_interrupts_a_call_of_torch_that_waits(comm: comms.Communicator, tmp_path: Path) -> None:
+    waits: list[Callable[[], object]] = [
+        lambda: dist.recv(torch.ones(4), 1),
+        lambda: dist.irecv(torch.ones(4), 1).wait(),
+    ]
+    for number, wait in enumerate(waits):
+        with default_group(comm, tmp_path, init_method=f"file://{tmp_path}/{number}"):
+            if comm.rank == 0:
+                interrupted(wait)
+            comm.barrier()
+    if comm.rank == 0:
+        store = dist.FileStore(f"{tmp_path}/alone", -1)
+        interrupted(lambda: dist.init_process_group("holdfast", store=store, rank=0, world_size=2))
 
 
 @pytest.mark.parametrize("kind", ["tcp", "foreign"])
-def test_ctrl_c_interrupts_connect_while_the_store_does_not_answer(kind: str) -> None:
+@on_ranks(1, "shm", timeout=4 * PATIENCE)
+def test_ctrl_c_interrupts_connect_while_the_store_does_not_answer(comm: comms.Communicator, kind: str) -> None:
     with socket.socket() as door:
         door.bind(("127.0.0.1", 0))
         if kind == "foreign":
             door.listen()
         place = f"tcp://127.0.0.1:{door.getsockname()[1]}"
-        with ForkedProgram(INTERRUPTED, ["script.py", "shm", place, "1", "connect"], None, os.environ) as program:
-            heard_soon(program)
+        interrupted(lambda: comms.connect("shm", rank=1, size=2, rendezvous=place, timeout=2 * PATIENCE))

@@ -15,15 +15,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from holdfast import comms
 from holdfast.backends.inproc import transport as inproc
 from holdfast.backends.inproc.transport import InprocTransport
-from holdfast.comms import Communicator, OpTimeout, PeerFailed, Revoked
+from holdfast.comms import Communicator, PeerFailed, Revoked
 from holdfast.comms.connect import KnownMembers, connect_members
 from holdfast.comms.plugins.spec import BackendInfo, hookimpl
 from holdfast.comms.transport.base import Context
 from holdfast.comms.transport.liveness import this_process
-from holdfast.harness import LocalCluster
+from support.meeting import alone, registered
+from support.ranks import on_ranks, second_tier
 from support.waiting import PATIENCE, becomes_true
 
 
@@ -44,7 +44,7 @@ def collect_until(done: Callable[[], bool], seconds: float = 10.0) -> bool:
 
 
 def test_a_dropped_communicator_warns_and_releases_everything(tmp_path: Path) -> None:
-    comm = comms.connect("shm", rank=0, size=1, rendezvous=f"file://{tmp_path}/meeting")
+    comm = alone(tmp_path)
     comm.all_reduce(torch.ones(2), async_op=True).wait()
     gone = weakref.ref(comm)
     with pytest.warns(ResourceWarning, match="Communicator 'default'.* was not closed") as warned:
@@ -55,28 +55,21 @@ def test_a_dropped_communicator_warns_and_releases_everything(tmp_path: Path) ->
 
 
 def test_dropping_a_closed_communicator_does_not_warn(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
-    comm = comms.connect("shm", rank=0, size=1, rendezvous=f"file://{tmp_path}/meeting")
-    comm.close()
-    del comm
+    alone(tmp_path).close()
     gc.collect()
-    assert not [
-        each for each in recwarn if issubclass(each.category, ResourceWarning) and "closed" in str(each.message)
-    ]
+    assert not [each for each in recwarn if each.category is ResourceWarning and "closed" in str(each.message)]
 
 
 def test_an_asynchronous_op_of_a_dropped_communicator_still_completes(tmp_path: Path) -> None:
-    tensor = torch.ones(2)
     with pytest.warns(ResourceWarning, match="was not closed") as warned:
-        work = comms.connect("shm", rank=0, size=1, rendezvous=f"file://{tmp_path}/meeting").all_reduce(
-            tensor, async_op=True
-        )
+        work = alone(tmp_path).all_reduce(torch.ones(2), async_op=True)
         assert collect_until(lambda: len(warned) > 0)
     work.wait(10.0)
     assert settled()
 
 
 def test_a_window_keeps_its_communicator_alive(tmp_path: Path) -> None:
-    window = comms.connect("shm", rank=0, size=1, rendezvous=f"file://{tmp_path}/meeting").window(torch.zeros(4))
+    window = alone(tmp_path).window(torch.zeros(4))
     gc.collect()
     window.put(torch.ones(1), 0)
     with pytest.warns(ResourceWarning, match="was not closed") as warned:
@@ -85,28 +78,21 @@ def test_a_window_keeps_its_communicator_alive(tmp_path: Path) -> None:
     assert settled()
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo", pytest.param("ucx", marks=pytest.mark.thorough)])
-def test_peers_of_a_dropped_communicator_do_not_wait_for_it(backend: str) -> None:
-    def body(comm: Communicator) -> str:
-        part = comm.split([0, 1], timeout=2 * PATIENCE)
-        part.barrier()
-        if comm.rank == 0:
-            del part
-            gc.collect()
-            comm.barrier()
-            return "dropped"
-        began, said = time.monotonic(), ""
-        try:
-            part.barrier()
-        except (PeerFailed, Revoked, OpTimeout) as error:
-            said = type(error).__name__ if time.monotonic() - began < PATIENCE else f"late: {error}"
+@on_ranks(2, "shm", "gloo", *second_tier("ucx"), timeout=4 * PATIENCE)
+def test_peers_of_a_dropped_communicator_do_not_wait_for_it(comm: Communicator) -> None:
+    part = comm.split([0, 1], timeout=2 * PATIENCE)
+    part.barrier()
+    if comm.rank == 0:
+        del part
+        gc.collect()
         comm.barrier()
-        part.close()
-        return said
-
-    with LocalCluster(2, backend, timeout=4 * PATIENCE) as cluster:
-        dropped, said = cluster.run(body)
-    assert dropped == "dropped" and said in ("PeerFailed", "Revoked"), said
+        return
+    began = time.monotonic()
+    with pytest.raises((PeerFailed, Revoked)):
+        part.barrier()
+    assert time.monotonic() - began < PATIENCE
+    comm.barrier()
+    part.close()
 
 
 # -- a backend that closes its transport itself, after a communicator was made over it (`Context.meanwhile`)
@@ -134,20 +120,14 @@ def test_a_transport_that_its_backend_closed_is_not_closed_again(
     monkeypatch: pytest.MonkeyPatch,
     recwarn: pytest.WarningsRecorder,
 ) -> None:
-    plugin = Plugin(connect)
     failures: list[object] = []
     monkeypatch.setattr(threading, "excepthook", failures.append)
-    comms.register(plugin)
-    try:
-        with contextlib.ExitStack() as stack:
-            if not connects:
-                stack.enter_context(pytest.raises(PeerFailed))
-            store, peers = dist.HashStore(), [this_process()]
-            connect_members("handing-over", KnownMembers(rank=0, peers=peers, store=store, epoch=0)).close()
+    members = KnownMembers(rank=0, peers=[this_process()], store=dist.HashStore(), epoch=0)
+    with registered(Plugin(connect)):
+        with contextlib.nullcontext() if connects else pytest.raises(PeerFailed):
+            connect_members("handing-over", members).close()
         gc.collect()
         assert settled()
-    finally:
-        comms.unregister(plugin)
     assert not failures
     assert not [each for each in recwarn if issubclass(each.category, ResourceWarning)]
 

@@ -43,19 +43,25 @@ def peer_of(process: subprocess.Popen[bytes]) -> Peer:
     return Peer(this_host(), process.pid, start_time(process.pid))
 
 
+@pytest.fixture
+def liveness(process: subprocess.Popen[bytes]) -> Iterator[Liveness]:
+    """That of this process, rank 0, and of `process`, rank 1."""
+    with contextlib.closing(Liveness([this_process(), peer_of(process)], 0)) as made:
+        yield made
+
+
 def end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.wait()
 
 
 def test_a_process_that_exits_counts_as_dead_before_the_kernel_has_freed_its_memory(
-    process: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+    process: subprocess.Popen[bytes], liveness: Liveness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with contextlib.closing(Liveness([this_process(), peer_of(process)], 0)) as liveness:
-        assert not liveness.is_ending(1)
-        monkeypatch.setattr("holdfast.comms.transport.liveness.is_exiting", lambda pid: pid == process.pid)
-        eventually(lambda: liveness.is_ending(1))  # it looks once a millisecond
-        assert liveness.dead() == (1,), "for good, and for all waits"
+    assert not liveness.is_ending(1)
+    monkeypatch.setattr("holdfast.comms.transport.liveness.is_exiting", lambda pid: pid == process.pid)
+    eventually(lambda: liveness.is_ending(1))  # it looks once a millisecond
+    assert liveness.dead() == (1,), "for good, and for all waits"
     with contextlib.closing(Liveness([this_process(), Peer("elsewhere", process.pid, 1)], 0)) as elsewhere:
         assert not elsewhere.is_ending(1), "the number is another process's there"
 
@@ -87,18 +93,15 @@ def test_a_death_ends_a_wait(process: subprocess.Popen[bytes], wake: OwnedDescri
     liveness.close()
 
 
-def test_a_wake_up_ends_a_wait(process: subprocess.Popen[bytes], wake: OwnedDescriptor) -> None:
-    liveness = Liveness([this_process(), peer_of(process)], 0)
+def test_a_wake_up_ends_a_wait(liveness: Liveness, wake: OwnedDescriptor) -> None:
     os.eventfd_write(wake, 1)
     assert not liveness.wait(wake)
     assert liveness.dead() == ()
-    liveness.close()
 
 
 def test_threads_may_call_dead_while_another_thread_waits(
-    process: subprocess.Popen[bytes], wake: OwnedDescriptor
+    process: subprocess.Popen[bytes], liveness: Liveness, wake: OwnedDescriptor
 ) -> None:
-    liveness = Liveness([this_process(), peer_of(process)], 0)
     asked = threading.Barrier(9, timeout=10.0)
 
     def ask() -> tuple[int, ...]:
@@ -117,22 +120,19 @@ def test_threads_may_call_dead_while_another_thread_waits(
         process.kill()
         assert [answer.result() for answer in answers] == [(1,)] * 8
         assert waited.result()
-    liveness.close()
 
 
 def test_a_recycled_pid_counts_as_a_death(process: subprocess.Popen[bytes], wake: OwnedDescriptor) -> None:
     now = peer_of(process)
-    liveness = Liveness([this_process(), Peer(now.host, now.pid, now.started - 1)], 0)
-    assert liveness.dead() == (1,)
-    assert liveness.wait(wake), "although `dead` returned it before"
-    liveness.close()
+    with contextlib.closing(Liveness([this_process(), Peer(now.host, now.pid, now.started - 1)], 0)) as liveness:
+        assert liveness.dead() == (1,)
+        assert liveness.wait(wake), "although `dead` returned it before"
 
 
 def test_processes_of_other_hosts_are_not_watched(wake: OwnedDescriptor) -> None:
-    liveness = Liveness([this_process(), Peer("elsewhere", 1, 1)], 0)
-    assert liveness.wait(wake, 0.01)
-    assert liveness.dead() == ()
-    liveness.close()
+    with contextlib.closing(Liveness([this_process(), Peer("elsewhere", 1, 1)], 0)) as liveness:
+        assert liveness.wait(wake, 0.01)
+        assert liveness.dead() == ()
 
 
 def test_stopped_processes_are_found_among_the_other_processes_of_this_host(process: subprocess.Popen[bytes]) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import re
-import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +17,8 @@ import pytest
 import torch
 
 from holdfast import comms
-from holdfast.comms.plugins.hints import Hint
+from holdfast.comms import Communicator, HoldfastError, Mismatch, Unsupported
+from holdfast.comms.plugins.hints import Hint, parse_hints
 from holdfast.comms.plugins.registry import InvalidPlugin, Registry, registry
 from holdfast.comms.plugins.spec import (
     API_VERSION,
@@ -29,7 +33,10 @@ from holdfast.comms.plugins.spec import (
 from holdfast.comms.rendezvous import fetch
 from holdfast.comms.transport.base import Context, Transport
 from holdfast.harness import LocalCluster
+from support.meeting import alone, registered
+from support.ranks import on_ranks, on_ranks_of
 from support.source_tree import modules, parsed
+from support.waiting import becomes_true
 
 GOOD = BackendInfo(
     name="mine",
@@ -110,50 +117,37 @@ def test_a_plugin_of_the_version_before_is_accepted(tmp_path: Path) -> None:
         assert fetch(context.store, "key", context.deadline) == b"value"
         return inner(context)
 
-    plugin = Plugin(BackendInfo("before", (1, 0), "a test", GOOD.capabilities, Available, connect_as_before))
-    comms.register(plugin)
-    try:
-        with comms.connect("before", rank=0, size=1, rendezvous=f"file://{tmp_path}/meeting") as comm:
+    before = BackendInfo("before", (1, 0), "a test", GOOD.capabilities, Available, connect_as_before)
+    with registered(Plugin(before)):
+        with alone(tmp_path, "before") as comm:
             comm.barrier()
             assert (comm.backend, dict(comm.info.hints)) == ("before", {})
         assert "before" not in registry().by_priority("cpu")
-    finally:
-        comms.unregister(plugin)
 
 
-@pytest.mark.parametrize(("priority", "taken"), [(1000, "mine"), (60, "shm"), (0, "shm"), (-5, "shm")])
-def test_auto_takes_the_backend_of_the_highest_priority(priority: int, taken: str, tmp_path: Path) -> None:
-    shm = registry().backends["shm"]
-    plugin = Plugin(dataclasses.replace(shm, name="mine", auto={"cpu": priority}))
-    comms.register(plugin)
-    try:
-        with comms.connect(rank=0, size=1, rendezvous=f"file://{tmp_path}/meeting") as comm:
-            assert comm.backend == taken
-        assert registry().by_priority("cpu")[:3] == {
-            1000: ["mine", "shm", "gloo"],
-            60: ["shm", "mine", "gloo"],
-        }.get(priority, ["shm", "gloo"])
-    finally:
-        comms.unregister(plugin)
+@pytest.mark.parametrize(
+    ("priority", "order"),
+    [
+        (1000, ["mine", "shm", "gloo"]),
+        (60, ["shm", "mine", "gloo"]),
+        (0, ["shm", "gloo"]),
+        (-5, ["shm", "gloo"]),
+    ],
+)
+def test_auto_takes_the_backend_of_the_highest_priority(priority: int, order: list[str], tmp_path: Path) -> None:
+    mine = dataclasses.replace(registry().backends["shm"], name="mine", auto={"cpu": priority})
+    with registered(Plugin(mine)), alone(tmp_path, "auto") as comm:
+        assert comm.backend == order[0]
+        assert registry().by_priority("cpu")[:3] == order
 
 
-def test_auto_falls_to_what_all_ranks_have(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_ranks(2, "shm")
+def test_auto_falls_to_what_all_ranks_have(comm: comms.Communicator, tmp_path: Path) -> None:
     """Ranks on other hosts may lack a plugin that comes first here."""
-
-    def body(comm: comms.Communicator) -> str:
-        plugin = Plugin(dataclasses.replace(registry().backends["shm"], name="mine", auto={"cpu": 1000}))
-        if comm.rank == 0:
-            comms.register(plugin)
-        path = comm.broadcast_object(tempfile.mkdtemp() if comm.rank == 0 else None, 0)
-        try:
-            with comms.connect(rank=comm.rank, size=2, rendezvous=f"file://{path}/meeting") as made:
-                return made.backend
-        finally:
-            if comm.rank == 0:
-                comms.unregister(plugin)
-
-    with LocalCluster(2, "shm") as cluster:
-        assert cluster.run(body) == ["shm", "shm"]
+    plugin = Plugin(dataclasses.replace(registry().backends["shm"], name="mine", auto={"cpu": 1000}))
+    own, place = registered(plugin) if comm.rank == 0 else nullcontext(), f"file://{tmp_path}/meeting"
+    with own, comms.connect(rank=comm.rank, size=2, rendezvous=place) as made:
+        assert made.backend == "shm"
 
 
 def test_auto_without_a_backend_for_the_device_says_so() -> None:
@@ -222,14 +216,10 @@ def test_a_probe_that_raises_means_unavailable() -> None:
     assert isinstance(status, Unavailable) and "no such device" in status.reason
 
 
-def test_a_backend_that_cannot_run_here_is_refused_with_its_hint() -> None:
+def test_a_backend_that_cannot_run_here_is_refused_with_its_hint(tmp_path: Path) -> None:
     plugin = Plugin(dataclasses.replace(GOOD, probe=lambda: Unavailable("no card", "buy one")))
-    comms.register(plugin)
-    try:
-        with pytest.raises(comms.BackendUnavailable, match=r"no card.*buy one"):
-            comms.connect("mine", rank=0, size=1)
-    finally:
-        comms.unregister(plugin)
+    with registered(plugin), pytest.raises(comms.BackendUnavailable, match=r"no card.*buy one"):
+        alone(tmp_path, "mine")
 
 
 class Observer:
@@ -252,21 +242,17 @@ class Observer:
 
 def test_observers_see_every_op_begin_and_end_and_the_abort(fast_paths: None, tmp_path: Path) -> None:
     """Also those of the fast path, which an op has taken before an observer is there."""
-    observer = Observer()
-    with comms.connect("inproc", rank=0, size=1, rendezvous=f"file://{tmp_path}/m", name="seen") as comm:
+    observer, tensor = Observer(), torch.ones(10)
+    with alone(tmp_path, "inproc", name="seen") as comm:
         comm.barrier()
         assert not registry().observed
-        comms.register(observer)
-        try:
+        with registered(observer):
             assert registry().observed
-            tensor = torch.ones(10)
             comm.all_reduce(tensor)
             comm.barrier(async_op=True).wait()
             comm.abort("enough")
             with pytest.raises(comms.Revoked):
                 comm.barrier()
-        finally:
-            comms.unregister(observer)
         assert not registry().observed
     names = [(when, event.op) for when, event in observer.seen]
     assert names == [("before", "all_reduce"), ("after", "all_reduce"), ("before", "barrier"), ("after", "barrier")]
@@ -274,3 +260,180 @@ def test_observers_see_every_op_begin_and_end_and_the_abort(fast_paths: None, tm
     assert (after.communicator, after.nbytes, after.seq, after.rank, after.error) == ("seen", 40, 2, 0, None)
     assert after.seconds > 0 and after.outputs[0].data_ptr() == tensor.data_ptr()
     assert [type(error) for error in observer.aborts] == [comms.Revoked]
+
+
+# -- hints, and what a communicator says of itself
+
+
+SPINS = Hint("spins", int, "a test", least=0, most=100)
+RATE = Hint("rate", float, "a test", least=0.5, per_op=True)
+QUIET = Hint("quiet", bool, "a test", default=False)
+PATH = Hint("path", str, "a test", choices=("ring", "tree"))
+ALL = (SPINS, RATE, QUIET, PATH)
+
+
+@pytest.mark.parametrize(
+    ("given", "parsed"),
+    [
+        ({"spins": 7}, 7),
+        ({"spins": "7"}, 7),
+        ({"spins": 7.0}, 7),
+        ({"rate": 1}, 1.0),
+        ({"rate": "1e3"}, 1000.0),
+        ({"quiet": True}, True),
+        ({"quiet": "false"}, False),
+        ({"path": "tree"}, "tree"),
+    ],
+)
+def test_values_may_be_texts_as_in_a_file_of_settings(given: Mapping[str, Any], parsed: object) -> None:
+    ((name, value),) = parse_hints("mine", ALL, given).items()
+    assert (value, type(value)) == (parsed, type(parsed)) and name in given
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"spins": -1}, "hint 'spins' must be an integer from 0 to 100, not -1"),
+        ({"spins": 101}, "from 0 to 100"),
+        ({"spins": 1.5}, "integer"),
+        ({"spins": True}, "integer"),
+        ({"spins": "many"}, "integer"),
+        ({"spins": None}, "integer"),
+        ({"rate": float("nan")}, "a number from 0.5, not nan"),
+        ({"quiet": "off"}, "true or false"),
+        ({"path": "star"}, "'ring' or 'tree', not 'star'"),
+        ({"path": 3}, "'ring' or 'tree'"),
+        ({"spin": 1}, "unknown hint 'spin': 'mine' has path, quiet, rate, spins; `holdfast backends --hints`"),
+    ],
+)
+def test_unknown_hints_and_values_are_refused_with_what_there_is(given: Mapping[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        parse_hints("mine", ALL, given)
+
+
+def test_ops_take_only_the_hints_of_ops() -> None:
+    assert parse_hints("mine", ALL, {"rate": 1}, per_op=True) == {"rate": 1.0}
+    with pytest.raises(ValueError, match="unknown hint 'spins': ops over 'mine' has rate"):
+        parse_hints("mine", ALL, {"spins": 1}, per_op=True)
+    with pytest.raises(TypeError, match="mapping"):
+        parse_hints("mine", ALL, ["spins"])  # type: ignore[arg-type]
+
+
+def test_bad_hints_are_refused_before_the_ranks_meet(tmp_path: Path) -> None:
+    for hints in ({"no_such": 1}, {"spins": -1}):
+        with pytest.raises(ValueError, match=r"no_such|spins"):
+            alone(tmp_path, hints=hints)
+    assert not (tmp_path / "meeting").exists() or alone(tmp_path).size == 1
+
+
+def test_info_has_the_hints_in_force(tmp_path: Path) -> None:
+    with alone(tmp_path, "gloo", hints={"threads": "1"}) as comm:
+        assert comm.info.hints == {"threads": 1, "interface": None}
+        with comm.split([0], hints={"threads": 3}) as part, part.split([0]) as inherits:
+            assert (part.info.hints["threads"], inherits.info.hints["threads"]) == (3, 3)
+        with pytest.raises(ValueError, match="unknown hint 'spins'"):
+            comm.split([0], hints={"spins": 3})
+    with alone(tmp_path / "..", "gloo", name="plain") as comm:
+        assert comm.info.hints == {"threads": 2, "interface": None}
+
+
+def test_a_preference_takes_the_first_backend_that_has_the_hints(tmp_path: Path) -> None:
+    with alone(tmp_path, "auto", hints={"threads": 1}) as comm:
+        assert comm.backend == "gloo"
+    with pytest.raises(ValueError, match=r"'shm' has spins, yields.*'gloo' has interface, threads"):
+        alone(tmp_path, "shm,gloo", hints={"threads": 1, "spins": 1})
+
+
+@on_ranks(2, "inproc")
+def test_ranks_that_pass_different_hints_are_told(comm: Communicator) -> None:
+    me, other = comm.rank, 1 - comm.rank
+    with pytest.raises(Mismatch, match=f"rank {other} passes hint 'spins' as {other}, rank {me} as {me}"):
+        comm.split([0, 1], hints={"spins": me}, timeout=20.0)
+
+
+def test_gloo_runs_with_the_threads_and_over_the_interface_that_are_named(tmp_path: Path) -> None:
+    def threads() -> set[str]:
+        """Those that run gloo's ops; this process may have others, which come and go."""
+        found = set()
+        for task in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(OSError):
+                found |= {task.name} if (task / "comm").read_text() == "pt_gloo_runloop\n" else set()
+        return found
+
+    def added(number: int) -> int:
+        before = threads()
+        with alone(tmp_path, "gloo", name=f"with {number}", hints={"threads": number, "interface": "lo"}):
+            becomes_true(lambda: len(threads() - before) == number)  # a thread names itself once it runs
+            new = threads() - before
+        assert becomes_true(lambda: new.isdisjoint(threads())), "else the next count has them"
+        return len(new)
+
+    assert (added(1), added(4)) == (1, 4)
+    with pytest.raises(HoldfastError, match="no network interface 'nowhere0'; it has lo"):
+        alone(tmp_path, "gloo", name="nowhere", hints={"interface": "nowhere0"})
+
+
+def test_a_rank_without_spins_and_yields_waits_without_computing() -> None:
+    def body(comm: Communicator) -> list[float]:
+        used = []
+        for checks in (0, 10_000_000) * 3:
+            with comm.split([0, 1], hints={"spins": checks, "yields": 0}) as part:
+                part.barrier()
+                if part.rank == 0:
+                    time.sleep(0.2)
+                began = time.thread_time()
+                part.barrier()
+                used.append(time.thread_time() - began)
+        return used
+
+    with LocalCluster(2, "shm") as cluster:
+        used = cluster.run(body)[1]
+    assert sum(used[::2]) < sum(used[1::2]) / 3
+
+
+@on_ranks(4, "ucx")
+def test_an_op_may_name_its_algorithm(comm: Communicator) -> None:
+    tensor = torch.ones(64)
+    for algorithm, rounds in (("doubling", 2), ("ring", 6)):
+        comm.all_reduce(tensor, hints={"algorithm": algorithm}, async_op=algorithm == "ring").wait()
+        assert comm._transport._rounds == rounds  # type: ignore[attr-defined]
+    with pytest.raises(Unsupported, match="broadcast by the algorithm 'bruck'; it has binomial, pipeline"):
+        comm.broadcast(tensor, 0, hints={"algorithm": "bruck"})
+    with pytest.raises(ValueError, match="ops over 'ucx' has algorithm"):
+        comm.barrier(hints={"spins": 1})
+    comm.barrier()
+    assert tensor[:1].tolist() == [16.0]
+
+
+@on_ranks(2, "ucx", checks="1")
+def test_ranks_that_name_different_algorithms_are_told(comm: Communicator) -> None:
+    with pytest.raises(Mismatch, match=r"with hints \{'algorithm': 'ring'\}"):
+        comm.all_reduce(torch.ones(2), hints={"algorithm": "ring" if comm.rank else "doubling"})
+
+
+def test_no_other_backend_takes_hints_of_ops_silently(comm: Communicator) -> None:
+    with pytest.raises(ValueError, match="ops over 'shm' has none"):
+        comm.all_reduce(torch.ones(2), hints={"algorithm": "ring"})
+
+
+TRANSPORTS = {
+    "inproc": "memory of one process",
+    "shm": "shared memory",
+    "gloo": "tcp",
+    "ucx": "posix,cma,self",
+    "mpi": "Open MPI",
+}
+
+
+@on_ranks_of("two_ranks")
+def test_info_says_what_a_communicator_is(comm: Communicator) -> None:
+    info = comm.info
+    assert (info.name, info.backend, info.rank, info.size) == (comm.name, comm.backend, comm.rank, comm.size)
+    assert (info.epoch, info.transport) == (comm.epoch, TRANSPORTS[comm.backend])
+    assert info.devices == (torch.device("cpu"),) and info.ranks == (0, 1)
+    assert len(info.hosts) == 2 and len(set(info.hosts)) == 1
+    assert info.library_version and set(info.options) == {"timeout", "check"} and info.options["check"] is True
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        info.epoch = 7  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        info.options["timeout"] = 1.0  # type: ignore[index]

@@ -2,116 +2,140 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import json
 import os
 import signal
+import socket
 import threading
 import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from holdfast import comms
-from holdfast.comms import Communicator, OpTimeout, PeerFailed, Revoked
+from holdfast.comms import (
+    BackendUnavailable,
+    Communicator,
+    HoldfastError,
+    Mismatch,
+    NotConnected,
+    OpTimeout,
+    PeerFailed,
+    Revoked,
+)
+from holdfast.comms.plugins.spec import AbortEvent
+from holdfast.comms.system.keys import create_key
 from holdfast.ft import Session, Timeouts
 from holdfast.harness import LocalCluster
+from support.meeting import in_threads
+from support.ranks import MPI, on_ranks, on_ranks_of, second_tier
+from support.waiting import PATIENCE
 
 
-@pytest.mark.parametrize("backend", ["inproc", "shm", "gloo", pytest.param("ucx", marks=pytest.mark.thorough)])
-def test_an_abort_ends_split_communicators(backend: str) -> None:
+@on_ranks(2, "inproc", "shm", "gloo", *second_tier("ucx"))
+def test_an_abort_ends_split_communicators(comm: Communicator) -> None:
     """Rank 0 waits in a split of two for rank 1, which never comes. Aborting the whole ends the wait."""
-
-    def waits(comm: Communicator) -> str:
-        with comm.split([0, 1]) as part, part.split([0, 1]) as part_of_part:
-            if comm.rank == 1:
+    with comm.split([0, 1]) as part, part.split([0, 1]) as part_of_part:
+        if comm.rank == 1:
+            with contextlib.suppress(Revoked, PeerFailed):
                 comm.barrier()
-                return "did not come"
-            threading.Timer(0.2, comm.abort, ["enough"]).start()
+            return
+        threading.Timer(0.2, comm.abort, ["enough"]).start()
+        for each in (part_of_part, part):
             with pytest.raises(Revoked, match=r"split from, is over: .*enough"):
-                part_of_part.barrier(timeout=20.0)
-            with pytest.raises(Revoked, match=r"split from, is over: .*enough"):
-                part.barrier()
-        return "freed"
-
-    def whole(comm: Communicator) -> str:
-        try:
-            return waits(comm)
-        except (Revoked, PeerFailed):
-            return "did not come"
-
-    with LocalCluster(2, backend) as ranks:
-        assert ranks.run(whole) == ["freed", "did not come"]
+                each.barrier(timeout=20.0)
 
 
-def test_a_split_that_is_late_names_the_missing_rank_by_both_numbers() -> None:
-    def waits(comm: Communicator) -> str:
-        if comm.rank != 1:
-            return ""
-        with pytest.raises(OpTimeout) as late:
+@on_ranks(3, "inproc")
+def test_a_split_that_is_late_names_the_missing_rank_by_both_numbers(comm: Communicator) -> None:
+    if comm.rank == 1:
+        with pytest.raises(OpTimeout, match=rf"\(of '{comm.name}', rank 1 is rank 2\)") as late:
             comm.split([1, 2], timeout=0.2)
         assert late.value.missing_ranks == (1,), "the part's own number, as for all its errors"
-        return str(late.value).replace(comm.name, "whole")
-
-    with LocalCluster(3, "inproc") as ranks:
-        assert "(of 'whole', rank 1 is rank 2)" in ranks.run(waits)[1]
 
 
-@pytest.mark.parametrize("backend", ["inproc", "shm", "gloo", "ucx", "mpi"])
-def test_a_split_communicator_outlives_close_of_the_whole(backend: str) -> None:
+@on_ranks(2, "inproc", "shm", "gloo", "ucx", "mpi")
+def test_a_split_communicator_outlives_close_of_the_whole(comm: Communicator) -> None:
     """One rank is late, and the other waits long enough to check for failures."""
+    part = comm.split([1, 0])
+    comm.close()
+    with part:
+        if part.rank == 0:
+            time.sleep(0.1)
+        sum_of_ranks = torch.tensor([float(part.rank)])
+        part.all_reduce(sum_of_ranks)
+        assert sum_of_ranks.item() == 1.0
 
-    def outlives(comm: Communicator) -> float:
-        part = comm.split([1, 0])
-        comm.close()
+
+@on_ranks(3, "inproc")
+def test_a_failure_is_translated_to_ranks_of_the_whole(comm: Communicator) -> None:
+    if comm.rank == 0:
+        return
+    with comm.split([2, 1]) as part:
+        mine = PeerFailed([0], "seen there")
+        mine.communicator, mine.split_from = part.name, (comm.name, (2, 1))
+        other = PeerFailed([2], "seen here")
+        translated: Any = comm.in_its_ranks(mine)
+        assert translated.ranks == (2,)
+        unknown = PeerFailed([0], "seen elsewhere")
+        unknown.communicator = "another"
+        assert comm.in_its_ranks(other) is other
+        assert isinstance(comm.in_its_ranks(unknown), Revoked), "no rank is blamed"
+        late = OpTimeout("recv", 1, 0.5, [0])
+        late.communicator, late.split_from = part.name, (comm.name, (2, 1))
+        there: Any = comm.in_its_ranks(late)
+        assert there.missing_ranks == (2,)
+
+
+@on_ranks(2, "shm")
+def test_a_communicator_keeps_nothing_of_the_splits_that_were_closed(comm: Communicator) -> None:
+    sizes = []
+    for _ in range(3):
+        for _ in range(20):
+            comm.split([0, 1]).close()
+        gc.collect()
+        held = [value for value in vars(comm).values() if isinstance(value, dict | list | set)]
+        sizes.append(sum(map(len, held)) + sum(isinstance(each, Communicator) for each in gc.get_objects()))
+    assert len(set(sizes)) == 1, sizes
+
+
+@on_ranks_of("three_ranks")
+def test_a_split_has_the_name_and_members_that_were_given(comm: Communicator) -> None:
+    part = comm.split([2, 0], name="ends")
+    assert (part is None) == (comm.rank == 1)
+    if part is not None:
         with part:
-            if part.rank == 0:
-                time.sleep(0.1)
-            sum_of_ranks = torch.tensor([float(part.rank)])
-            part.all_reduce(sum_of_ranks)
-            return sum_of_ranks.item()
-
-    with LocalCluster(2, backend) as ranks:
-        assert ranks.run(outlives) == [1.0, 1.0]
+            total = torch.tensor([float(comm.rank)])
+            part.all_reduce(total)
+            assert (part.name, part.info.name, part.info.ranks, total.item()) == ("ends", "ends", (2, 0), 2.0)
+            assert part.rank == (1 if comm.rank == 0 else 0)
 
 
-def test_a_failure_is_translated_to_ranks_of_the_whole() -> None:
-    def tells(comm: Communicator) -> Any:
-        if comm.rank == 0:
-            return None
-        with comm.split([2, 1]) as part:
-            mine = PeerFailed([0], "seen there")
-            mine.communicator, mine.split_from = part.name, (comm.name, (2, 1))
-            other = PeerFailed([2], "seen here")
-            translated: Any = comm.in_its_ranks(mine)
-            unknown = PeerFailed([0], "seen elsewhere")
-            unknown.communicator = "another"
-            assert comm.in_its_ranks(other) is other
-            assert isinstance(comm.in_its_ranks(unknown), Revoked), "no rank is blamed"
-            late = OpTimeout("recv", 1, 0.5, [0])
-            late.communicator, late.split_from = part.name, (comm.name, (2, 1))
-            there: Any = comm.in_its_ranks(late)
-            assert there.missing_ranks == (2,)
-            return translated.ranks
-
-    with LocalCluster(3, "inproc") as ranks:
-        assert ranks.run(tells) == [None, (2,), (2,)]
+@on_ranks(2, "inproc")
+def test_ranks_that_are_left_out_get_none_and_need_not_call(comm: Communicator) -> None:
+    assert comm.split([1 - comm.rank]) is None and comm.split(None) is None
+    with comm.split([comm.rank]) as alone:
+        assert alone.size == 1
+    comm.barrier()
 
 
-def test_a_communicator_keeps_nothing_of_the_splits_that_were_closed() -> None:
-    def splits(comm: Communicator) -> list[int]:
-        sizes = []
-        for _ in range(3):
-            for _ in range(20):
-                comm.split([0, 1]).close()
-            gc.collect()
-            held = [value for value in vars(comm).values() if isinstance(value, dict | list | set)]
-            sizes.append(sum(map(len, held)) + sum(isinstance(each, Communicator) for each in gc.get_objects()))
-        return sizes
-
-    with LocalCluster(2, "shm") as ranks:
-        for sizes in ranks.run(splits):
-            assert len(set(sizes)) == 1, sizes
+@on_ranks(2, "inproc")
+def test_a_split_refuses_bad_names_and_ranks_before_the_ranks_meet(comm: Communicator) -> None:
+    for name in ("", "n" * 201, 7, comm.name):
+        with pytest.raises(ValueError, match="name must be a new one, of 1 to 200 characters"):
+            comm.split([0, 1], name=name)  # type: ignore[call-overload]
+    for ranks in ([], [0, 0], [2], [-1]):
+        with pytest.raises(ValueError, match="ranks"):
+            comm.split(ranks)
+    with pytest.raises(Mismatch, match=r"passes name as '[ab]', rank [01] as '[ab]'"):
+        comm.split([0, 1], name="ab"[comm.rank], timeout=20.0)
+    comm.barrier()
 
 
 def in_pairs(session: Session) -> dict[str, Any]:
@@ -143,7 +167,7 @@ def in_pairs(session: Session) -> dict[str, Any]:
     return {"id": session.rank, "seen": seen}
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo", pytest.param("ucx", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("backend", ["shm", "gloo", *second_tier("ucx")])
 def test_a_session_ends_splits_of_its_epoch_and_blames_the_right_rank(backend: str) -> None:
     """No rank waits until the timeout of an op."""
     quick = Timeouts(heartbeat=0.2, suspect=2.0, operation=60.0, rebuild=20.0, join=20.0)
@@ -155,37 +179,28 @@ def test_a_session_ends_splits_of_its_epoch_and_blames_the_right_rank(backend: s
     assert len({member for event in events if event["kind"] == "detected" for member in event["members"]}) == 1
 
 
-def test_ranks_fill_the_grid_row_by_row() -> None:
-    def body(comm: Communicator) -> tuple[tuple[int, ...], list[float], list[int]]:
-        with comms.mesh((2, 1, 3), ("dp", "pp", "tp"), comm) as grid:
-            assert grid.shape == (2, 1, 3) and grid.names == tuple(grid) == ("dp", "pp", "tp")
-            sums, sizes = [], []
-            for axis, name in enumerate(grid.names):
-                assert grid[name].rank == grid.coordinate[axis]
-                total = torch.tensor([float(comm.rank)])
-                grid[name].all_reduce(total)
-                sums.append(total.item())
-                sizes.append(grid[name].size)
-            coordinate = grid.coordinate
-            with pytest.raises(KeyError, match="it has dp, pp, tp"):
-                grid["ep"]
-        grid.close()
-        with pytest.raises(Revoked, match="closed"):
-            grid["tp"].barrier()
-        comm.barrier()
-        return coordinate, sums, sizes
-
-    with LocalCluster(6, "inproc") as cluster:
-        results = cluster.run(body)
-    assert [result[0] for result in results] == [(i, 0, j) for i in range(2) for j in range(3)]
-    assert [result[1] for result in results] == [
-        [float(r % 3 * 2 + 3), float(r), 3.0 if r < 3 else 12.0] for r in range(6)
-    ]
-    assert all(result[2] == [2, 1, 3] for result in results)
+@on_ranks(6, "inproc")
+def test_ranks_fill_the_grid_row_by_row(comm: Communicator) -> None:
+    row, column = divmod(comm.rank, 3)
+    with comms.mesh((2, 1, 3), ("dp", "pp", "tp"), comm) as grid:
+        assert grid.shape == (2, 1, 3) and grid.names == tuple(grid) == ("dp", "pp", "tp")
+        assert grid.coordinate == (row, 0, column)
+        expected = (2, 2 * column + 3), (1, comm.rank), (3, 12 if row else 3)
+        for axis, (name, (size, sum_of_ranks)) in enumerate(zip(grid.names, expected, strict=True)):
+            assert (grid[name].rank, grid[name].size) == (grid.coordinate[axis], size)
+            total = torch.tensor([float(comm.rank)])
+            grid[name].all_reduce(total)
+            assert total.item() == sum_of_ranks
+        with pytest.raises(KeyError, match="it has dp, pp, tp"):
+            grid["ep"]
+    grid.close()
+    with pytest.raises(Revoked, match="closed"):
+        grid["tp"].barrier()
+    comm.barrier()
 
 
-def test_a_mesh_connects_and_closes_its_own_communicator(tmp_path_factory: pytest.TempPathFactory) -> None:
-    meeting = f"file://{tmp_path_factory.mktemp('mesh')}/m"
+def test_a_mesh_connects_and_closes_its_own_communicator(tmp_path: Path) -> None:
+    meeting = f"file://{tmp_path}/meeting"
     grid = comms.mesh((1, 1), ("dp", "tp"), backend="inproc", rank=0, size=1, rendezvous=meeting, timeout=20.0)
     assert grid.coordinate == (0, 0) and grid.whole.name == "default"
     grid.close()
@@ -194,9 +209,9 @@ def test_a_mesh_connects_and_closes_its_own_communicator(tmp_path_factory: pytes
         grid.whole.barrier()
 
 
-@pytest.mark.parametrize(
-    ("shape", "names", "error"),
-    [
+@on_ranks(1, "inproc")
+def test_a_grid_that_does_not_fit_is_refused(comm: Communicator) -> None:
+    refused: list[tuple[Any, Any, type[Exception]]] = [
         ((2, 2), ("a", "b"), ValueError),
         ((1, 1), ("a",), ValueError),
         ((1, 1), ("a", "a"), ValueError),
@@ -205,17 +220,249 @@ def test_a_mesh_connects_and_closes_its_own_communicator(tmp_path_factory: pytes
         ((1, 1), "ab", TypeError),
         ((1, 1), ("a", 2), TypeError),
         ((1.5, 1), ("a", "b"), TypeError),
-    ],
-)
-def test_a_grid_that_does_not_fit_is_refused(
-    shape: tuple[int, ...], names: tuple[str, ...], error: type[Exception]
-) -> None:
-    def body(comm: Communicator) -> None:
+    ]
+    for shape, names, error in refused:
         with pytest.raises(error):
             comms.mesh(shape, names, comm)
-        with pytest.raises(ValueError, match="backend"):
-            comms.mesh((1,), ("a",), comm, backend="shm")
-        comm.barrier()
+    with pytest.raises(ValueError, match="backend"):
+        comms.mesh((1,), ("a",), comm, backend="shm")
+    comm.barrier()
 
-    with LocalCluster(1, "inproc") as cluster:
-        cluster.run(body)
+
+# -- `handle` and `reconfigure`: a communicator gets other members, without a session
+
+
+def total(comm: Communicator) -> float:
+    tensor = torch.full((3,), comm.rank + 1.0)
+    comm.all_reduce(tensor)
+    assert len(set(tensor.tolist())) == 1
+    return tensor[0].item()
+
+
+def both(first: Callable[[], Any], second: Callable[[], Any]) -> list[Any]:
+    """The results of two calls side by side, in threads."""
+    return in_threads(2, lambda number: (first, second)[number]())
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Communicator, Communicator]]:
+    """Two communicators of this process without members."""
+    with (
+        comms.unconnected("inproc", timeout=PATIENCE) as first,
+        comms.unconnected("inproc", timeout=PATIENCE) as second,
+    ):
+        yield first, second
+
+
+Pair = tuple[Communicator, Communicator]
+
+
+@pytest.mark.parametrize("backend", ["inproc", "shm", "gloo", "ucx", MPI])
+def test_three_ranks_become_two_by_a_death_and_three_by_a_new_process(backend: str, tmp_path: Path) -> None:
+    """Rank 0 dies, where the others met. Rank 3 has had no communicator before."""
+
+    def body(outer: Communicator) -> list[Any]:
+        number, seen = outer.rank, list[Any]()
+        comm = comms.unconnected(backend, timeout=PATIENCE)
+        store = dist.FileStore(str(tmp_path / "store"), -1)
+        store.set(f"handle-{number}", comm.handle())
+
+        def handle(rank: int) -> str:
+            return store.get(f"handle-{rank}").decode()
+
+        with comm:
+            if number < 3:
+                comm.reconfigure(1, [handle(rank) for rank in range(3)])
+                seen.append((comm.rank, comm.size, total(comm)))
+                if number == 0:
+                    if backend == "inproc":
+                        comm.abort("leaves")
+                        return seen
+                    os.kill(os.getpid(), signal.SIGKILL)
+                with pytest.raises((PeerFailed, Revoked)):
+                    while True:
+                        total(comm)
+                comm.reconfigure("two", {handle(rank) for rank in (1, 2)})
+                in_order = sorted(handle(rank) for rank in (1, 2))
+                assert comm.rank == in_order.index(comm.handle())
+                seen.append((comm.size, total(comm)))
+            comm.reconfigure(3, [handle(rank) for rank in (3, 1, 2)])
+            seen.append((comm.rank, comm.size, comm.epoch, total(comm)))
+            comm.barrier()
+        return seen
+
+    with LocalCluster(4, backend, timeout=60.0) as cluster:
+        outcomes = cluster.outcomes(body)
+    values = [outcome.value for outcome in outcomes]
+    assert values[1:] == [
+        [(1, 3, 6.0), (2, 3.0), (1, 3, 3, 6.0)],
+        [(2, 3, 6.0), (2, 3.0), (2, 3, 3, 6.0)],
+        [(0, 3, 3, 6.0)],
+    ], [outcome.error for outcome in outcomes]
+
+
+def mapped_by_peers() -> int:
+    """How many mappings of shared memory this process has."""
+    return sum("holdfast" in line and "memfd" not in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+@on_ranks(3, "inproc", "shm", "gloo", "ucx", MPI)
+def test_a_suspended_communicator_holds_no_shared_memory_and_resumes_with_its_hooks(
+    outer: Communicator, tmp_path: Path
+) -> None:
+    before, ops, place = mapped_by_peers(), list[str](), f"file://{tmp_path}/meeting"
+    with comms.connect(outer.backend, rank=outer.rank, size=3, rendezvous=place, name="held") as comm:
+        comm.hooks.before_op(lambda op: ops.append(op.op))
+        assert total(comm) == 6.0
+        pending = comm.all_reduce(torch.ones(1), async_op=True)
+        comm.suspend()
+        pending.wait()
+        assert outer.backend == "inproc" or mapped_by_peers() == before
+        with pytest.raises(NotConnected, match=r"'held' is suspended; call resume\(\)"):
+            total(comm)
+        comm.resume()
+        comm.resume()
+        assert (comm.rank, comm.size, total(comm)) == (outer.rank, 3, 6.0)
+        comm.suspend()
+    assert ops.count("all_reduce") == 3
+
+
+def test_an_unconnected_communicator_says_so_until_it_has_members() -> None:
+    with comms.unconnected("shm", hints={"spins": 5}) as comm:
+        assert (comm.rank, comm.size, comm.info.transport) == (-1, 0, "not connected")
+        for call in (lambda: comm.all_reduce(torch.ones(1)), comm.barrier, lambda: comm.all_gather_object(1)):
+            with pytest.raises(NotConnected, match="reconfigure"):
+                call()
+        assert isinstance(comm.over, NotConnected)
+        comm.reconfigure(1, [comm.handle()]).wait()
+        assert (comm.rank, comm.size, total(comm), comm.over) == (0, 1, 1.0, None)
+        assert comm.info.hints["spins"] == 5
+    with pytest.raises(BackendUnavailable):
+        comms.unconnected("no_such")
+    with pytest.raises(ValueError, match="unknown hint"):
+        comms.unconnected("shm", hints={"no_such": 1})
+
+
+def test_handles_are_short_texts_that_stay(comm: Communicator) -> None:
+    with comm.split([0]) as other:
+        handle = comm.handle()
+        assert len(handle) < 600 and json.loads(handle)["peer"]["pid"] == os.getpid()
+        assert handle == comm.handle() != other.handle()
+        comm.reconfigure(1, [handle])
+        assert comm.handle() == handle
+
+
+def changed(handle: str, **fields: Any) -> str:
+    return json.dumps({**json.loads(handle), **fields})
+
+
+def bad_handles(own: str) -> list[tuple[Any, type[BaseException], str]]:
+    other = changed(own, number=999_999)
+    return [
+        ([], ValueError, "0 handles"),
+        ([other], ValueError, "own handle is not among the 1"),
+        ([own, own], ValueError, "rank 0 and rank 1 are the same"),
+        ([own, "{}"], ValueError, "not the handle of a process"),
+        ([own, "x" * 10_000], ValueError, "10000 characters"),
+        ([own, changed(own, at="nowhere")], ValueError, "not the handle of a process"),
+        ([own, changed(own, more=1)], ValueError, "not the handle of a process"),
+        ([own, 7], TypeError, "a handle must be a text"),
+        (own, TypeError, "a list or a set"),
+        ([own, changed(other, version=2)], Mismatch, "version 2, this process reads 1"),
+        ([own, changed(other, job="another")], Mismatch, r"rank 1 is of another job .*HOLDFAST_KEY_FILE"),
+        ([own, changed(other, device="cuda")], Mismatch, "another device"),
+        ([own, changed(other, backends=["mpi"])], BackendUnavailable, "no backend in common"),
+        ([own, changed(other, peer={**json.loads(own)["peer"], "started": 1})], PeerFailed, "has ended"),
+    ]
+
+
+def test_bad_handles_change_nothing(comm: Communicator) -> None:
+    ends: list[AbortEvent] = []
+    comm.hooks.on_abort(ends.append)
+    for handles, error, said in bad_handles(comm.handle()):
+        with pytest.raises(error, match=said):
+            comm.reconfigure(1, handles)
+        assert total(comm) == 1.0
+    with pytest.raises(ValueError, match="unknown hint"):
+        comm.reconfigure(1, [comm.handle()], hints={"no_such": 1})
+    comm.reconfigure(1, [comm.handle()])
+    with pytest.raises(HoldfastError, match="uuid 1 was already used"):
+        comm.reconfigure(1, [comm.handle()])
+    for uuid, wrong in ((1.5, TypeError), (True, TypeError), ("", ValueError), ("u" * 201, ValueError)):
+        with pytest.raises(wrong, match="uuid"):
+            comm.reconfigure(uuid, [comm.handle()])  # type: ignore[arg-type]
+    assert (total(comm), ends) == (1.0, [])
+
+
+def test_members_that_pass_other_handles_or_hints_are_told() -> None:
+    with comms.unconnected("inproc", timeout=3.0) as first, comms.unconnected("inproc", timeout=3.0) as second:
+        one, two = first.handle(), second.handle()
+        three = changed(two, number=999_999)
+        errors = both(lambda: first.reconfigure(1, [one, two]), lambda: second.reconfigure(1, [one, three, two]))
+        assert any(isinstance(error, Mismatch) for error in errors), errors
+        errors = both(
+            lambda: first.reconfigure(2, [one, two], hints={"spins": 1}),
+            lambda: second.reconfigure(2, [one, two], hints={"spins": 2}),
+        )
+        assert any(isinstance(error, Mismatch) and "hint 'spins'" in str(error) for error in errors), errors
+        both(lambda: first.reconfigure(3, [one, two]), lambda: second.reconfigure(3, [one, two]))
+        assert both(lambda: total(first), lambda: total(second)) == [3.0, 3.0]
+
+
+def test_pending_ops_end_and_hooks_go_on(pair: Pair) -> None:
+    """A member that is left out learns it from its op."""
+    first, second = pair
+    handles = [first.handle(), second.handle()]
+    both(lambda: first.reconfigure(1, handles), lambda: second.reconfigure(1, handles))
+    ops, ends = list[str](), list[str]()
+    first.hooks.after_op(lambda event: ops.append(f"{event.communicator} {event.op}"))
+    first.hooks.on_abort(lambda end: ends.append(str(end.error)))
+    pending = first.recv(torch.empty(1), 1, async_op=True)
+    late = second.barrier(async_op=True)
+    first.reconfigure(2, handles[:1])
+    with pytest.raises(Revoked):
+        pending.wait(PATIENCE)
+    with pytest.raises((PeerFailed, Revoked)):
+        late.wait(PATIENCE)
+    first.barrier()
+    assert ops[-1] == "default/2 barrier" and len(ends) == 1 and "closed" in ends[0]
+    first.abort("enough")
+    assert len(ends) == 2 and "enough" in ends[1]
+    first.reconfigure(4, handles[:1])
+    assert total(first) == 1.0
+
+
+def test_a_first_member_that_does_not_come_is_named(comm: Communicator) -> None:
+    with comms.unconnected("shm") as absent:
+        with pytest.raises(comms.OpTimeout) as late:
+            comm.reconfigure(1, [absent.handle(), comm.handle()], timeout=0.3)
+        assert late.value.missing_ranks == (0,)
+        with pytest.raises(Revoked):
+            total(comm)
+        comm.reconfigure(2, [comm.handle()])
+        assert total(comm) == 1.0
+
+
+def test_a_job_with_a_key_meets_under_it(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with comms.unconnected("inproc", timeout=PATIENCE) as stranger:
+        without = stranger.handle()
+    create_key(tmp_path / "key")
+    monkeypatch.setenv("HOLDFAST_KEY_FILE", str(tmp_path / "key"))
+    first, second = pair
+    handles = [first.handle(), second.handle()]
+    with pytest.raises(Mismatch, match="another job"):
+        first.reconfigure(1, [*handles, without])
+    both(lambda: first.reconfigure(1, handles), lambda: second.reconfigure(1, handles))
+    assert both(lambda: total(first), lambda: total(second)) == [3.0, 3.0]
+
+
+def test_the_store_of_a_handle_ends_with_its_communicator() -> None:
+    comm = comms.unconnected("shm")
+    host, _, port = json.loads(comm.handle())["at"].rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=PATIENCE):
+        pass
+    comm.close()
+    del comm
+    gc.collect()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((host, int(port)), timeout=PATIENCE)
