@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +16,7 @@ from torch import nn
 
 from holdfast.comms import Communicator
 from holdfast.harness import LocalCluster
+from support.ranks import Test, as_test
 
 T = TypeVar("T")
 
@@ -21,38 +24,62 @@ T = TypeVar("T")
 ENVIRON = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
+def group_cluster(size: int, backend: str = "shm", timeout: float = 90.0, **environ: str) -> LocalCluster:
+    """Processes for process groups; their environment chooses the transport."""
+    return LocalCluster(size, backend, timeout=timeout, environ={**ENVIRON, "HOLDFAST_BACKEND": backend, **environ})
+
+
+def shared_groups(size: int, *backends: Any, timeout: float = 90.0, **environ: str) -> Any:
+    """A fixture of a module: the processes of `group_cluster`, over each backend in turn."""
+
+    @pytest.fixture(scope="module", params=backends)
+    def cluster(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
+        with group_cluster(size, str(request.param), timeout, **environ) as processes:
+            processes.warm_up()
+            yield processes
+
+    return cluster
+
+
+@contextmanager
+def default_group(comm: Communicator, path: Path, backend: str = "holdfast", **options: Any) -> Iterator[None]:
+    """A default process group of the ranks of `comm`, which meet in the folder `path`."""
+    import holdfast.comms.torchdist  # noqa: F401  # registers the name
+
+    torch.set_num_threads(1)
+    options = {"init_method": f"file://{path}/{backend}", "timeout": timedelta(seconds=60)} | options
+    dist.init_process_group(backend, rank=comm.rank, world_size=comm.size, **options)
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
 def in_group(cluster: LocalCluster, path: Path, body: Callable[[int, int], T], backend: str = "holdfast") -> list[T]:
     """Call `body(rank, size)` on every rank, inside a default process group."""
 
     def run(comm: Communicator) -> T:
-        import holdfast.comms.torchdist  # noqa: F401  # registers the name
-
-        torch.set_num_threads(1)
-        dist.init_process_group(
-            backend,
-            init_method=f"file://{path}/{backend}",
-            rank=comm.rank,
-            world_size=comm.size,
-            timeout=timedelta(seconds=60),
-        )
-        try:
+        with default_group(comm, path, backend):
             return body(comm.rank, comm.size)
-        finally:
-            dist.destroy_process_group()
 
     return cluster.run(run)
 
 
-def on_each_rank_of(fixture: str) -> Callable[[Callable[[int, int], None]], Callable[..., None]]:
-    """A test of `body(rank, size)`: all ranks of the cluster that the fixture gives call it, inside a default group."""
+def on_each_rank_of(fixture: str) -> Callable[[Test], Test]:
+    """A test of `body(rank, size, ...)`: all ranks of the fixture's cluster call it, inside a default group."""
 
-    def decorate(body: Callable[[int, int], None]) -> Callable[..., None]:
-        @pytest.mark.usefixtures(fixture)
-        def test(request: pytest.FixtureRequest, tmp_path: Path) -> None:
-            in_group(request.getfixturevalue(fixture), tmp_path, body)
+    def decorate(body: Test) -> Test:
+        def in_default_group(comm: Communicator, path: Path, *more: Any) -> None:
+            with default_group(comm, path):
+                body(comm.rank, comm.size, *more)
 
-        test.__doc__ = body.__doc__
-        return test
+        names = list(inspect.signature(body).parameters)[2:]
+
+        def test(**fixtures: Any) -> None:
+            fixtures[fixture].run(in_default_group, fixtures["tmp_path"], *(fixtures[name] for name in names))
+
+        return as_test(test, body, [fixture, "tmp_path", *names])
 
     return decorate
 

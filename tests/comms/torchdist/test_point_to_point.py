@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,20 +17,14 @@ import torch
 import torch.distributed as dist
 
 from holdfast.comms import Communicator, Mismatch, OpTimeout, PeerFailed, Revoked
+from holdfast.comms.torchdist import Options
 from holdfast.comms.transport.liveness import is_gone
-from holdfast.harness import LocalCluster
-from support.torch_groups import ENVIRON, in_group, on_each_rank_of
+from support.ranks import on_ranks, second_tier
+from support.torch_groups import ENVIRON, default_group, on_each_rank_of, shared_groups
 from support.waiting import PATIENCE
 
-BACKENDS = ["shm", "gloo", pytest.param("ucx", marks=pytest.mark.thorough)]
-
-
-@pytest.fixture(scope="module", params=BACKENDS)
-def three(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
-    """Three processes. The environment chooses their transport."""
-    backend = str(request.param)
-    with LocalCluster(3, backend, timeout=90.0, environ={**ENVIRON, "HOLDFAST_BACKEND": backend}) as cluster:
-        yield cluster
+BACKENDS = ["shm", "gloo", *second_tier("ucx")]
+three = shared_groups(3, *BACKENDS)
 
 
 def take_one_of_each(rank: int, group: dist.ProcessGroup | None = None) -> None:
@@ -45,16 +39,6 @@ def take_one_of_each(rank: int, group: dist.ProcessGroup | None = None) -> None:
         if rank == sender:
             dist.send(torch.tensor([float(rank)]), 0, group=group)
         dist.barrier()
-
-
-@on_each_rank_of("three")
-def test_a_receive_after_an_any_source_receive_keeps_its_own_timeout(rank: int, size: int) -> None:
-    group = dist.new_group(timeout=timedelta(seconds=1))
-    take_one_of_each(rank, group)
-    if rank == 0:
-        with pytest.raises(OpTimeout):
-            dist.recv(torch.empty(1), src=1, group=group)
-    dist.barrier()
 
 
 @on_each_rank_of("three")
@@ -88,25 +72,23 @@ def test_concurrent_any_source_receives_get_one_message_each(rank: int, size: in
 
 
 @pytest.mark.parametrize("met", [True, False])
-def test_pending_receives_end_with_the_group(three: LocalCluster, tmp_path: Path, met: bool) -> None:
-    def body(rank: int, size: int) -> None:
-        group = dist.new_group()
-        if rank == 0:
-            if met:
-                dist.recv(torch.empty(1), src=1, group=group)
-            pending = dist.irecv(torch.empty(1), src=1, group=group)
-            time.sleep(0.1)  # until its thread waits for rank 1; there is no event for that
-            began = time.monotonic()
-            dist.destroy_process_group(group)
-            assert time.monotonic() - began < PATIENCE
-            with pytest.raises(Revoked):
-                pending.wait()
-            assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("holdfast-p2p-")]
-        elif rank == 1 and met:
-            dist.send(torch.ones(1), 0, group=group)
-        dist.barrier()
-
-    in_group(three, tmp_path, body)
+@on_each_rank_of("three")
+def test_pending_receives_end_with_the_group(rank: int, size: int, met: bool) -> None:
+    group = dist.new_group()
+    if rank == 0:
+        if met:
+            dist.recv(torch.empty(1), src=1, group=group)
+        pending = dist.irecv(torch.empty(1), src=1, group=group)
+        time.sleep(0.1)  # until its thread waits for rank 1; there is no event for that
+        began = time.monotonic()
+        dist.destroy_process_group(group)
+        assert time.monotonic() - began < PATIENCE
+        with pytest.raises(Revoked):
+            pending.wait()
+        assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("holdfast-p2p-")]
+    elif rank == 1 and met:
+        dist.send(torch.ones(1), 0, group=group)
+    dist.barrier()
 
 
 @on_each_rank_of("three")
@@ -155,40 +137,31 @@ def test_a_message_of_another_size_or_dtype_is_an_error_and_the_next_one_arrives
 
 
 @on_each_rank_of("three")
-def test_a_receive_that_timed_out_leaves_the_channel_as_it_was(rank: int, size: int) -> None:
-    group = dist.new_group(timeout=timedelta(seconds=0.5))
-    got = torch.zeros(1)
-    if rank == 0:
-        with pytest.raises(OpTimeout, match="rank 1"):
+def test_a_receive_times_out_by_itself_and_leaves_the_channel_as_it_was(rank: int, size: int) -> None:
+    """On a new channel, and again after receives from any source."""
+    group, got = dist.new_group(timeout=timedelta(seconds=1)), torch.zeros(1)
+    for _ in range(2):
+        if rank == 0:
+            with pytest.raises(OpTimeout, match="rank 1"):
+                dist.recv(got, src=1, group=group)
+        dist.barrier()
+        if rank == 1:
+            dist.send(torch.ones(1), 0, group=group)
+        if rank == 0:
             dist.recv(got, src=1, group=group)
-    dist.barrier()
-    if rank == 1:
-        dist.send(torch.ones(1), 0, group=group)
-    if rank == 0:
-        dist.recv(got, src=1, group=group)
-        assert got.item() == 1
-    dist.barrier()
+            assert got.item() == 1
+        take_one_of_each(rank, group)
+        got.zero_()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("met", [True, False], ids=["connected", "not connected"])
-def test_a_dead_peer_ends_sends_and_receives_at_once(backend: str, met: bool, tmp_path: Path) -> None:
+@on_ranks(2, *BACKENDS, killed=(1,), environ=ENVIRON)
+def test_a_dead_peer_ends_sends_and_receives_at_once(comm: Communicator, met: bool, tmp_path: Path) -> None:
     """The ops' timeout is 60 seconds."""
-
-    def body(comm: Communicator) -> float | None:
-        import holdfast.comms.torchdist  # noqa: F401
-
-        dist.init_process_group(
-            "holdfast",
-            init_method=f"file://{tmp_path}/meet",
-            rank=comm.rank,
-            world_size=2,
-            timeout=timedelta(seconds=60),
-        )
+    with default_group(comm, tmp_path, pg_options=Options(comm.backend)):
         one, much = torch.ones(1), torch.ones(1_000_000)
         if met:
-            works = [dist.isend(one, 1 - comm.rank), dist.irecv(torch.ones(1), 1 - comm.rank)]
-            for work in works:
+            for work in [dist.isend(one, 1 - comm.rank), dist.irecv(torch.ones(1), 1 - comm.rank)]:
                 work.wait()
         dist.barrier()
         if comm.rank == 1:
@@ -199,45 +172,27 @@ def test_a_dead_peer_ends_sends_and_receives_at_once(backend: str, met: bool, tm
         for work in pending:
             with pytest.raises(PeerFailed, match="rank 1"):
                 work.wait()
-        taken = time.monotonic() - began
-        dist.destroy_process_group()
-        return taken
-
-    with LocalCluster(2, backend, timeout=60.0, environ={**ENVIRON, "HOLDFAST_BACKEND": backend}) as cluster:
-        survivor = cluster.outcomes(body)[0]
-    assert isinstance(survivor.value, float) and survivor.value < 10
+        assert time.monotonic() - began < PATIENCE
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_living_pair_exchanges_its_first_message_after_the_stores_process_died(port: int, backend: str) -> None:
+@on_ranks(3, *BACKENDS, killed=(0,), environ=ENVIRON)
+def test_a_living_pair_exchanges_its_first_message_after_the_stores_process_died(
+    comm: Communicator, port: int, tmp_path: Path
+) -> None:
     """Rank 0 serves torch's store."""
-
-    def body(comm: Communicator) -> float:
-        import holdfast.comms.torchdist  # noqa: F401
-
-        dist.init_process_group(
-            "holdfast",
-            init_method=f"tcp://127.0.0.1:{port}",
-            rank=comm.rank,
-            world_size=3,
-            timeout=timedelta(seconds=20),
-        )
+    place, limit = f"tcp://127.0.0.1:{port}", timedelta(seconds=20)
+    with default_group(comm, tmp_path, init_method=place, timeout=limit, pg_options=Options(comm.backend)):
         dist.barrier()
         if comm.rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         while not is_gone(comm.peers[0]):
             pass
-        peer = 3 - comm.rank
-        got = torch.zeros(1)
+        peer, got = 3 - comm.rank, torch.zeros(1)
         for work in [dist.isend(torch.tensor([float(comm.rank)]), peer), dist.irecv(got, peer)]:
             work.wait()
+        assert got.item() == peer
         with pytest.raises(PeerFailed, match="rank 0"):
             dist.recv(torch.zeros(1), 0)
         for needs_the_store in (dist.monitored_barrier, lambda: dist.new_group([1, 2])):
             with pytest.raises(PeerFailed, match="the store at"):
                 needs_the_store()
-        return got.item()
-
-    with LocalCluster(3, backend, timeout=60.0, environ={**ENVIRON, "HOLDFAST_BACKEND": backend}) as cluster:
-        survivors = cluster.outcomes(body)[1:]
-    assert [each.error or each.value for each in survivors] == [2, 1]

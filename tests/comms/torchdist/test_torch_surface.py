@@ -19,6 +19,8 @@ from holdfast.comms import NotConnected, Unsupported
 from holdfast.comms.torchdist.process_group import AVAILABLE, HoldfastBackend, HoldfastProcessGroup
 from holdfast.comms.torchdist.works import TorchWork
 from support.programs.torch_names import table, uses
+from support.programs.torch_suite import TABLE as SUITE
+from support.programs.torch_suite import TRANSPORTS, Report, outcomes
 from support.source_tree import ROOT
 
 HOOKS = pytest.mark.skipif(not hasattr(_distributed_c10d, "PreHookArgs"), reason="torch has hooks from 2.14 on")
@@ -253,3 +255,33 @@ def test_the_modules_of_the_installed_version_have_the_names_too() -> None:
     """As an import finds them, without the table."""
     for name, place in uses()["torch.distributed"].items():
         assert hasattr(dist, name) or name.startswith("ProcessGroup"), place
+
+
+SELECTION: list[str] = tomllib.loads(SUITE.read_text())["selection"]["tests"]
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_what_passes_over_plain_gloo_passes_over_holdfast(transport: str) -> None:
+    """Runs all of the selection over shm, and one test in four over each other transport."""
+    names = SELECTION if transport == "shm" else SELECTION[TRANSPORTS.index(transport) :: 4]
+    report = Report.of(names, outcomes("holdfast", transport, names))
+    assert not report.failed
+    assert report.passed > 0.7 * len(names), report
+
+
+def test_what_torch_skips_by_the_backends_name_is_told_apart_from_what_fails() -> None:
+    ended = {
+        "a": {"outcome": "passed", "why": ""},
+        "b": {"outcome": "skipped", "why": "a rank's output\nTest requires backend holdfast to be one of {'nccl'}"},
+        "c": {"outcome": "failed", "why": "wrong sum"},
+    }
+    report = Report.of(["a", "b", "c", "d"], ended)
+    assert (report.passed, list(report.skipped), report.failed) == (1, ["b"], {"c": "wrong sum", "d": "did not end"})
+    assert str(report).splitlines() == [
+        "1 of 4 pass, 2 fail, torch skips 1",
+        "  failed: c: wrong sum",
+        "  failed: d: did not end",
+        "  skipped by torch: b: Test requires backend holdfast to be one of {'nccl'}",
+    ]
