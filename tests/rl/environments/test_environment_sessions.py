@@ -47,10 +47,8 @@ def _end_what_hangs() -> Iterator[None]:
     Misbehaving.release.set()
 
 
-@asynccontextmanager
-async def local(factory: Callable[[], Environment], timeout: float = 30.0) -> AsyncIterator[EnvironmentSession]:
-    async with LocalSession(factory, "test", timeout=timeout) as session:
-        yield session
+def local(factory: Callable[[], Environment], timeout: float = 30.0) -> LocalSession:
+    return LocalSession(factory, "test", timeout=timeout)
 
 
 @asynccontextmanager

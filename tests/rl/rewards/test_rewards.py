@@ -123,12 +123,8 @@ def test_a_group_is_made_of_what_could_be_judged() -> None:
     assert group.episodes[0].tokens == tuple(TOKENIZER.encode("5\n"))
     assert (group.number, group.version) == (7, 3)
     assert judge.failures == len(seen) == 1
-
-
-def test_a_group_of_one_has_nothing_to_compare_with() -> None:
-    judge = Judge(only("inverse", _divide), TOKENIZER)
-    failed = asyncio.run(judged(judge, completion("5"), completion("0")))
-    assert isinstance(failed, FailedGroup)
+    failed = asyncio.run(judged(Judge(only("inverse", _divide), TOKENIZER), completion("5"), completion("0")))
+    assert isinstance(failed, FailedGroup), "a group of one has nothing to compare with"
     assert "ZeroDivisionError" in failed.reasons[0]
 
 

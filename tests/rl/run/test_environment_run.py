@@ -138,7 +138,6 @@ def test_a_share_of_the_groups_is_played_beside_prompts_and_outlives_the_servers
     [
         ({"environment__name": "chess"}, "environment 'chess.*': there are arithmetic, guess"),
         ({"environment__arguments": "{deep=3}"}, "there is no option 'deep'; there are: high, turns"),
-        ({"environment__arguments": "{high=0}"}, "high=0 and turns=7 must be positive"),
         (
             {
                 "environment__servers": 0,
