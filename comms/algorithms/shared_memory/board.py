@@ -69,6 +69,8 @@ _ALL_BITS = (1 << 64) - 1
 _SPINS, _CROWDED_SPINS = 10_000, 100
 """Checks before the first yield: with more ranks than cores, the others need the processor."""
 _YIELDS, _CROWDED_YIELDS = 400, 40
+_SLEEP_SECONDS = 0.002
+"""The time of one sleep, and the longest one of yields, each of which takes as long as other processes compute."""
 
 
 HINTS = (
@@ -79,7 +81,13 @@ HINTS = (
         least=0,
         most=10_000_000,
     ),
-    Hint("yields", int, "checks of a waiting rank, each with a yield, before it sleeps", least=0, most=10_000_000),
+    Hint(
+        "yields",
+        int,
+        "checks of a waiting rank, each with a yield, before it sleeps; it yields for 2 ms at most",
+        least=0,
+        most=10_000_000,
+    ),
 )
 
 
@@ -251,14 +259,17 @@ class Board:
         op: str,
         seq: int,
     ) -> None:
-        """Wait until `ready()`: yield, then sleep. `missing` names the ranks that are waited for.
+        """Wait until `ready()`: yield for 2 ms at most, then sleep. `missing` names the ranks that are waited for.
 
         Raises what `fail` was given, `PeerFailed` when a missing rank is gone or has left, or `OpTimeout`.
         """
+        until = time.monotonic() + _SLEEP_SECONDS
         for _ in range(self._yields):
             if ready():
                 return
             self.check()
+            if time.monotonic() >= until:
+                break
             yield_cpu()
         self._sleep_until(ready, missing, deadline, op, seq)
 

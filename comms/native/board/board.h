@@ -136,12 +136,19 @@ static inline int has_reached(const board *b, int rank, int flag, uint64_t value
     }
 }
 
+static inline uint64_t nanoseconds(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
 /* Wait by polling until `rank` (-1: every other rank) has reached `value`: first spin, then yield between
  * checks. Returns a rank that has not, or -1. Returns early once the board is stopped, or instead of yielding
- * if `phase` is below `no_yield_below`. */
+ * if `phase` is below `no_yield_below`. A yield takes as long as other processes compute: on a busy machine
+ * yields end with the time of one sleep, and the caller then looks whether that rank is still there. */
 static inline int spin_wait(const board *b, int rank, int flag, uint64_t value, long spins, long yields) {
     int at = rank < 0 ? 0 : rank, end = rank < 0 ? b->size : rank + 1;
-    uint64_t phase = flag < 0 ? 4 * value + 1 : value;
+    uint64_t phase = flag < 0 ? 4 * value + 1 : value, until = 0;
     for (long turn = 0;; turn++) {
         while (at < end && (at == b->rank || has_reached(b, at, flag, value, turn)))
             at++;
@@ -153,8 +160,12 @@ static inline int spin_wait(const board *b, int rank, int flag, uint64_t value, 
             relax();
         else if (phase < atomic_load_explicit(&b->no_yield_below, memory_order_relaxed))
             return at;
-        else
+        else if (!until)
+            until = nanoseconds() + SLEEP_NANOSECONDS;
+        else if (nanoseconds() < until)
             sched_yield();
+        else
+            return at;
     }
 }
 
@@ -172,12 +183,6 @@ static inline int all_have_bits(const board *b, int number, uint64_t bits) {
         if (rank != b->rank && (flag_of(b, rank, number) & bits) != bits)
             return 0;
     return 1;
-}
-
-static inline uint64_t nanoseconds(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
 static inline void prepare_wait(board *b) {

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from holdfast import comms
-from holdfast.comms import Communicator, HoldfastError, Mismatch, Unsupported
+from holdfast.comms import Communicator, HoldfastError, Mismatch, PeerFailed, Unsupported
 from holdfast.comms.plugins.hints import Hint, parse_hints
 from holdfast.comms.plugins.registry import InvalidPlugin, Registry, registry
 from holdfast.comms.plugins.spec import (
@@ -371,6 +371,23 @@ def test_gloo_runs_with_the_threads_and_over_the_interface_that_are_named(tmp_pa
     assert (added(1), added(4)) == (1, 4)
     with pytest.raises(HoldfastError, match="no network interface 'nowhere0'; it has lo"):
         alone(tmp_path, "gloo", name="nowhere", hints={"interface": "nowhere0"})
+
+
+def test_a_rank_that_yields_soon_looks_whether_the_others_are_there() -> None:
+    """On a busy machine a yield takes as long as others compute; its own processor time is the same everywhere."""
+
+    def body(comm: Communicator) -> float:
+        with comm.split([0, 1], hints={"spins": 0, "yields": 10_000_000}) as part:
+            part.barrier()
+            if part.rank == 0:
+                return 0.0
+            began = time.thread_time()
+            with pytest.raises(PeerFailed, match="it left the communicator"):
+                part.barrier()
+            return time.thread_time() - began
+
+    with LocalCluster(2, "shm") as cluster:
+        assert cluster.run(body)[1] < 0.1
 
 
 def test_a_rank_without_spins_and_yields_waits_without_computing() -> None:
