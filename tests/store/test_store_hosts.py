@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from holdfast.ft.processes.zygote_client import zygote
 from holdfast.harness.testbed import netns
 from holdfast.harness.testbed.etcd import EtcdCluster
 from holdfast.harness.testbed.netns import EnterNamespace, Network
-from holdfast.store import WeightStore
+from holdfast.store import Follower, WeightStore
+from support.children import Child
 from support.waiting import eventually
 
 pytestmark = [
@@ -139,7 +141,8 @@ class Calls:
         self.store, self._events = store, events
         self.into: dict[str, torch.Tensor] = {}
         self.model: dict[str, torch.Tensor] = {}
-        """Weights that `step` changes, or `follow` brings up to date."""
+        """Weights that `step` changes, or `follow` or `swap` bring up to date."""
+        self._follower: Follower | None = None
 
     def publish(self, version: int, value: float, nbytes: int, **options: Any) -> None:
         self.store.publish(version, filled(value, nbytes), **options)
@@ -157,6 +160,21 @@ class Calls:
     def events(self) -> list[tuple[str, dict[str, object]]]:
         """The events of the store so far, with their fields."""
         return list(self._events)
+
+    def swap(self, version: int, nbytes: int) -> float:
+        """Follow the store, if this process does not yet; swap a version in, and return its value."""
+        if self._follower is None:
+            self.model = filled(OLD, nbytes)
+            self._follower = self.store.follow(self.model, timeout=60.0)
+        self._follower.wait_ready(version)
+        assert self._follower.swap() == version
+        (value,) = {each for tensor in self.model.values() for each in tensor.unique().tolist()}
+        return float(value)
+
+    def received(self) -> int:
+        """The bytes that this host has received over the network."""
+        (line,) = [each for each in Path("/proc/thread-self/net/dev").read_text().splitlines() if "eth0:" in each]
+        return int(line.partition(":")[2].split()[0])
 
     def step(self, version: int, nbytes: int, share: float) -> tuple[float, int]:
         """Change a share of bf16 weights, and publish them; returns the seconds of publish, and the sum of the bits."""
@@ -207,6 +225,18 @@ def open_on(network: Network, url: str, plane: str, tmp_path: Path) -> Iterator[
         store.kill()
 
 
+def test_a_version_is_published_on_one_host_kept_on_two_and_read_on_a_third(open_on: Open) -> None:
+    publisher, holder, reader = open_on(0), open_on(1), open_on(2, hold=False)
+    assert publisher.publish(1, 5.0, 3 * MIB).error == ""
+    assert reader.hosts(1) == {publisher.host, holder.host}
+    got = reader.get(1, 3 * MIB)
+    assert (got.value, got.found) == (1, (5.0,)), got
+    for store in (reader, publisher):
+        store.close()
+    assert holder.get(1, 3 * MIB).found == (5.0,), "it outlives its publisher's store"
+    holder.close()
+
+
 @pytest.mark.parametrize("plane", ["ucx"], indirect=True)
 def test_updates_of_a_model_arrive_whole_and_by_delta(open_on: Open, plane: str) -> None:
     """1% of 64 MiB of bf16 changes in each. `pytest -s` shows the least times of publish and get, after the first."""
@@ -222,6 +252,26 @@ def test_updates_of_a_model_arrive_whole_and_by_delta(open_on: Open, plane: str)
             times.append((published, seconds))
         publish, get = (min(each) for each in zip(*times[1:], strict=True))
         print(f"\n{plane}, {what}: publish {publish:.3f} s, get {get:.3f} s, {size / get / 1e9:.2f} GB/s")
+
+
+@pytest.mark.parametrize("plane", ["ucx"], indirect=True)
+def test_readers_of_other_hosts_fan_out_with_one_read_of_the_wire_a_host(open_on: Open, plane: str) -> None:
+    """Two of them follow on each of two hosts; the publisher is on a third."""
+    size = 16 * MIB
+    publisher = open_on(0, replicas=1)
+    hosts = [[open_on(host, hold=False) for _ in range(2)] for host in (1, 2)]
+    readers = [reader for host in hosts for reader in host]
+    before = [0, 0]
+    for version in (1, 2, 3):
+        assert publisher.publish(version, float(version), size).error == ""
+        for reader in readers:
+            reader.begin("swap", version, size)
+        assert [reader.end().value for reader in readers] == [float(version)] * 4
+        received = [one.ask("received").value for one, _ in hosts]
+        reads = [(now - then) / size for now, then in zip(received, before, strict=True)]
+        if version > 1:  # before the first, not all of them follow
+            assert all(0.9 < each < 1.5 for each in reads), reads
+        before = received
 
 
 # -- cut
@@ -286,6 +336,20 @@ def test_a_publisher_that_is_cut_off_does_not_hold_up_the_others(network: Networ
     assert other.get(3, 16 * MIB).found == (3.0,)
 
 
+def test_replicas_are_made_again_when_a_host_is_back(network: Network, open_on: Open) -> None:
+    """While one of three hosts is cut off, the version lies on the two others."""
+    publisher, holder = open_on(0), open_on(1)
+    network.cut(1)
+    assert publisher.publish(1, 1.0, MIB, timeout=3.0).error == "StoreTimeout", "a publish does not return unsafe"
+    network.heal(1)
+    assert publisher.publish(1, 1.0, MIB).error == ""
+    holder.kill()
+    again = open_on(1)
+    eventually(lambda: publisher.hosts(1) == {publisher.host, again.host})
+    publisher.close()
+    assert again.get(1, MIB).found == (1.0,)
+
+
 # -- away: a host that no longer beats in the register
 
 
@@ -326,4 +390,38 @@ def test_a_host_that_is_cut_off_from_register_and_stores_comes_back(
         eventually(lambda: publisher.hosts(2) == {publisher.host, cut_off.host}, PATIENCE)
         assert publisher.get(1, MIB).found == (1.0,)
         for store in (mate, publisher, cut_off):
+            store.close()
+
+
+# -- the catalogue in etcd
+
+
+@pytest.mark.parametrize("plane", ["ucx"], indirect=True)
+def test_versions_are_published_and_read_while_leaders_of_etcd_are_killed(
+    network: Network, open_on: Open, start: Callable[..., Child], tmp_path: Path
+) -> None:
+    entry = network.entry(0)
+    with EtcdCluster(3, tmp_path / "etcd", host=network.addresses[0], enter=entry) as etcd:
+
+        def leader(pipe: Connection) -> None:
+            entry()
+            pipe.send(etcd.leader())
+
+        url = f"{etcd.url}/job"
+        start(leader).hear(40.0)
+        publisher, holder = (open_on(host, url, keep=8) for host in (1, 2))
+        reader = open_on(0, url, hold=False)
+        assert publisher.publish(0, 0.0, MIB).error == ""
+        for version in range(1, 5):
+            victim = start(leader).hear(40.0)
+            publisher.begin("publish", version, float(version), MIB)
+            etcd.kill(victim)
+            published = publisher.end()
+            assert published.error == "", published
+            got = reader.get(version, MIB)
+            assert (got.error, got.found) == ("", (float(version),)), got
+            assert reader.ask("versions").value == list(range(version + 1)), "no version is lost"
+            etcd.start(victim)
+        assert reader.hosts(4) == {publisher.host, holder.host}
+        for store in (reader, publisher, holder):
             store.close()
