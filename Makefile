@@ -71,8 +71,7 @@ coverage: $(STAMP) peers  ## which lines and branches of each package the first 
 	rm -rf build/coverage
 	$(BIN)/coverage run -m pytest -n $(JOBS) --dist worksteal -m "not thorough" $(COVERED)
 	$(BIN)/coverage combine --quiet
-	for package in comms backends ft store rl harness; do \
-	  echo "$$package: $$($(BIN)/coverage report --include "$$package/*" --format total)%"; done
+	PYTHONPATH=tests $(BIN)/python -m support.programs.coverage_table
 
 torch-suite: $(STAMP)  ## all of torch's own distributed tests that pass over gloo, over holdfast
 	$(BIN)/python tests/support/programs/torch_suite.py compare
