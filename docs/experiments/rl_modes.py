@@ -19,7 +19,7 @@ from holdfast.ft.console.units import counted
 from holdfast.ft.processes.zygote_client import shut_down
 from holdfast.harness.training.driver import train_here
 from holdfast.rl.config.run_config import RunConfig
-from holdfast.rl.config.toml import parse_config
+from holdfast.rl.config.toml import config_of
 from holdfast.rl.run.run_events import Evaluated, Event, StepTrained
 
 MODES = {"synchronous": 0, "asynchronous": 1}
@@ -39,20 +39,18 @@ class ModeFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 def configuration(mode: str, steps: int, every: int, seed: int) -> RunConfig:
     """The run that is measured."""
-    return parse_config(
-        msgspec.toml.encode(
-            {
-                "seed": seed,
-                "steps": steps,
-                "model": {"warmup_steps": 16, "warmup_batch": 256},
-                "algorithm": {"mode": mode, "staleness": MODES[mode], "groups": 32},
-                "objective": {"entropy": 0.1},
-                "sampling": {"group": 8, "batch": 16, "max_new_tokens": 2},
-                "trainer": {"replicas": 1, "spares": 0, "units": 1, "rate": 2e-3, "rate_decay": steps},
-                "generator": {"replicas": 1},
-                "evaluation": {"every": every},
-            }
-        ).decode(),
+    return config_of(
+        {
+            "seed": seed,
+            "steps": steps,
+            "model": {"warmup_steps": 16, "warmup_batch": 256},
+            "algorithm": {"mode": mode, "staleness": MODES[mode], "groups": 32},
+            "objective": {"entropy": 0.1},
+            "sampling": {"group": 8, "batch": 16, "max_new_tokens": 2},
+            "trainer": {"replicas": 1, "spares": 0, "units": 1, "rate": 2e-3, "rate_decay": steps},
+            "generator": {"replicas": 1},
+            "evaluation": {"every": every},
+        },
         "modes",
     )
 

@@ -13,14 +13,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 
 from holdfast.ft.processes.zygote_client import shut_down
 from holdfast.harness.training.driver import train_here
-from holdfast.rl.config.toml import parse_config
+from holdfast.rl.config.toml import config_of
 from holdfast.rl.data.prompts import ARITHMETIC_CHARACTERS
 from holdfast.rl.generators.models import ModelSource, save_model
 from holdfast.rl.run.run_events import Event, WeightsServed
@@ -67,9 +66,7 @@ def measure(steps: int, llama: Mapping[str, Any] = MEDIUM_LLAMA) -> tuple[float,
             "trainer": {"spares": 0},
             "evaluation": {"every": 0},
         }
-        train_here(
-            parse_config(msgspec.toml.encode(config).decode(), "updates"), path / "run", observers=(seen.append,)
-        )
+        train_here(config_of(config, "updates"), path / "run", observers=(seen.append,))
     slowest: dict[int, float] = {}
     for event in seen:
         if isinstance(event, WeightsServed):

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from holdfast.rl.config.run_config import RunConfig
-from holdfast.rl.config.toml import parse_config, placed
+from holdfast.rl.config.toml import config_of, placed
 
 Count = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(ge=0)]
@@ -138,7 +138,7 @@ class ReinforcementLearning(_Kind, frozen=True, kw_only=True, tag="rl"):
         if self.hosts > 1:
             names = [f"tcp://host-{number}:26600" for number in range(self.hosts)]
             run = {**run, "engine": {**run.get("engine", {}), "hosts": names, "register": "etcd://host-0:2379/run"}}
-        return parse_config(msgspec.toml.encode(run).decode(), "workload.run", folder=folder)
+        return config_of(run, "workload.run", folder=folder)
 
     def placed(self, folder: Path) -> Self:
         config = placed(self.config_in(folder), folder)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import math
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -42,6 +44,18 @@ def parse_config(text: str, source: str, overrides: Sequence[str] = (), folder: 
         line = re.search(r"at line (\d+)", str(error))
         where = f"{source}:{line[1]}" if line else source
         raise BadConfig([ConfigProblem(where, "", f"not TOML: {error}")]) from None
+    return config_of(raw, source, overrides, folder, lines_of(text))
+
+
+def config_of(
+    document: Mapping[str, Any],
+    source: str,
+    overrides: Sequence[str] = (),
+    folder: Path = Path(),
+    lines: Mapping[Key, int] = MappingProxyType({}),
+) -> RunConfig:
+    """The configuration in a document that TOML could hold; `lines` says where it is written. Raises `BadConfig`."""
+    raw = copy.deepcopy(dict(document))
     problems: list[ConfigProblem] = []
     overridden: dict[Key, str] = {}
     for each in overrides:
@@ -51,7 +65,6 @@ def parse_config(text: str, source: str, overrides: Sequence[str] = (), folder: 
             problems.append(ConfigProblem(f"--set {each}", "", "write it as section.field=value"))
         else:
             overridden[key] = f"--set {each}"
-    lines = lines_of(text)
 
     def place(key: Key) -> str:
         for end in range(len(key), 0, -1):

@@ -26,13 +26,7 @@ from holdfast.rl.environments import messages
 from holdfast.rl.environments.environment import Environment
 from holdfast.rl.environments.local import CallThread, LocalSession
 from holdfast.rl.environments.registry import check_environment, environment_factory
-from holdfast.rl.errors import (
-    EnvironmentDied,
-    EnvironmentFailed,
-    EnvironmentHung,
-    EnvironmentLied,
-    EpisodeOver,
-)
+from holdfast.rl.errors import EnvironmentDied, EnvironmentFailed, EnvironmentHung, EnvironmentLied, EpisodeOver
 from holdfast.rl.telemetry import WorkLog, processor_with_descendants
 
 CODES: dict[type[EnvironmentFailed], str] = {

@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from holdfast.comms.errors import HoldfastError, describe
 from holdfast.ft.launch.held_directory import HeldDirectory
@@ -24,15 +22,7 @@ from holdfast.rl.data.episode import Completion, Episode, Group, Prompt
 from holdfast.rl.data.prompts import Tokenizer
 from holdfast.rl.data.replay_buffer import FailedGroup
 from holdfast.rl.errors import RewardFailed
-from holdfast.rl.rewards.reward import (
-    Criterion,
-    ExactMatch,
-    FormatMatch,
-    JudgedAnswer,
-    LengthPenalty,
-    Rubric,
-    Score,
-)
+from holdfast.rl.rewards.reward import Criterion, ExactMatch, FormatMatch, JudgedAnswer, LengthPenalty, Rubric, Score
 
 MOST_PROCESSES = 8
 START_SECONDS = 180.0
@@ -200,7 +190,7 @@ def _serve(make: Callable[[], Rubric], channel: ProcessChannel) -> None:
 
 
 class Judge:
-    """Makes groups of a prompt's completions, by a reward. Use it as `async with`, or `start` and `close` it.
+    """Makes groups of a prompt's completions, by a reward. `start` it before use, and `close` it.
 
     A rubric is quick, and judges here. In processes each answer may take `timeout` seconds. `on_failure` is called
     with the failure of each episode that is left out; `failures` counts them.
@@ -225,19 +215,6 @@ class Judge:
         """End the processes. Idempotent."""
         if isinstance(self._reward, RewardProcesses):
             await self._reward.close()
-
-    async def __aenter__(self) -> Self:
-        try:
-            await self.start()
-        except BaseException:
-            await self.close()
-            raise
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.close()
 
     async def scores(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score | RewardFailed]:
         """The score of each prompt's completion, or its failure."""

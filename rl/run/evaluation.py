@@ -279,8 +279,12 @@ async def evaluate_source(config: RunConfig, source: ModelSource, count: int = 0
     generator = TransformersGenerator(source, None, config)
     try:
         if config.has_prompts:
-            async with Judge(reward_of(config), task.tokenizer) as judge:
+            judge = Judge(reward_of(config), task.tokenizer)
+            try:
+                await judge.start()
                 played = await play_prompts(generator.generate, judge, prompts, config.sampling, None)
+            finally:
+                await judge.close()
         else:
             played = await _played_here(config, source, count, generator.generate)
     finally:

@@ -5,22 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Iterator,
-    Mapping,
-)
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from holdfast.rl.grpo.loop import running
 from holdfast.rl.run.run_directory import RunDirectory
-from holdfast.rl.run.run_events import (
-    Activity,
-    Event,
-    ProcessorTime,
-)
+from holdfast.rl.run.run_events import Activity, Event, ProcessorTime
 from holdfast.rl.telemetry import WorkReport
 
 Observer = Callable[[Event], None]

@@ -38,12 +38,7 @@ from holdfast.rl.run.evaluation import BestVersion, HeldOutEvaluation
 from holdfast.rl.run.generation import Generators, Holders
 from holdfast.rl.run.policy import policy_source
 from holdfast.rl.run.run_directory import RunDirectory, RunStatus
-from holdfast.rl.run.run_events import (
-    Evaluated,
-    ProcessStarted,
-    RunResumed,
-    StepTrained,
-)
+from holdfast.rl.run.run_events import Evaluated, ProcessStarted, RunResumed, StepTrained
 from holdfast.rl.run.services import RunServices, between_hosts, new_register, service_metrics
 from holdfast.rl.run.telemetry import Observer, RunTelemetry
 from holdfast.rl.run.trainer_processes import TrainerProcesses

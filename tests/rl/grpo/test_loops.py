@@ -137,20 +137,20 @@ async def train(
         if evaluation is not None:
             await evaluation.begin(version)
 
-    async with Judge(reward, TOKENIZER) as judge:
+    judge = Judge(reward, TOKENIZER)
 
-        async def episode() -> None:
-            prompt = prompts.prompt((await buffer.admit()).number)
-            await generate_episode(prompt, cluster.generate, judge.evaluate, buffer, SAMPLING, 5, redraws)
+    async def episode() -> None:
+        prompt = prompts.prompt((await buffer.admit()).number)
+        await generate_episode(prompt, cluster.generate, judge.evaluate, buffer, SAMPLING, 5, redraws)
 
-        if evaluation is not None:
-            await evaluation.begin(steps.start)
-        if bound:
-            await asynchronous(episode, buffer, cluster.step, serve, steps, concurrency=6)
-        else:
-            await synchronous(episode, buffer, cluster.step, serve, steps)
-        if evaluation is not None:
-            await evaluation.settle()
+    if evaluation is not None:
+        await evaluation.begin(steps.start)
+    if bound:
+        await asynchronous(episode, buffer, cluster.step, serve, steps, concurrency=6)
+    else:
+        await synchronous(episode, buffer, cluster.step, serve, steps)
+    if evaluation is not None:
+        await evaluation.settle()
     return buffer
 
 

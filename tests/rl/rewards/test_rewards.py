@@ -110,8 +110,7 @@ def test_a_score_that_no_loss_can_be_computed_with_fails_its_answer_alone(bad: f
 
 
 async def judged(judge: Judge, *completions: Completion) -> Group | FailedGroup:
-    async with judge:
-        return await judge.evaluate(PROMPT, completions)
+    return await judge.evaluate(PROMPT, completions)
 
 
 def test_a_group_is_made_of_what_could_be_judged() -> None:
