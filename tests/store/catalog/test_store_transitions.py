@@ -41,6 +41,16 @@ def test_a_damaged_catalogue_is_read_as_a_catalogue_or_refused(damage: tuple[str
         assert damaged != catalog.encode()
 
 
+def test_a_holder_takes_its_own_replicas_back_and_says_why_it_is_slow() -> None:
+    catalog = copied(announced(joined(*HOLDERS[:3]), HOLDERS[0].id, replicas=2), HOLDERS[2].id)
+    first, second = catalog.versions[0].shards[0].replicas
+    assert transitions.retract(catalog, HOLDERS[0].id, [first.handle]) == catalog
+    left = transitions.retract(catalog, HOLDERS[0].id, ())
+    assert left.versions[0].shards[0].replicas == (second,)
+    slow = transitions.note_slow(catalog, HOLDERS[2].id, "no huge pages")
+    assert [each.slow for each in slow.holders] == ["", "", "no huge pages"]
+
+
 OTHER_RELEASE = r"layout 1, this release knows layout 3.*run one release in all processes"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -13,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from holdfast.comms.errors import HoldfastError, Mismatch
 from holdfast.comms.transport.base import Peer
 from holdfast.store.catalog import fleet, settling, transitions
-from holdfast.store.catalog.records import Catalog, Holder, Reader, SwitchRecord
+from holdfast.store.catalog.records import Catalog, Holder, Reader, SwitchRecord, reader_name
 from holdfast.store.errors import NoSuchVersion
 from support.weights.catalogs import announced, joined
 
@@ -316,6 +317,28 @@ def test_a_new_reader_joins_the_newest_committed_switch_and_an_older_one_keeps_i
     )
     assert settling.kept_for_readers(Catalog(readers=(late,), switches=switches)) == {1, 3}
     assert settling.kept_for_readers(Catalog(switches=switches)) == {3}
+
+
+def test_a_reader_enters_by_the_newest_switch_that_names_it_and_that_others_carry_out() -> None:
+    others = tuple(
+        Reader(f"g{serial}", "", "", Peer("host", serial, 7), switched=True, must=serial) for serial in (1, 3)
+    )
+    switches = tuple(
+        SwitchRecord(serial, "token", serial, names, None, 1.0, TRAINER.peer, state="committed")
+        for serial, names in ((1, ("g0",)), (2, ("g0",)), (3, ("g1",)))
+    )
+    catalog = Catalog(readers=others, switches=switches)
+    assert [fleet.joins(catalog, name) for name in ("g0", "g1", "g2")] == [1, 3, 3]
+    assert fleet.joins(Catalog(readers=others), "g0") == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "error"), [("", ValueError), ("x" * 201, ValueError), ("a\n", ValueError), (7, TypeError)]
+)
+def test_the_name_of_a_reader_can_be_printed_and_is_not_long(name: Any, error: type[Exception]) -> None:
+    assert reader_name("x" * 200) == "x" * 200
+    with pytest.raises(error, match="name"):
+        reader_name(name)
 
 
 def test_a_refusal_counts_for_the_switch_to_its_version_and_from_one_of_its_readers_alone() -> None:
