@@ -5,6 +5,9 @@ Hosts notice by their own turns that another one no longer beats; no clock is co
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
 import pytest
 import torch
 from hypothesis import given
@@ -13,7 +16,7 @@ from msgspec.structs import replace
 
 from holdfast.comms.transport.base import Peer
 from holdfast.ft.registers import open_cell
-from holdfast.store import WeightStore
+from holdfast.store import StoreTimeout, WeightStore
 from holdfast.store.catalog import fleet, transitions
 from holdfast.store.catalog.failure_domains import (
     AWAY_TURNS,
@@ -24,6 +27,8 @@ from holdfast.store.catalog.failure_domains import (
     with_beat,
 )
 from holdfast.store.catalog.records import Catalog, Holder, Reader, Version
+from support.children import Child
+from support.samples.store_processes import move_to_host
 from support.weights.catalogs import DIGEST, announced, copied, joined, replica
 
 HOSTS = ("north", "south", "west")
@@ -208,6 +213,30 @@ def test_a_holder_departs_when_its_part_is_on_another_host_again_or_no_other_can
 
 
 # -- stores on hosts, which an environment variable tells apart, over a memory plane that crosses hosts
+
+
+def a_holder_elsewhere(pipe: Connection, url: str) -> None:
+    move_to_host("south")
+    pipe.recv()
+    with WeightStore(url, plane="ucx"):
+        pipe.send("open")
+        pipe.recv()
+
+
+def test_publishing_for_several_hosts_fails_where_there_is_one_and_succeeds_where_there_are_two(
+    url: str, start: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The failure says why, and leaves nothing behind."""
+    other = start(a_holder_elsewhere, url)
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    with WeightStore(url, spread="hosts", plane="ucx") as store:
+        with pytest.raises(StoreTimeout, match=r"1 of 2 processes keep part 0.*on 1 host, and spread='hosts' needs 2"):
+            store.publish(1, {"a": torch.ones(9)}, timeout=0.3)
+        assert store.versions() == []
+        other.tell("open")
+        other.hear()
+        store.publish(1, {"a": torch.ones(9)})
+        assert len({holder.peer.host for holder in store.holders(1)}) == 2
 
 
 # -- several stores in one register

@@ -289,6 +289,7 @@ except RuntimeError as error:
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(site_of("triton") is None, reason="needs triton: make peers")
 def test_the_kernel_for_checksums_gives_the_bits_of_xxhash() -> None:
     """In Triton's interpreter, which has to be chosen before triton is imported: so in a process of its own."""
@@ -299,7 +300,7 @@ def test_the_kernel_for_checksums_gives_the_bits_of_xxhash() -> None:
         capture_output=True,
         text=True,
         env=environment,
-        timeout=300,
+        timeout=880,
         check=False,
     )
     assert done.stdout == "equal\n", done.stderr

@@ -315,13 +315,14 @@ def drive(body: str) -> None:
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=280,
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(TESTS), "MONARCH_FILE_LOG": "error", "OMP_NUM_THREADS": "1"},
     )
     assert found.returncode == 0 and found.stdout.endswith("done\n"), found.stdout + found.stderr
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(300)
 @needs_monarch
 def test_actors_of_two_meshes_share_a_store_wherever_they_were_spawned() -> None:
     drive("""
@@ -344,6 +345,7 @@ await ts.shutdown()
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(300)
 @needs_monarch
 def test_a_store_that_an_actor_owns_is_found_by_its_job() -> None:
     drive("""
