@@ -496,6 +496,13 @@ def test_a_users_training_survives_kills_and_a_fast_job_waits_for_them(
     assert 37 < last.step <= 40
 
 
+@pytest.mark.thorough
+def test_a_users_training_survives_kills_at_the_begin_and_before_the_commit_of_a_step(chaos: Any) -> None:
+    """Where the others are in an op, or wait for the end of their own step."""
+    faults = [chaos.kill(1, point="commit.before_prepare", in_step=9), chaos.kill(0, point="step.begin", in_step=15)]
+    chaos.run(train, 30, ranks=3, spares=2, faults=faults).check()
+
+
 def test_a_bug_in_a_users_training_is_found(chaos: Any, tmp_path: Path) -> None:
     faults = [chaos.kill(0, point="step.begin", in_step=9, rank=0)]
     with pytest.raises(chaos_module.ChaosFailed, match="same weights as without faults") as caught:

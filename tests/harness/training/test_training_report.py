@@ -129,6 +129,9 @@ def test_the_page_is_one_file_for_all_screens_with_the_outcome_each_process_and_
     assert "1" in curve and "1" in timeline, "every fault has a mark"
     (scene,) = (each for each in others if "next step 500 ms" in each)
     assert "another in its place 100 ms" in scene
+    curve, *others = map(texts, pictures(render(msgspec.structs.replace(report, faults=3 * report.faults))))
+    timeline, *_ = (each for each in others if {lane.name for lane in report.lanes} <= each)
+    assert {"1", "2", "3"} <= curve & timeline and sum("next step 500 ms" in each for each in others) == 3
 
 
 @pytest.mark.thorough
