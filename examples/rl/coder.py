@@ -326,10 +326,28 @@ FAMILIES = {
     "multiples": ProblemFamily(
         "numbers", "the sum of the numbers that {k} divides", "sum(n for n in numbers if n % {k} == 0)", _numbers
     ),
+    "rotated": ProblemFamily(
+        "numbers",
+        "the list rotated to the left by {k} places",
+        "[numbers[(i + {k}) % len(numbers)] for i in range(len(numbers))]",
+        _numbers,
+    ),
     "chunks": ProblemFamily(
         "numbers",
         "a list of lists: the numbers in pieces of {k}, the last one perhaps shorter",
         "[numbers[i:i + {k}] for i in range(0, len(numbers), {k})]",
+        _numbers,
+    ),
+    "clamped": ProblemFamily(
+        "numbers",
+        "the list with each number below -{k} replaced by -{k} and each above {k} by {k}",
+        "[max(-{k}, min({k}, n)) for n in numbers]",
+        _numbers,
+    ),
+    "largest": ProblemFamily(
+        "numbers",
+        "the {k} largest numbers in descending order; all of them if there are fewer",
+        "sorted(numbers, reverse=True)[:{k}]",
         _numbers,
     ),
     "remainders": ProblemFamily(
@@ -341,8 +359,20 @@ FAMILIES = {
     "digits": ProblemFamily(
         "number", "the sum of its decimal digits, times {k}", "{k} * sum(map(int, str(number)))", _number
     ),
+    "powers": ProblemFamily(
+        "number",
+        "the largest power of {k} that is at most the number, or 0 for 0",
+        "max(({k} ** i for i in range(21) if {k} ** i <= number), default=0)",
+        _number,
+    ),
     "long_words": ProblemFamily(
         "text", "how many of its words have more than {k} letters", "sum(len(w) > {k} for w in text.split())", _words
+    ),
+    "shifted": ProblemFamily(
+        "text",
+        "the text with each letter moved on by {k} in the alphabet, z being followed by a; spaces stay",
+        "''.join(chr((ord(c) - 97 + {k}) % 26 + 97) if c != ' ' else c for c in text)",
+        _words,
     ),
     "long_runs": ProblemFamily(
         "text",
@@ -350,6 +380,7 @@ FAMILIES = {
         "[c for c, run in __import__('itertools').groupby(text) if len(list(run)) >= {k}]",
         _runs,
     ),
+    "every": ProblemFamily("text", "every {k}th character, beginning with the first", "text[::{k}]", _runs),
 }
 """Each with the numbers 2 to 9: some hundred tasks, and any number of tests of each."""
 

@@ -19,9 +19,9 @@ Start = Callable[..., subprocess.Popen[str]]
 
 
 @contextlib.contextmanager
-def groups(least: int) -> Iterator[Start]:
+def groups(least: int, heartbeat_timeout_ms: int = 1000) -> Iterator[Start]:
     """Starts a group by its words; a step takes `least` groups or more."""
-    lighthouse = LighthouseServer(bind="[::]:0", min_replicas=least, heartbeat_timeout_ms=1000)
+    lighthouse = LighthouseServer(bind="[::]:0", min_replicas=least, heartbeat_timeout_ms=heartbeat_timeout_ms)
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHFT_LIGHTHOUSE": lighthouse.address()}
     with contextlib.ExitStack() as stack:
         stack.callback(lighthouse.shutdown)
@@ -44,9 +44,11 @@ def result(group: subprocess.Popen[str]) -> dict[str, Any]:
     return said
 
 
-def killed_and_back(survivor: Any, killed: Any, replacement: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def killed_and_back(
+    survivor: Any, killed: Any, replacement: Any, **options: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the survivor reports, and what the replacement of the other group, which kills itself."""
-    with groups(1) as start:
+    with groups(1, **options) as start:
         first, second = start(*survivor), start(*killed)
         _, errors = second.communicate(timeout=SECONDS)
         if second.returncode != -signal.SIGKILL and "Signal 9 (SIGKILL)" not in errors:  # torchrun says it of its ranks

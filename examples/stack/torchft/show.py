@@ -30,6 +30,7 @@ def main() -> None:
         command("a", "holdfast"),
         command("b", "holdfast", kill_step=KILL),
         command("b", "holdfast", STEPS - KILL - 1),
+        heartbeat_timeout_ms=500,
     )
     steps = [step for step, _, _ in survivor["steps"]]
     whole = steps == list(range(steps[0], steps[0] + len(steps)))  # the first of the two groups began alone
