@@ -337,10 +337,10 @@ def stand_in() -> Iterator[None]:
 
 def test_an_abort_reaches_torchs_group_once_and_names_its_reason_in_later_ops() -> None:
     def body(transport: OnTheHost) -> None:
+        gather = transport.function(OpPlan.make("all_gather", torch.float32, 8, 0, None, 5.0))
         transport.abort(PeerFailed((2,), "gone"))
         transport.abort(OpTimeout("later", 1, 1.0))
         eventually(lambda: transport._group.aborted == 1)
-        gather = transport.function(OpPlan.make("all_gather", torch.float32, 8, 0, None, 5.0))
         with pytest.raises(PeerFailed, match="gone"):
             transport.all_reduce(torch.ones(2), ReduceOp.SUM, soon())
         with pytest.raises(PeerFailed, match="gone"):

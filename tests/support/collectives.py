@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,13 @@ class Collective:
     arguments: Sequence[Any]
     filled: Sequence[Tensor]
     expected: Sequence[Tensor]
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """The tensors that the op reads, and leaves as they are."""
+        nested = [each if isinstance(each, list) else [each] for each in self.arguments]
+        read = [each.tensor if isinstance(each, Send) else each for each in itertools.chain(*nested)]
+        return [each for each in read if isinstance(each, Tensor) and all(each is not other for other in self.filled)]
 
     def run(self, comm: Communicator, **options: Any) -> None:
         """Run the op, and check its results."""

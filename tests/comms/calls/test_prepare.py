@@ -37,11 +37,12 @@ def test_a_prepared_op_does_what_the_plain_call_does(comm: Communicator) -> None
         partial(PreparedOp.start, async_op=True),
     ):
         for op in COLLECTIVES:
-            call = collective(op, comm.rank, 2, 4, root=1)
+            call, as_it_was = (collective(op, comm.rank, 2, 4, root=1) for _ in range(2))
             work = start(comm.prepare(op, *call.arguments))
             work.wait()
             assert isinstance(work, Work)
             call.check()
+            assert all(map(torch.equal, call.inputs, as_it_was.inputs)), op
         start(comm.prepare(*message)).wait()
         assert comm.rank == 0 or got.tolist() == [0, 1, 2, 3]
         largest, least = numbers.clone(), torch.empty(2)

@@ -43,7 +43,7 @@ def every_op(comm: Communicator) -> None:
         given = torch.full((count,), comm.rank + 1.0, device=CPU)
         comm.all_reduce(given, reproducible=count == 8)
         comm.all_reduce(given[::2], ReduceOp.MAX)
-        comm.all_to_all_single(given, given.clone(), [count // 2] * 2, [count // 2] * 2)
+        comm.all_to_all_single(given, given, [count // 2] * 2, [count // 2] * 2)
         comm.all_reduce(given, async_op=True).wait()
     assert comm.all_gather_object({"rank": comm.rank}) == [{"rank": 0}, {"rank": 1}]
     assert comm.broadcast_object([1, "two"], 0) == [1, "two"]

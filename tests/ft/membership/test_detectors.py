@@ -213,7 +213,7 @@ def test_a_late_member_is_examined_after_the_suspect_time(moves: int, words: str
 
 
 def test_no_member_is_late_while_this_process_does_not_wait_or_is_in_another_epoch() -> None:
-    mine = progress({101: 0})
+    mine = progress({})  # it looks at no process
     mine.there("p1", OpPosition(3, 2, False))
     mine.here(OpPosition(3, 7, False), 0.0)
     assert mine.look(60.0) == ()

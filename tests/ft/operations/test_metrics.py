@@ -135,9 +135,7 @@ def test_numbers_stay_in_the_process_whatever_another_library_has_set(tmp_path: 
     text = """
 import sys, urllib.request
 from holdfast.ft.events import StepCommitted, ViewInstalled
-from holdfast.ft.telemetry import flight
 from holdfast.ft.telemetry.event_log import EventLog
-from holdfast.ft.telemetry.flight import OpStatus, RecordingState
 from holdfast.ft.telemetry.metrics import Metrics, OpTally
 events = EventLog("p0")
 metrics = Metrics("0", "job", events, OpTally(None), lambda: 0)

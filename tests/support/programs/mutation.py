@@ -68,7 +68,6 @@ TARGETS = {
             "tests/comms/calls/test_argument_checks.py",
             "tests/comms/calls/test_prepare.py",
             "tests/comms/ops/test_collectives.py",
-            "tests/comms/ops/test_disagreement.py",
             "tests/comms/ops/test_fast_path.py",
             "tests/comms/ops/test_quantities.py",
             "tests/comms/ops/test_random_programs.py",
