@@ -216,10 +216,11 @@ def test_a_probe_that_raises_means_unavailable() -> None:
     assert isinstance(status, Unavailable) and "no such device" in status.reason
 
 
-def test_a_backend_that_cannot_run_here_is_refused_with_its_hint(tmp_path: Path) -> None:
+def test_a_backend_that_cannot_run_here_is_refused_with_its_hint() -> None:
+    """Before it looks for a meeting place."""
     plugin = Plugin(dataclasses.replace(GOOD, probe=lambda: Unavailable("no card", "buy one")))
     with registered(plugin), pytest.raises(comms.BackendUnavailable, match=r"no card.*buy one"):
-        alone(tmp_path, "mine")
+        comms.connect("mine", rank=0, size=1)
 
 
 class Observer:
