@@ -106,6 +106,23 @@ def test_a_driver_that_dies_at_any_point_is_resumed_to_the_same_bits(
 
 
 @pytest.mark.thorough
+def test_adapters_and_small_forwards_end_with_the_same_bits_when_a_trainer_is_killed(tmp_path: Path) -> None:
+    """Generators get the merged weights. The forwards are of three of the eight episodes of a part."""
+    changes: dict[str, object] = {
+        "steps": 6,
+        "model__lora_rank": 4,
+        "model__lora_alpha": 8.0,
+        "model__lora_targets": '["q_proj", "v_proj"]',
+        "trainer__micro_batch": 3,
+        "trainer__strategy": "fsdp2",
+    }
+    quiet = run(configured(**changes, trainer__replicas=1, trainer__spares=0), tmp_path / "quiet")
+    killer = Killer({2: ("trainer", 9)})
+    assert run(configured(**changes), tmp_path / "killed", killer).digest == quiet.digest
+    assert len(killer.struck) == 1 and set(killer.struck) <= killer.lost
+
+
+@pytest.mark.thorough
 def test_asynchronous_groups_are_never_staler_than_the_bound_and_each_prompt_is_trained_once(tmp_path: Path) -> None:
     """A generator dies on the way, and its requests go to others."""
     config = configured(algorithm__mode="asynchronous", algorithm__staleness=2)
