@@ -69,23 +69,22 @@ class PolicyStep:
 
 def _update(prompts: Any, completions: Any, size: int, objective: Any) -> Any:
     """The tokens of an update; every second completion of a group is right."""
-    from holdfast.rl.data.episode import Group
+    from holdfast.rl.data.episode import Episode, Group
     from holdfast.rl.grpo.batch import BatchColumns, updates_of
-    from support.rl.small_batches import episode
 
     groups = []
     for number, prompt in enumerate(prompts):
-        drawn = completions[number * size : (number + 1) * size]
         episodes = tuple(
-            episode(
-                prompt,
-                each.tokens,
-                float(place % 2),
-                versions=each.versions,
+            Episode(
+                prompt=prompt,
+                tokens=each.tokens,
                 logprobs=each.logprobs,
+                versions=each.versions,
+                mask=(True,) * len(each.tokens),
+                reward=float(place % 2),
                 finish=each.finish,
             )
-            for place, each in enumerate(drawn)
+            for place, each in enumerate(completions[number * size : (number + 1) * size])
         )
         groups.append(Group(number=number, prompt=prompt, episodes=episodes))
     (update,) = updates_of(BatchColumns.of(groups), 1, objective)
@@ -109,8 +108,10 @@ class Bookkeeping:
 
 
 def _group(number: int, version: int) -> Any:
-    from holdfast.rl.data.episode import Group, Prompt
-    from support.rl.small_batches import episode
+    from holdfast.rl.data.episode import Episode, Group, Prompt
 
     prompt = Prompt(number=number, tokens=(1, 2))
-    return Group(number=number, prompt=prompt, episodes=(episode(prompt, (3,), version=version),) * 2)
+    episode = Episode(
+        prompt=prompt, tokens=(3,), logprobs=(-1.0,), versions=(version,), mask=(True,), reward=1.0, finish="stop"
+    )
+    return Group(number=number, prompt=prompt, episodes=(episode, episode))
