@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import signal
 import sys
@@ -64,10 +65,13 @@ def _rounds(
         on_signal(part, handled[0])
 
     before = signal.signal(signal.SIGALRM, handle)
+    gc.disable()  # Python loses what a handler raises in the callback of a weak reference that the collector clears
+    gc.freeze()
     for turn in range(rounds):
         call = calls[turn % len(calls)]
         part = whole.split([0, 1], timeout=30.0)
         handled[0], ended, count, first = 0, "", 0, None
+        gc.collect()
         if call in COLLECTIVES:  # the signal shall hit the op, and not the making of its tensors
             for number in range(8):
                 _arguments(call, whole.rank, number)
@@ -96,6 +100,8 @@ def _rounds(
             wrong.append(f"{call}, round {turn}: not released")
         whole.barrier(timeout=30.0)
     signal.signal(signal.SIGALRM, before)
+    gc.unfreeze()
+    gc.enable()
     return wrong + unraisable
 
 
