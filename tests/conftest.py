@@ -24,8 +24,8 @@ from holdfast.ft.launch.job_contract import ReservedPort
 from holdfast.ft.processes import zygote_client as processes
 from holdfast.harness import LocalCluster
 from support.children import Child, children
+from support.comms.ranks import MPI
 from support.leaks import Snapshot, restore_signals, settle
-from support.ranks import MPI
 
 pytest_plugins = ["support.run_record"]
 

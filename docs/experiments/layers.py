@@ -52,7 +52,7 @@ def _plugin() -> Any:
     tests = str(Path(__file__).parents[2] / "tests")
     if tests not in sys.path:
         sys.path.append(tests)
-    return importlib.import_module("support.nccl_stand_in")
+    return importlib.import_module("support.comms.nccl_stand_in")
 
 
 class CallCost(msgspec.Struct, frozen=True):

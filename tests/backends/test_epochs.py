@@ -27,7 +27,7 @@ from holdfast.comms.algorithms.shared_memory.board import layout_of
 from holdfast.comms.errors import CorruptData
 from holdfast.comms.transport.liveness import this_process
 from holdfast.harness import LocalCluster
-from support.meeting import Epochs, in_epochs
+from support.comms.meeting import Epochs, in_epochs
 from support.waiting import eventually
 
 SHM, UCX, UCX_TCP = ("shm", ""), ("ucx", "posix,cma,self"), ("ucx", "tcp,self")

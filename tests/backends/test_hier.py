@@ -39,7 +39,7 @@ from holdfast.harness import LocalCluster, RankDied
 from holdfast.harness.conformance.helpers import wait_for_files
 from holdfast.harness.testbed import netns
 from holdfast.harness.testbed.netns import EnterNamespace, Network
-from support import nccl_stand_in as stand_in
+from support.comms import nccl_stand_in as stand_in
 
 OVER_NCCL = f"hier-{stand_in.NAME}"
 

@@ -46,9 +46,9 @@ from holdfast.comms.plugins.spec import Unavailable
 from holdfast.comms.system.files import url_of
 from holdfast.comms.transport.base import Context
 from holdfast.harness import LocalCluster
-from support import nccl_stand_in as stand_in_plugin
-from support.meeting import run_in_threads
-from support.nccl_stand_in import HostWork, OnTheHost
+from support.comms import nccl_stand_in as stand_in_plugin
+from support.comms.meeting import run_in_threads
+from support.comms.nccl_stand_in import HostWork, OnTheHost
 from support.waiting import PATIENCE, eventually
 
 Tensor = torch.Tensor

@@ -30,8 +30,8 @@ from holdfast.comms.collectives import ArgumentChecks
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.plugins.spec import Available
 from holdfast.comms.transport.base import Peer
-from support.meeting import run_in_threads
-from support.nccl_stand_in import LikeNccl, OnTheHost
+from support.comms.meeting import run_in_threads
+from support.comms.nccl_stand_in import LikeNccl, OnTheHost
 from support.waiting import PATIENCE, eventually
 
 

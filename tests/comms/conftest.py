@@ -9,8 +9,8 @@ import pytest
 
 from holdfast.comms import Communicator
 from holdfast.harness import LocalCluster
-from support.meeting import alone
-from support.ranks import MPI, running
+from support.comms.meeting import alone
+from support.comms.ranks import MPI, running
 
 BACKENDS = ["inproc", "shm", "gloo", "ucx", MPI]
 

@@ -22,7 +22,7 @@ from holdfast.comms import Communicator, Mismatch, OpTimeout, Revoked, StaleEpoc
 from holdfast.comms import experts as frames
 from holdfast.comms.experts import DECISION, REPORT, MaskAgreement, Received, Switch
 from holdfast.harness import LocalCluster
-from support.ranks import on_ranks, on_ranks_of, second_tier, shared_ranks
+from support.comms.ranks import on_ranks, on_ranks_of, second_tier, shared_ranks
 from support.source_tree import ROOT
 from support.waiting import PATIENCE
 

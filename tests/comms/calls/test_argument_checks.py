@@ -18,7 +18,7 @@ from holdfast.comms.errors import Unsupported
 from holdfast.comms.ops import TAGS, ReduceOp
 from holdfast.comms.plugins.spec import API_VERSION, Available, BackendInfo, Capabilities
 from holdfast.comms.tensors.overlap import check_outputs
-from support.ranks import on_ranks, on_ranks_of
+from support.comms.ranks import on_ranks, on_ranks_of
 
 NAMES = frozenset({"float32", "float16", "int64", "bool"})
 CPU = torch.device("cpu")

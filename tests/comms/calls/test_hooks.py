@@ -25,7 +25,7 @@ from holdfast.comms import (
 from holdfast.comms.hooks import OpLog, check_finite, compare_checksums
 from holdfast.comms.ops import OpDescription
 from holdfast.comms.plugins.spec import AbortEvent, OpEvent
-from support.ranks import on_ranks, on_ranks_of, shared_ranks
+from support.comms.ranks import on_ranks, on_ranks_of, shared_ranks
 
 ranks = shared_ranks(2, "inproc", "shm", checks="0", timeout=30.0)  # ops without hooks take the fast paths
 

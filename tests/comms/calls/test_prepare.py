@@ -20,8 +20,8 @@ from holdfast.comms import Communicator, PreparedOp, ReduceOp, Revoked, Unsuppor
 from holdfast.comms.collectives import PREPARABLE
 from holdfast.comms.plugins.registry import registry
 from holdfast.harness.cli.app import app
-from support.collectives import COLLECTIVES, collective
-from support.ranks import on_ranks, on_ranks_of, second_tier, shared_ranks
+from support.comms.collectives import COLLECTIVES, collective
+from support.comms.ranks import on_ranks, on_ranks_of, second_tier, shared_ranks
 from support.source_tree import ROOT
 
 ranks = shared_ranks(2, "inproc", "shm", "gloo", *second_tier("ucx", "mpi"), checks="0")

@@ -14,7 +14,7 @@ from holdfast.comms import Communicator, PeerFailed, ReduceOp, Revoked, Unsuppor
 from holdfast.comms.codecs.float8_blocks import BLOCK
 from holdfast.comms.quantised import ErrorFeedback, all_reduce_quantised, reduce_scatter_quantised
 from holdfast.harness import LocalCluster
-from support.ranks import on_ranks_of, shared_ranks
+from support.comms.ranks import on_ranks_of, shared_ranks
 
 BOUND, RESIDUAL_BOUND = 0.13, 0.15
 

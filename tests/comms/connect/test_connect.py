@@ -29,9 +29,9 @@ from holdfast.comms.transport.base import Context, Link, Peer
 from holdfast.comms.transport.liveness import this_process
 from holdfast.harness import LocalCluster
 from support.children import Child
-from support.meeting import alone, in_threads, total
-from support.ranks import on_ranks
-from support.torch_groups import ENVIRON, default_group
+from support.comms.meeting import alone, in_threads, total
+from support.comms.ranks import on_ranks
+from support.comms.torch_groups import ENVIRON, default_group
 from support.waiting import PATIENCE
 
 

@@ -22,8 +22,8 @@ from holdfast.comms.connect import KnownMembers, connect_members
 from holdfast.comms.plugins.spec import BackendInfo, hookimpl
 from holdfast.comms.transport.base import Context
 from holdfast.comms.transport.liveness import this_process
-from support.meeting import alone, registered
-from support.ranks import on_ranks, second_tier
+from support.comms.meeting import alone, registered
+from support.comms.ranks import on_ranks, second_tier
 from support.waiting import PATIENCE, becomes_true
 
 

@@ -33,8 +33,8 @@ from holdfast.comms.plugins.spec import (
 from holdfast.comms.rendezvous import fetch
 from holdfast.comms.transport.base import Context, Transport
 from holdfast.harness import LocalCluster
-from support.meeting import alone, registered
-from support.ranks import on_ranks, on_ranks_of
+from support.comms.meeting import alone, registered
+from support.comms.ranks import on_ranks, on_ranks_of
 from support.source_tree import modules, parsed
 from support.waiting import becomes_true
 

@@ -36,8 +36,8 @@ from holdfast.ft import listen_address
 from holdfast.ft.control.rpc import AsyncRpcServer
 from holdfast.ft.listen_address import check_interface, check_ours
 from support.children import Child
-from support.meeting import in_threads, total
-from support.ranks import on_ranks
+from support.comms.meeting import in_threads, total
+from support.comms.ranks import on_ranks
 from support.waiting import PATIENCE, eventually
 
 

@@ -33,8 +33,8 @@ from holdfast.comms.plugins.spec import AbortEvent
 from holdfast.comms.system.keys import create_key
 from holdfast.ft import Session, Timeouts
 from holdfast.harness import LocalCluster
-from support.meeting import in_threads
-from support.ranks import MPI, on_ranks, on_ranks_of, second_tier
+from support.comms.meeting import in_threads
+from support.comms.ranks import MPI, on_ranks, on_ranks_of, second_tier
 from support.waiting import PATIENCE
 
 

@@ -42,8 +42,8 @@ from holdfast.comms.system.files import touched_pages
 from holdfast.comms.transport import liveness
 from holdfast.harness.conformance.planes import *  # noqa: F403
 from support.children import Child, children
+from support.comms.ranks import on_ranks
 from support.memory import needs_huge_pages, smaps_field
-from support.ranks import on_ranks
 from support.waiting import eventually
 
 

@@ -28,8 +28,8 @@ from holdfast.ft.state import transfer
 from holdfast.ft.state.codec import encode_state
 from holdfast.store import WeightStore
 from holdfast.store.data.state_dicts import flatten
-from support.collectives import COLLECTIVES, collective
-from support.ranks import MPI, on_ranks, on_ranks_of, second_tier, shared_ranks
+from support.comms.collectives import COLLECTIVES, collective
+from support.comms.ranks import MPI, on_ranks, on_ranks_of, second_tier, shared_ranks
 
 COUNT = 4
 

@@ -38,8 +38,8 @@ from holdfast.comms.tensors.memory import ExposedMemory
 from holdfast.comms.transport.base import WindowMemory, closed_there
 from holdfast.comms.transport.liveness import Liveness, PeerWatch, is_gone, is_stopped
 from holdfast.harness.conformance.windows import *  # noqa: F403
-from support.meeting import run_in_threads
-from support.ranks import on_ranks, second_tier, shared_ranks
+from support.comms.meeting import run_in_threads
+from support.comms.ranks import on_ranks, second_tier, shared_ranks
 from support.waiting import PATIENCE, eventually
 
 SIZED = ["inproc-1", "inproc-3", "shm-1", "shm-3", "ucx-3", "mpi-3", "gloo-3"]

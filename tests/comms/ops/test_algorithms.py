@@ -22,7 +22,7 @@ from holdfast.comms.algorithms.message_passing.exchange import Exchange
 from holdfast.comms.algorithms.message_passing.messages import MessageTransport
 from holdfast.comms.transport.base import Context, Link
 from holdfast.comms.transport.liveness import this_process
-from support.meeting import run_in_threads
+from support.comms.meeting import run_in_threads
 
 Tensor = torch.Tensor
 

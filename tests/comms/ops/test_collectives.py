@@ -23,8 +23,8 @@ from holdfast.comms.tensors.packing import DTYPES
 from holdfast.harness import LocalCluster
 from holdfast.harness.conformance.collectives import *  # noqa: F403
 from holdfast.harness.conformance.reductions import *  # noqa: F403
-from support.collectives import collective
-from support.ranks import on_ranks, second_tier, shared_ranks
+from support.comms.collectives import collective
+from support.comms.ranks import on_ranks, second_tier, shared_ranks
 
 COUNTS = (4, 100_000)
 DISAGREE: dict[str, Callable[[int], torch.Tensor]] = {

@@ -21,8 +21,8 @@ from holdfast.comms.plugins.registry import registry
 from holdfast.comms.tensors.packing import DTYPES
 from holdfast.comms.work import DONE, Work
 from holdfast.harness import LocalCluster
-from support.collectives import collective
-from support.ranks import on_ranks_of, shared_ranks
+from support.comms.collectives import collective
+from support.comms.ranks import on_ranks_of, shared_ranks
 
 OPS = ("all_reduce", "reduce_scatter_single", "broadcast", "all_gather_single", "all_to_all_single", "barrier")
 RANKS = 3

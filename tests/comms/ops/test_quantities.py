@@ -22,8 +22,8 @@ from holdfast.comms.work import DONE
 from holdfast.ft import Timeouts
 from holdfast.harness import LocalCluster
 from holdfast.store import WeightStore
-from support.collectives import collective
-from support.ranks import on_ranks_of, second_tier
+from support.comms.collectives import collective
+from support.comms.ranks import on_ranks_of, second_tier
 
 INTEGERS: list[Callable[[int], Any]] = [int, np.int64, np.uint8, np.int16, lambda value: torch.tensor(value)]
 NO_INTEGERS: list[Any] = [True, np.True_, 1.0, np.float32(1), "1", None, [1], torch.tensor(1.5), torch.ones(2)]

@@ -12,7 +12,7 @@ import torch
 from holdfast.comms import Communicator, ReduceOp, collectives
 from holdfast.comms.errors import HoldfastError, Unsupported
 from holdfast.comms.transport.base import Transport
-from support.ranks import MPI, on_ranks_of, second_tier
+from support.comms.ranks import MPI, on_ranks_of, second_tier
 
 fast_and_checked = pytest.mark.parametrize("checks", ["0", "1"], indirect=True)
 shared_code = pytest.mark.parametrize("two_ranks", ["inproc", "shm", "gloo", *second_tier("ucx", "mpi")], indirect=True)

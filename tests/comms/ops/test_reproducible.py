@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from holdfast.comms import Communicator, ReduceOp, Unsupported
 from holdfast.comms.reproducible import exact_sum, scatter_contributions, sum_contributions
-from support.ranks import on_ranks, on_ranks_of, second_tier, shared_ranks
+from support.comms.ranks import on_ranks, on_ranks_of, second_tier, shared_ranks
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -20,9 +20,9 @@ from holdfast.comms.algorithms.shared_memory.board import IN_PLACE_BITS, NEAR, U
 from holdfast.comms.algorithms.shared_memory.channels import Channels
 from holdfast.comms.errors import Mismatch
 from holdfast.harness import LocalCluster
-from support.collectives import COLLECTIVES, collective
+from support.comms.collectives import COLLECTIVES, collective
+from support.comms.ranks import on_ranks, on_ranks_of, running, shared_ranks
 from support.memory import ALL_CLASSES, board_of
-from support.ranks import on_ranks, on_ranks_of, running, shared_ranks
 from support.waiting import PATIENCE
 
 SENDER, RECEIVER = 0, 1

@@ -35,8 +35,8 @@ from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import Liveness, start_time, this_host, this_process
 from holdfast.ft.registers import open_cell
 from holdfast.harness import LocalCluster
+from support.comms.ranks import on_ranks, second_tier
 from support.programs.forked_programs import ForkedProgram
-from support.ranks import on_ranks, second_tier
 from support.source_tree import ROOT, modules
 
 KINDS: dict[str, Callable[[], int]] = {

@@ -23,8 +23,8 @@ from holdfast.ft.control.rpc import AsyncRpcServer
 from holdfast.harness import LocalCluster
 from holdfast.store import WeightStore
 from support.children import Child
-from support.meeting import alone
-from support.ranks import MPI, on_ranks_of
+from support.comms.meeting import alone
+from support.comms.ranks import MPI, on_ranks_of
 from support.rpc_servers import RpcThread
 
 on_processes = pytest.mark.parametrize("two_ranks", ["shm", "gloo", "ucx", MPI], indirect=True)

@@ -13,8 +13,8 @@ from holdfast import comms
 from holdfast.comms import Communicator, ReduceOp
 from holdfast.ft import Session
 from holdfast.store import WeightStore
-from support.collectives import COLLECTIVES, collective
-from support.ranks import on_ranks_of
+from support.comms.collectives import COLLECTIVES, collective
+from support.comms.ranks import on_ranks_of
 from support.samples.tally import assert_exact, cluster, start_with_spares, tally_up
 
 CPU = torch.device("cpu")

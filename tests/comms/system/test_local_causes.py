@@ -20,10 +20,10 @@ from holdfast.comms.errors import describe
 from holdfast.comms.system.local_causes import local_cause, resource_exhausted, unopenable_file, unreadable_memory
 from holdfast.ft import Session
 from holdfast.harness import LocalCluster
+from support.comms.ranks import on_ranks
 from support.programs import seccomp_deny
 from support.programs.forked_programs import run_forked
 from support.programs.seccomp_deny import CALLS
-from support.ranks import on_ranks
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it mounts a file system of its own")
 

@@ -16,8 +16,8 @@ import torch
 
 from holdfast.comms import Communicator, HoldfastError
 from holdfast.comms.system.signal_safety import HandlerLock, run_shielded, shared_lock
-from support.collectives import COLLECTIVES, collective
-from support.ranks import on_ranks
+from support.comms.collectives import COLLECTIVES, collective
+from support.comms.ranks import on_ranks
 
 LOCAL = ("split",)
 """Calls that need no other rank."""

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from holdfast.comms import Communicator, Mismatch, OpTimeout, PeerFailed, Revoked
 from holdfast.comms.torchdist import Options
 from holdfast.comms.transport.liveness import is_gone
-from support.ranks import on_ranks, second_tier
-from support.torch_groups import ENVIRON, default_group, on_each_rank_of, shared_groups
+from support.comms.ranks import on_ranks, second_tier
+from support.comms.torch_groups import ENVIRON, default_group, on_each_rank_of, shared_groups
 from support.waiting import PATIENCE
 
 BACKENDS = ["shm", "gloo", *second_tier("ucx")]

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from holdfast.comms import Communicator, PeerFailed, Revoked
 from holdfast.comms.torchdist import Options, process_group
 from holdfast.comms.torchdist.process_group import HoldfastProcessGroup
-from support.ranks import on_ranks, on_ranks_of, second_tier
-from support.torch_groups import default_group, shared_groups
+from support.comms.ranks import on_ranks, on_ranks_of, second_tier
+from support.comms.torch_groups import default_group, shared_groups
 
 
 class Group:

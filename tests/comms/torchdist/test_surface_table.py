@@ -24,10 +24,10 @@ from torch._C import _distributed_c10d
 
 from holdfast.comms import BackendUnavailable, Communicator, HoldfastError, NotConnected, Revoked, Unsupported
 from holdfast.comms.torchdist import Options
-from support import nccl_stand_in as stand_in
-from support.meeting import registered
+from support.comms import nccl_stand_in as stand_in
+from support.comms.meeting import registered
+from support.comms.torch_groups import default_group, group_cluster
 from support.source_tree import ROOT
-from support.torch_groups import default_group, group_cluster
 
 ROWS: list[dict[str, Any]] = tomllib.loads((ROOT / "docs/reference/torch-surface.toml").read_text())["row"]
 TRANSPORTS = ("shm", "gloo", "ucx", "mpi", "nccl")

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from holdfast.comms import Communicator, CorruptData, Mismatch, PeerFailed, RegionGone, Unsupported
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.torchdist.process_group import HoldfastProcessGroup
-from support.ranks import on_ranks, second_tier
-from support.torch_groups import on_each_rank_of, shared_groups
+from support.comms.ranks import on_ranks, second_tier
+from support.comms.torch_groups import on_each_rank_of, shared_groups
 
 two = shared_groups(2, "shm", "gloo", *second_tier("ucx", "mpi"))
 

@@ -20,8 +20,8 @@ from holdfast.comms import Communicator, Mismatch, OpTimeout, Unsupported, Work
 from holdfast.comms.executor import Executor
 from holdfast.comms.torchdist import Options
 from holdfast.harness import LocalCluster
-from support.ranks import on_ranks, second_tier
-from support.torch_groups import (
+from support.comms.ranks import on_ranks, second_tier
+from support.comms.torch_groups import (
     ENVIRON,
     default_group,
     group_cluster,

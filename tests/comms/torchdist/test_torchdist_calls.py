@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
 from holdfast.harness import LocalCluster
-from support.torch_groups import in_group, on_each_rank_of, shared_groups
+from support.comms.torch_groups import in_group, on_each_rank_of, shared_groups
 
 Tensor = torch.Tensor
 Arguments = dict[str, Any]

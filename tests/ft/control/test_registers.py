@@ -28,8 +28,8 @@ from holdfast.ft.registers import Cell, RegisterAway, open_cell, schemes, sqlite
 from holdfast.ft.registers import etcd as etcd_register
 from holdfast.harness.testbed.etcd import EtcdCluster
 from support.children import children
+from support.comms.meeting import in_threads
 from support.linearizability import OperationRecorder, RegisterOperation, unexplained
-from support.meeting import in_threads
 from support.views import view_of
 from support.waiting import PATIENCE, eventually
 

@@ -20,7 +20,7 @@ from holdfast.comms.errors import OpTimeout, Revoked, Unsupported
 from holdfast.comms.system.keys import KeyRefused, create_key, load_key
 from holdfast.ft.control.errors import KeyTimeout, RemoteError
 from holdfast.ft.node.rendezvous import Ask, RendezvousStore, RendezvousTable, ask_here, ask_remotely, handlers
-from support.meeting import in_threads
+from support.comms.meeting import in_threads
 from support.rpc_servers import RpcThread, rpc_server_thread
 from support.waiting import PATIENCE, eventually
 

@@ -38,9 +38,9 @@ from holdfast.ft.state.leaves import Leaf, PartLayout, RankMesh, _cuts, _placeme
 from holdfast.ft.state.restoring import PartStore, assemble, choose, complete_size, needed, shifts
 from holdfast.harness import LocalCluster
 from holdfast.harness.invariants import check
+from support.comms.torch_groups import sharded_model
 from support.samples.tally import Tally, start_with_spares
 from support.source_tree import ROOT
-from support.torch_groups import sharded_model
 from support.waiting import eventually
 
 QUICK = Timeouts(heartbeat=0.2, suspect=2.0, operation=40.0, rebuild=20.0, join=20.0)

@@ -22,9 +22,9 @@ from holdfast.harness.cli.store import NOTHING_TO_VERIFY, byte_progress
 from holdfast.store import WeightStore
 from holdfast.store.retention import DiskRetention
 from support.children import Child
+from support.comms.torch_groups import ENVIRON, in_group
 from support.programs import forked_programs as programs
 from support.samples.store_processes import a_holder
-from support.torch_groups import ENVIRON, in_group
 from support.waiting import eventually, next_line
 
 said = partial(programs.said, "store")

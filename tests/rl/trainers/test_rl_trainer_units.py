@@ -29,9 +29,9 @@ from holdfast.rl.grpo.batch import BatchColumns, updates_of
 from holdfast.rl.run.trainer_processes import TrainerGroup
 from holdfast.rl.trainers.layouts import NonFiniteLoss, clip_factor, sharded_norm
 from holdfast.rl.trainers.titan import TitanModel, mesh_of, model_config
+from support.comms.torch_groups import in_group
 from support.rl.small_batches import episode
 from support.source_tree import ROOT
-from support.torch_groups import in_group
 
 
 def group_of(number: int, episodes: int) -> Group:

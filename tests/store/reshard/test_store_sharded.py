@@ -32,8 +32,8 @@ from holdfast.store.interop import import_version
 from holdfast.store.publication import Publication
 from holdfast.store.reshard import giving
 from holdfast.store.reshard.placements import local_of, place
+from support.comms.torch_groups import ENVIRON, in_group
 from support.source_tree import ROOT
-from support.torch_groups import ENVIRON, in_group
 from support.weights.layouts import as_rank
 
 SHAPES = {"weight": (12, 10), "odd": (7, 5), "small": (3, 2), "empty": (0, 4), "large": (513, 260)}

@@ -27,7 +27,7 @@ from holdfast.comms import Communicator, OpTimeout, PeerFailed, Recv, Revoked, S
 from holdfast.comms.system.files import url_of
 from holdfast.harness.cluster.local_cluster import LocalCluster
 from holdfast.harness.conformance.helpers import capabilities, wait_for_files
-from support import nccl_stand_in
+from support.comms import nccl_stand_in
 
 STAND_IN = nccl_stand_in.NAME
 BACKENDS = ("inproc", "shm", "gloo", "ucx", "mpi", STAND_IN)

@@ -16,7 +16,7 @@ from torch import nn
 
 from holdfast.comms import Communicator
 from holdfast.harness import LocalCluster
-from support.ranks import Test, as_test
+from support.comms.ranks import Test, as_test
 
 T = TypeVar("T")
 
