@@ -78,10 +78,13 @@ def test_a_job_that_lost_a_rank_has_counted_all_and_recorded_the_ops_of_all_rank
     killed, *survivors = sorted(recordings, key=lambda recording: recording.state)
     assert [each.state for each in (killed, *survivors)] == [RecordingState.OPEN, *[RecordingState.CLOSED] * 2]
     assert (killed.ops[-1].signature.op, killed.ops[-1].step, killed.step) == ("barrier", 1, 2)
+    named = []
     for survivor in survivors:
         assert len({op.communicator.epoch for op in survivor.ops}) == 2
         (failed,) = [op for op in survivor.ops if op.status != OpStatus.DONE]
-        assert (failed.signature.op, failed.step, failed.failed_ranks) == ("all_reduce", 2, (1,))
+        assert (failed.signature.op, failed.step) == ("all_reduce", 2)
+        named.append(failed.failed_ranks)
+    assert (1,) in named and set(named) <= {(1,), ()}, "the other one may hear first that the epoch is over"
 
 
 def metrics(asked: str, tally: OpTally | None = None) -> Metrics:
