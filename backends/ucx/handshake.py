@@ -183,9 +183,8 @@ class _Handshake:
         except UcxError as error:
             explained = explain(error, rank, self._worker.over)
             if error.status != libucp.ERR_UNREACHABLE:
-                self._check_live(
-                    time.monotonic()
-                )  # the shared memory of a rank that gave up is gone, for another death
+                # The shared memory of a rank that gave up is gone: name the death for which it did.
+                self._check_live(time.monotonic())
                 raise explained from error
             self._unreached = explained  # the worker may be gone; its rank may still publish a new address
             return False

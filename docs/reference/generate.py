@@ -251,7 +251,6 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
 
 
 def _written(value: object) -> str:
-
     return msgspec.toml.encode({"value": value}).decode().removeprefix("value = ").strip()
 
 

@@ -70,7 +70,10 @@ _SPINS, _CROWDED_SPINS = 10_000, 100
 """Checks before the first yield: with more ranks than cores, the others need the processor."""
 _YIELDS, _CROWDED_YIELDS = 400, 40
 _SLEEP_SECONDS = 0.002
-"""The time of one sleep, and the longest one of yields, each of which takes as long as other processes compute."""
+"""The time of one sleep (`SLEEP_NANOSECONDS` of native/board/board.h), and the longest time of yields.
+
+Each yield takes as long as other processes compute.
+"""
 
 
 HINTS = (
