@@ -28,6 +28,7 @@ _CALL_SECONDS = 0.005
 _PATIENCE = 60.0
 _BALLAST = 16 << 20
 _SETTLE_SECONDS = 0.05
+"""Seconds between two looks whether a replica has the call."""
 
 
 class BallastActor:
@@ -88,8 +89,7 @@ async def measure(engine: Engine, name: str, kills: int, folder: Path) -> KillFi
             descriptors.append(sum(1 for _ in Path("/proc/self/fd").iterdir()))
             mark = folder / str(kill)
             probe = asyncio.create_task(_probe(service, mark))
-            await asyncio.sleep(_SETTLE_SECONDS)
-            victim = int(mark.read_text())
+            victim = await _process_in(mark)
             killed.append(time.monotonic())
             os.kill(victim, signal.SIGKILL)
             rerouted.append(await probe - killed[-1])
@@ -112,6 +112,15 @@ async def _probe(service: Service, mark: Path) -> float:
     """Have a call in flight on the replica that is killed next; when another one's answer is here."""
     assert await service.work.options(timeout=_PATIENCE).route(-1, _PATIENCE, str(mark)) == -1
     return time.monotonic()
+
+
+async def _process_in(mark: Path) -> int:
+    """The process that has the call, once it has written that."""
+    async with asyncio.timeout(_PATIENCE):
+        while True:
+            await asyncio.sleep(_SETTLE_SECONDS)
+            if mark.exists() and (said := mark.read_text()):
+                return int(said)
 
 
 async def _until(service: Service, lost: int) -> None:
