@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import os
 import socket
 import struct
@@ -13,6 +15,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from holdfast.comms.errors import HoldfastError
@@ -28,6 +31,9 @@ _BACKLOG = 1024
 
 _END_SECONDS = 0.5
 """How long to wait for an abandoned call: if it returned during interpreter exit, the process would abort."""
+
+_ERRORS = 2
+"""torch's level of a log that has errors but no warnings."""
 
 _lock = shared_lock()
 _served: weakref.WeakValueDictionary[tuple[str, int], dist.TCPStore] = weakref.WeakValueDictionary()
@@ -49,6 +55,7 @@ def serve(host: str, port: int, timeout: float, interface: str | None = None) ->
     """
     place = (host, port)
     with _lock:
+        _stop_reverse_lookups()
         store = _served.get(place)
         if store is None:
             listener = _listen(interface or host, port)
@@ -106,6 +113,8 @@ def dial(
     torch's error after so long without an answer. The client must not be used after that: it would take a late answer
     for the answer to its next request.
     """
+    with _lock:
+        _stop_reverse_lookups()
     patience = max(timeout, answer_seconds or 0.0) + 0.25  # if no process listens, torch gives up first
     began, ended = time.monotonic(), threading.Event()
     missing = () if serving_rank is None else (serving_rank,)
@@ -143,6 +152,33 @@ def dial(
                     each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
                     each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         return store
+
+
+@functools.cache
+def _stop_reverse_lookups() -> None:
+    """Let torch log addresses instead of names in this process.
+
+    To log them, torch asks for the name of each address that it connects to or accepts. A name server that loses a
+    packet delays that by 5 s, and the thread that serves the store is then silent to all. torch stops asking once a
+    lookup has failed, and this one fails: it is made in a thread that asks no name server.
+    """
+    libc = ctypes.CDLL(None)
+    libc.__res_state.restype = ctypes.POINTER(ctypes.c_int)
+    libc10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib/libc10.so"))
+    level = ctypes.c_int.in_dll(libc10, "FLAGS_caffe2_log_level")
+
+    def connect() -> None:
+        libc.__res_init()
+        libc.__res_state()[1] = 0  # `retry`: how often each name server is asked
+        listener = socket.create_server((LOOPBACK, 0))
+        port = listener.getsockname()[1]
+        dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+    before, level.value = level.value, max(level.value, _ERRORS)  # torch warns that the lookup failed
+    try:
+        run_interruptible(connect, lambda: None)
+    finally:
+        level.value = before
 
 
 def _sockets_to(port: int, copies: contextlib.ExitStack) -> dict[int, socket.socket]:

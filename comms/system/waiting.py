@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from holdfast.comms.errors import HoldfastError
@@ -82,6 +85,9 @@ def change(address: int, itemsize: int, add: bool, first: int, second: int) -> i
 Result = TypeVar("Result")
 
 _CHECK_SECONDS = 0.002
+_END_SECONDS = 1.0
+_ending: deque[int] = deque(maxlen=64)
+"""The last threads whose calls have returned, as the system numbers them."""
 
 
 def run_interruptible(
@@ -100,7 +106,11 @@ def run_interruptible(
 
     def run() -> None:
         try:
-            future.set_result(call())
+            try:
+                result = call()
+            finally:
+                _ending.append(threading.get_native_id())
+            future.set_result(result)
         except BaseException as error:
             future.set_exception(error)
 
@@ -108,6 +118,21 @@ def run_interruptible(
     while not wait([future], every).done:
         check_abort()
     return future.result()
+
+
+def _await_ends() -> None:
+    """Let the threads end whose calls have returned: microseconds.
+
+    A thread that ends takes locks of libc, the resolver's among them. In a child forked meanwhile they would stay
+    locked: it would wait forever where it resolves a name. `Thread.join` returns too early.
+    """
+    deadline = time.monotonic() + _END_SECONDS
+    while _ending:
+        thread = Path(f"/proc/self/task/{_ending.pop()}")
+        Wait().reaches(lambda: not thread.exists(), deadline)  # noqa: B023 (it is called here)
+
+
+os.register_at_fork(before=_await_ends)
 
 
 def run_within(seconds: float, call: Callable[[], Result], *, delays_exit: bool = True) -> Result:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import random
 import select
 import socket
 import subprocess
@@ -278,6 +280,27 @@ def test_the_store_listens_at_the_named_interface_only(port: int) -> None:
         ]
         listening = [line[1] for line in lines if line[3] == "0A" and line[1].endswith(f":{port:04X}")]
     assert listening == [f"0100007F:{port:04X}"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another name server for a process: run as root")
+def test_no_name_server_is_asked_who_an_address_is(tmp_path: Path) -> None:
+    """torch would ask, to log the name, and wait for 5 s where the name server is silent."""
+    address = f"127.53.{random.randrange(1, 255)}.{random.randrange(1, 255)}"
+    (tmp_path / "resolv.conf").write_text(f"nameserver {address}\n")
+    store = """
+from holdfast.comms.rendezvous import tcp
+store = tcp.serve("127.0.0.1", 0, 30.0)
+tcp.dial("127.0.0.1", store.port, 30.0).set("key", "value")
+"""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as name_server:
+        name_server.bind((address, 53))
+        name_server.setblocking(False)
+        replaced = f"mount --bind {tmp_path}/resolv.conf /etc/resolv.conf"
+        command = ["unshare", "--mount", "sh", "-c", f'{replaced} && exec "$@"', "", sys.executable, "-c", store]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=120.0)
+        assert (ended.returncode, ended.stderr) == (0, "")
+        with pytest.raises(BlockingIOError):
+            name_server.recv(512)
 
 
 def test_a_machine_whose_own_name_means_loopback_can_be_reached_by_others(

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 
 from holdfast.comms import Communicator, UsedAfterFork
 from holdfast.comms.ops import OpDescription
+from holdfast.comms.system.waiting import run_interruptible
 from holdfast.ft import Session
 from holdfast.ft.control.event_loop import LoopThread
 from holdfast.ft.control.rpc import AsyncRpcServer
@@ -264,3 +266,23 @@ def test_a_forked_child_leaves_stores_and_control_connections_alone(tmp_path: Pa
         lease.release()
         client.close()
         loop.run(server.close(), 10.0)
+
+
+def test_a_fork_waits_for_threads_that_end() -> None:
+    """They hold locks of libc, which the child would inherit."""
+
+    class SlowToGo:
+        def __del__(self) -> None:
+            time.sleep(0.2)
+
+    local = threading.local()
+
+    def call() -> Path:
+        local.value = SlowToGo()
+        return Path(f"/proc/{os.getpid()}/task/{threading.get_native_id()}")
+
+    thread = run_interruptible(call, lambda: None)
+    assert thread.exists()
+    if (child := os.fork()) == 0:
+        os._exit(thread.exists())
+    assert os.waitpid(child, 0)[1] == 0
