@@ -23,7 +23,7 @@ from holdfast.comms.tensors.packing import DTYPES
 from holdfast.harness import LocalCluster
 from holdfast.harness.conformance.collectives import *  # noqa: F403
 from holdfast.harness.conformance.reductions import *  # noqa: F403
-from support.comms.collectives import collective
+from support.comms.collectives import COLLECTIVES, collective
 from support.comms.ranks import on_ranks, second_tier, shared_ranks
 
 COUNTS = (4, 100_000)
@@ -50,6 +50,36 @@ def test_a_message_of_another_size_or_dtype_is_a_mismatch(comm: Communicator) ->
                     part.batch_send_recv([message])
                 else:
                     (part.recv if comm.rank else part.send)(message.tensor, 1 - comm.rank, 3)
+
+
+@on_ranks(2, "inproc")
+def test_only_ops_that_all_ranks_join_are_counted_as_progress(comm: Communicator) -> None:
+    for op in COLLECTIVES:
+        before = comm.progress[0]
+        collective(op, comm.rank, comm.size, 4).run(comm)
+        assert comm.progress[0] - before == (op != "batch_send_recv"), op
+    before = comm.progress[0]
+    (comm.recv if comm.rank else comm.send)(torch.zeros(4), 1 - comm.rank)
+    assert comm.progress[0] == before
+
+
+@on_ranks(3, "inproc")
+def test_a_rank_may_name_the_sizes_that_it_sends_and_receive_equal_ones(comm: Communicator) -> None:
+    sizes = {0: ([2, 1, 3], None), 1: (None, [1, 2, 2]), 2: (None, [3, 2, 2])}
+    sends, receives = sizes[comm.rank]
+    received = torch.empty(sum(receives or [6]))
+    given = torch.arange(6.0) + 10 * comm.rank
+    comm.all_to_all_single(received, given, receives, sends)
+    expected = {0: [0, 1, 10, 11, 20, 21], 1: [2, 12, 13, 22, 23], 2: [3, 4, 5, 14, 15, 24, 25]}
+    assert received.tolist() == expected[comm.rank]
+
+
+@on_ranks(2, "inproc")
+def test_what_a_rank_gives_itself_has_the_size_of_what_it_takes(comm: Communicator) -> None:
+    ours = [torch.zeros(4), torch.zeros(4)]
+    ours[comm.rank] = torch.zeros(3)
+    with pytest.raises(ValueError, match=rf"outputs\[{comm.rank}\]"):
+        comm.all_to_all(ours, [torch.zeros(4)] * 2)
 
 
 @on_ranks(2, "inproc", "shm", "ucx", checks="0")
