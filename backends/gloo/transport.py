@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -218,20 +217,20 @@ class GlooTransport(TorchGroup):
             raise self._error.again()
         began = time.monotonic()
         limit = timedelta(seconds=max(deadline - began, 0.001))
-        aborted: list[float] = []
+        ended: list[float] = []
 
         def look() -> None:
-            if self._error is not None:
-                aborted.append(time.monotonic())
-                if aborted[-1] > aborted[0] + _GRACE_SECONDS:  # gloo forgets some messages when their connection closes
+            """Gloo forgets some messages when their connection closes: by an abort here, or by the peers."""
+            if ended or self._error is not None or are_lost(list(self._sockets)):
+                ended.append(time.monotonic())
+                if ended[-1] > ended[0] + _GRACE_SECONDS:
                     self.interrupted = True
-                    raise self._error.again()
+                    if self._error is not None:
+                        raise self._error.again()
+                    raise _ConnectionsLost("Connection closed by all peers")
 
         try:
-            if threading.current_thread() is threading.main_thread():
-                run_interruptible(partial(start, limit), look)  # gloo waits in C++, where Ctrl-C has no effect
-            else:
-                start(limit)
+            run_interruptible(partial(start, limit), look)  # gloo waits in C++, where Ctrl-C has no effect
         except HoldfastError:
             raise
         except RuntimeError as error:

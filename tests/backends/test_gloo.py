@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,7 +52,8 @@ def test_a_process_that_never_closed_ends_well_with_ops_pending(tmp_path: Path) 
         assert process.returncode == 0, said.decode()
 
 
-def test_an_op_that_gloo_forgets_ends_when_all_peers_are_gone(pair: LocalCluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize("op", ["collective", "message"])
+def test_an_op_that_gloo_forgets_ends_when_all_peers_are_gone(op: str, pair: LocalCluster, tmp_path: Path) -> None:
     """Gloo may forget an op if its peers close their connections as it starts; here, one that never ends."""
 
     def body(comm: Communicator, meeting: Path) -> bool:
@@ -64,15 +67,19 @@ def test_an_op_that_gloo_forgets_ends_when_all_peers_are_gone(pair: LocalCluster
             def is_completed(self) -> bool:
                 return False
 
-        with connect_again(comm, meeting) as again:
+        with connect_again(comm, meeting) as again, contextlib.ExitStack() as at_last:
             transport = again.transport
             assert isinstance(transport, GlooTransport)
             if comm.rank == 1:
                 again.abort()
                 return True
-            began = time.monotonic()
-            with pytest.raises(RuntimeError, match="by all peers"):
-                transport._wait(Forgotten(), began + 60.0)
+            began, never = time.monotonic(), threading.Event()
+            at_last.callback(never.set)
+            with pytest.raises((HoldfastError, RuntimeError), match=r"by all peers|rank 1"):
+                if op == "collective":
+                    transport._wait(Forgotten(), began + 60.0)
+                else:
+                    transport._run("recv", lambda limit: never.wait(limit.total_seconds()), began + 60.0)
             return time.monotonic() < began + 60.0
 
     assert pair.run(body, tmp_path / "forgotten") == [True, True]
