@@ -29,22 +29,16 @@ ENVIRONMENT = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(TESTS), "OMP_NUM_THREA
 
 DRIVER = """
 import asyncio, os, signal, sys
-from pathlib import Path
+import psutil
+from holdfast.ft.launch.guardian import descendants
 from holdfast.rl.actors.errors import ActorDied, ActorStartFailed, ActorHostAway
 from holdfast.rl.actors.monarch import MonarchEngine
 from holdfast.rl.actors.service import ServiceOptions
+from support.rl.event_loop import until
 from support.samples.actors import Counter, Stillborn
 
 def family(parent):
-    found = [parent]
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            text = path.read_text()
-        except OSError:  # it has ended meanwhile
-            continue
-        if int(text.rpartition(")")[2].split()[1]) == parent:
-            found += family(int(text.split()[0]))
-    return found
+    return [parent, *descendants(parent)]
 
 def kill(pids):
     for pid in pids:
@@ -53,15 +47,9 @@ def kill(pids):
         except ProcessLookupError:  # its parent had ended it
             pass
 
-def zygote_of(pid):
-    return int(Path(f"/proc/{{pid}}/stat").read_text().rpartition(")")[2].split()[1])
-
 def host_process(address):
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        words = path.read_bytes().split(b"\\0")
-        if b"holdfast.rl.actors.monarch_host" in words and address.encode() in words:
-            return int(path.parent.name)
-    raise AssertionError("there is no such host")
+    wanted = {{"holdfast.rl.actors.monarch_host", address}}
+    return next(each.pid for each in psutil.process_iter(["cmdline"]) if wanted <= set(each.info["cmdline"] or ()))
 
 async def raised(kind, call):
     try:
@@ -69,10 +57,6 @@ async def raised(kind, call):
     except kind as error:
         return error
     raise AssertionError(f"no {{kind.__name__}} was raised")
-
-async def until(holds):
-    while not holds():
-        await asyncio.sleep(0.01)
 
 async def started_there(engine, host, *arguments):
     while True:
@@ -165,7 +149,7 @@ def test_actors_of_other_hosts_are_called_and_their_ends_told(hosts: tuple[str, 
         assert await there.call("add") == 6 and await here.call("add") == 8
         assert await there.call("variable", "COLOUR") == "red"
         assert await there.call("who") == there.pid and (there.host, here.host) == (first, "")
-        assert zygote_of(there.pid) != zygote_of(here.pid)
+        assert psutil.Process(there.pid).ppid() != psutil.Process(here.pid).ppid(), "the zygotes"
         flying = asyncio.create_task(there.call("echo", 1, 60.0))
         await there.ping(30.0)
         os.kill(there.pid, signal.SIGKILL)
@@ -185,7 +169,7 @@ def test_replicas_are_spread_over_hosts_and_come_back_there(hosts: tuple[str, st
         async with await options.as_service() as counter:
             before = counter.status()
             assert [each.host for each in before.replicas] == [first, second] * 2
-            assert len({zygote_of(each.pid) for each in before.replicas}) == 2
+            assert len({psutil.Process(each.pid).ppid() for each in before.replicas}) == 2, "the zygotes"
             flying = [asyncio.create_task(counter.echo.route(i, 0.5)) for i in range(16)]
             await asyncio.sleep(0.1)
             os.kill(before.replicas[1].pid, signal.SIGKILL)

@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,17 +18,13 @@ pytest.importorskip("mcp", reason="pip install 'holdfast[mcp]'")
 from holdfast.rl.config.named_code import load_code
 from holdfast.rl.environments.environment import Action
 from holdfast.rl.environments.registry import environment_factory
+from support.leaks import children
 from support.source_tree import ROOT
 
 pytestmark = pytest.mark.thorough  # each server takes seconds to import its library
 
 NAME = f"{ROOT / 'examples' / 'rl' / 'mcp_tools.py'}:stock_tools"
 example: Any = sys.modules[load_code(NAME).__module__]
-
-
-def children() -> set[int]:
-    """The processes that this one has started."""
-    return {int(each) for file in Path("/proc/self/task").glob("*/children") for each in file.read_text().split()}
 
 
 def call(tool: str, **arguments: object) -> Action:
@@ -79,7 +74,7 @@ def test_a_server_that_ends_or_hangs_costs_an_episode(number: signal.Signals, wo
     environment = example.ToolEnvironment(example.SERVER, example.stock_task)
     before = children()
     environment.reset(0)
-    (server,) = children() - before
+    (server,) = children().keys() - before
     os.kill(server, number)
     environment._timeout = 1.0
     with pytest.raises(Exception, match=words):
@@ -97,7 +92,7 @@ def test_a_server_of_its_own_for_each_episode() -> None:
     before, servers = children(), set()
     for seed in range(2):
         environment.reset(seed)
-        servers |= children() - before
+        servers |= children().keys() - before
     environment.close()
     assert len(servers) == 2 and children() == before
 

@@ -14,14 +14,14 @@ from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.grpo.batch import EncodedBatch
 
 
-def tiny_llama(words: int, layers: int = 1, positions: int = 32, width: int = 16) -> ModelSource:
+def tiny_llama(words: int, layers: int = 1, positions: int = 32) -> ModelSource:
     """A model with random weights that knows so many tokens."""
     return ModelSource(
         config={
             "model_type": "llama",
             "vocab_size": words,
-            "hidden_size": width,
-            "intermediate_size": width * 3 // 2,
+            "hidden_size": 16,
+            "intermediate_size": 24,
             "num_hidden_layers": layers,
             "num_attention_heads": 2,
             "max_position_embeddings": positions,
