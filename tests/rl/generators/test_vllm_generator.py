@@ -28,7 +28,7 @@ from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.generators.vllm.vllm_generator import VllmGenerator
 from holdfast.rl.telemetry import WorkReport
 from holdfast.store import WeightStore
-from support.waiting import eventually
+from support.rl.event_loop import until
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(600)]
 
@@ -212,22 +212,18 @@ async def test_each_version_is_drawn_from_as_by_transformers_and_updates_treat_r
             await check_a_failed_update(process, trainer)
 
 
-def test_samples_run_on_over_an_update_and_no_process_of_a_killed_replica_is_left(
+async def test_samples_run_on_over_an_update_and_no_process_of_a_killed_replica_is_left(
     python: str, store: WeightStore
 ) -> None:
     trainer = Trainer(store, "llama", tie_word_embeddings=False, max_position_embeddings=2048)
 
-    async def main() -> list[psutil.Process]:
-        async with replica(python, store, trainer, on_update="keep") as process:
-            await check_versions(process, trainer)
-            await check_an_update_of_running_samples(process, trainer, "keep")
-            below = psutil.Process(process.pid).children(recursive=True)
-            os.kill(process.pid, signal.SIGKILL)
-            return below
-
-    below = asyncio.run(main())
+    async with replica(python, store, trainer, on_update="keep") as process:
+        await check_versions(process, trainer)
+        await check_an_update_of_running_samples(process, trainer, "keep")
+        below = psutil.Process(process.pid).children(recursive=True)
+        os.kill(process.pid, signal.SIGKILL)
     assert below
-    eventually(lambda: not any(each.is_running() for each in below), 60.0)
+    await until(lambda: not any(each.is_running() for each in below), 60.0)
 
 
 async def test_a_reader_serves_what_switches_commit(python: str, store: WeightStore) -> None:

@@ -325,46 +325,38 @@ class Generator:
         return [Completion(tokens=(seed,), logprobs=(-1.0,), versions=(0,), finish="stop") for seed in asked.seeds]
 
 
-def ask(requests: Sequence[SamplingRequest], size: int) -> tuple[Generator, list[object]]:
+async def ask(requests: Sequence[SamplingRequest], size: int) -> tuple[Generator, list[object]]:
     generator = Generator()
-
-    async def main() -> list[object]:
-        batched = BatchedRequests(generator.route, size)
-        return list(await asyncio.gather(*map(batched, requests), return_exceptions=True))
-
-    return generator, asyncio.run(main())
+    batched = BatchedRequests(generator.route, size)
+    return generator, list(await asyncio.gather(*map(batched, requests), return_exceptions=True))
 
 
-def test_each_request_gets_the_completions_of_its_own_seeds_and_batches_are_the_same_each_time() -> None:
+async def test_each_request_gets_the_completions_of_its_own_seeds_and_batches_are_the_same_each_time() -> None:
     asked = [request(token) for token in range(1, 8)]
-    generator, replies = ask(asked, 3)
-    assert ask(asked, 3)[0].requests == generator.requests
+    generator, replies = await ask(asked, 3)
+    assert (await ask(asked, 3))[0].requests == generator.requests
     assert [len(each.prompts) for each in generator.requests] == [3, 3, 1]
     for each, reply in zip(asked, replies, strict=True):
         assert isinstance(reply, list) and tuple(one.tokens[0] for one in reply) == each.seeds
 
 
-def test_requests_of_other_kinds_are_not_joined() -> None:
-    generator, _ = ask([request(1), request(2, version=1), request(3), request(4, samples=3)], 8)
+async def test_requests_of_other_kinds_are_not_joined() -> None:
+    generator, _ = await ask([request(1), request(2, version=1), request(3), request(4, samples=3)], 8)
     assert sorted(len(each.prompts) for each in generator.requests) == [1, 1, 2]
 
 
-def test_a_failure_reaches_the_requests_of_its_batch_alone() -> None:
-    _, replies = ask([request(11), request(12), request(13), request(14)], 2)
+async def test_a_failure_reaches_the_requests_of_its_batch_alone() -> None:
+    _, replies = await ask([request(11), request(12), request(13), request(14)], 2)
     assert [isinstance(each, RuntimeError) for each in replies] == [False, False, True, True]
 
 
-def test_a_request_that_is_given_up_does_not_disturb_the_others() -> None:
+async def test_a_request_that_is_given_up_does_not_disturb_the_others() -> None:
     generator = Generator()
-
-    async def main() -> object:
-        batched = BatchedRequests(generator.route, 4)
-        first, second = (asyncio.ensure_future(batched(request(token))) for token in (1, 2))
-        await asyncio.sleep(0)
-        first.cancel()
-        return await second
-
-    reply = asyncio.run(main())
+    batched = BatchedRequests(generator.route, 4)
+    first, second = (asyncio.ensure_future(batched(request(token))) for token in (1, 2))
+    await asyncio.sleep(0)
+    first.cancel()
+    reply = await second
     assert isinstance(reply, list) and [one.tokens[0] for one in reply] == [20, 21]
     with pytest.raises(RuntimeError):
-        asyncio.run(BatchedRequests(generator.route, 1)(request(13)))
+        await BatchedRequests(generator.route, 1)(request(13))

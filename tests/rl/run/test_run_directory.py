@@ -227,7 +227,7 @@ def test_the_processor_time_of_children_counts_where_they_do_the_work() -> None:
         child.communicate(b"\n", timeout=PATIENCE)
 
 
-def test_what_is_collected_becomes_events_and_a_process_that_hangs_costs_only_its_own(
+async def test_what_is_collected_becomes_events_and_a_process_that_hangs_costs_only_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log, said = WorkLog(), list[int]()
@@ -242,17 +242,13 @@ def test_what_is_collected_becomes_events_and_a_process_that_hangs_costs_only_it
     async def then() -> None:
         said.append(1)
 
-    async def body() -> None:
-        roles = {"trainer": trainers, "generator": generators}
-        async with telemetry.collecting(roles, then):
-            with log.doing("forward_backward", 1):
-                spin(0.02)
-
     monkeypatch.setattr("holdfast.rl.run.telemetry.SECONDS", 0.05)
     with RunDirectory(tmp_path).open() as directory:
         telemetry = RunTelemetry(directory)
         telemetry.emit(ProcessStarted(time=0.0, name="trainer-0", role="trainer", pid=1))
-        asyncio.run(body())
+        async with telemetry.collecting({"trainer": trainers, "generator": generators}, then):
+            with log.doing("forward_backward", 1):
+                spin(0.02)
         events = list(directory.events())
     [span] = [each for each in events if isinstance(each, Activity)]
     assert (span.process, span.what, span.number) == ("trainer-0", "forward_backward", 1) and span.cpu >= 0.02
@@ -266,7 +262,7 @@ def test_what_is_collected_becomes_events_and_a_process_that_hangs_costs_only_it
     assert share is not None and 0 < share <= 1
 
 
-def test_a_directory_that_takes_no_more_is_told_while_the_run_waits_for_something_else(
+async def test_a_directory_that_takes_no_more_is_told_while_the_run_waits_for_something_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def then() -> None:
@@ -274,14 +270,10 @@ def test_a_directory_that_takes_no_more_is_told_while_the_run_waits_for_somethin
             (tmp_path / "events.jsonl").unlink()
             (tmp_path / "events.jsonl").mkdir()
 
-    async def body() -> None:
-        with pytest.raises(RunDirectoryUnusable):
-            async with asyncio.timeout(10.0), RunTelemetry(directory).collecting({}, then):
-                await asyncio.Event().wait()
-
     monkeypatch.setattr("holdfast.rl.run.telemetry.EVERY", 0.01)
-    with RunDirectory(tmp_path).open() as directory:
-        asyncio.run(body())
+    with RunDirectory(tmp_path).open() as directory, pytest.raises(RunDirectoryUnusable):
+        async with asyncio.timeout(10.0), RunTelemetry(directory).collecting({}, then):
+            await asyncio.Event().wait()
 
 
 def status_of(*pids: int, **fields: Any) -> RunStatus:

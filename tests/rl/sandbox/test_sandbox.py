@@ -62,7 +62,8 @@ class Attempt:
     limits: Limits = LIMITS
 
 
-PROCESSES = (
+ATTEMPTS = (
+    # processes
     Attempt("fork_bomb", "import os\nwhile True: os.fork()", "error timeout", "BlockingIOError"),
     Attempt(
         "thread_bomb",
@@ -92,9 +93,7 @@ PROCESSES = (
         "PermissionError",
     ),
     Attempt("open_the_first_process", "import os; os.pidfd_open(1)", "error", "PermissionError"),
-)
-
-FILES = (
+    # files
     Attempt("read_proc", "print(open('/proc/1/environ').read(), 'ESCAPED')", "error", "FileNotFoundError"),
     Attempt("read_sys", "import os; print(os.listdir('/sys'), 'ESCAPED')", "error", "FileNotFoundError"),
     Attempt("read_the_password_file", "print(open('/etc/passwd').read(), 'ESCAPED')", "error", "FileNotFoundError"),
@@ -113,17 +112,13 @@ FILES = (
     Attempt("create_in_the_root", "open('/a', 'w')", "error", "Errno"),
     Attempt("make_a_device", "import os; os.mknod('/tmp/a', 0o60600, os.makedev(8, 0))", "error", "PermissionError"),
     Attempt("mount_proc", LIBC + "libc.mount(b'proc', b'/tmp', b'proc', 0, None)", "refused"),
-)
-
-NETWORK = (
+    # network
     Attempt("listen", "import socket; socket.create_server(('0.0.0.0', 0))", "error", "PermissionError"),
     Attempt("connect", "import socket; socket.create_connection(('127.0.0.1', 22))", "error", "PermissionError"),
     Attempt("unix_socket", "import socket; socket.socket(socket.AF_UNIX)", "error", "PermissionError"),
     Attempt("netlink", "import socket; socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)", "error", "PermissionError"),
     Attempt("resolve_a_name", "import socket; socket.getaddrinfo('a.example', 80)", "error", "gaierror"),
-)
-
-RESOURCES = (
+    # resources
     Attempt(
         "fill_the_disk",
         "for i in range(99):\n    with open(f'/tmp/{i}', 'wb') as f: f.write(bytes(99999))",
@@ -155,9 +150,7 @@ RESOURCES = (
         "import sys; sys.setrecursionlimit(10**9)\ndef f(): f()\nf()",
         "error memory killed timeout",
     ),
-)
-
-RIGHTS = (
+    # rights
     Attempt("become_root", "import os; os.setuid(0); print('ESCAPED')", "error", "PermissionError"),
     Attempt("new_user_namespace", LIBC + "libc.unshare(0x10000000)", "refused"),
     Attempt(
@@ -181,8 +174,6 @@ RIGHTS = (
         "error",
     ),
 )
-
-ATTEMPTS = PROCESSES + FILES + NETWORK + RESOURCES + RIGHTS
 
 
 @pytest.fixture(scope="module")

@@ -149,18 +149,15 @@ def group_with(*trainers: Trainer, **options: Any) -> TrainerGroup:
     return found
 
 
-def versions(group: TrainerGroup, batches: int) -> Sequence[int]:
-    async def steps() -> list[int]:
-        return [(await group.step(batch_of(number))).version for number in range(batches)]
-
-    return asyncio.run(steps())
+async def versions(group: TrainerGroup, batches: int) -> Sequence[int]:
+    return [(await group.step(batch_of(number))).version for number in range(batches)]
 
 
-def test_a_step_is_reported_once_whoever_dies() -> None:
+async def test_a_step_is_reported_once_whoever_dies() -> None:
     spare = Trainer("is a spare", "waits", "trains")
     dying, other = Trainer("trains", GONE), Trainer("waits", "trains", "waits")
     group = group_with(dying, other, spare)
-    assert versions(group, 3) == [1, 2, 3]
+    assert await versions(group, 3) == [1, 2, 3]
     assert (dying.batches, other.batches, spare.batches) == ([0, 1], [0, 1, 2], [0, 1, 2])
 
 
@@ -174,15 +171,15 @@ async def test_a_trainer_that_is_added_gets_the_current_batch() -> None:
     assert late.batches == [0]
 
 
-def test_a_step_without_trainers_is_an_error_that_says_how_they_ended() -> None:
+async def test_a_step_without_trainers_is_an_error_that_says_how_they_ended() -> None:
     with pytest.raises(RunFailed, match=r"no trainer is left for step 0: .*killed"):
-        versions(group_with(Trainer(GONE)), 1)
+        await versions(group_with(Trainer(GONE)), 1)
 
 
-def test_an_error_of_the_step_itself_is_raised() -> None:
+async def test_an_error_of_the_step_itself_is_raised() -> None:
     group = group_with(Trainer("waits"), Trainer(NonFiniteLoss(0, float("nan"), 1.0)))
     with pytest.raises(NonFiniteLoss):
-        versions(group, 1)
+        await versions(group, 1)
 
 
 PYTHON = ROOT / ".venv" / "extras" / "titan" / "bin" / "python"
