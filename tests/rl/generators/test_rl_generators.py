@@ -35,18 +35,12 @@ from holdfast.rl.generators.transformers_generator import (
 from holdfast.rl.generators.vllm.vllm_generator import draw_whole
 from holdfast.store import Layout, StoreTimeout, WeightStore
 from holdfast.store.follow.staging import CopiedStaging, StagingState
+from support.rl.small_batches import tiny_llama
 from support.waiting import eventually
 
 VOCABULARY = 17
 SMALL = {"vocab_size": VOCABULARY, "max_position_embeddings": 32}
-LLAMA = SMALL | {
-    "model_type": "llama",
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+LLAMA = {**tiny_llama(VOCABULARY, layers=2).config, "num_attention_heads": 4, "num_key_value_heads": 2}
 SOURCES = {
     "llama": LLAMA,
     "qwen2": LLAMA | {"model_type": "qwen2"},
@@ -215,12 +209,6 @@ def test_evaluation_is_greedy(generators: Generators) -> None:
 
 
 # -- versions of the weights
-
-
-@pytest.fixture
-def store(tmp_path: Any) -> Iterator[WeightStore]:
-    with WeightStore(f"sqlite://{tmp_path}/weights.sqlite", replicas=1, keep=2) as found:
-        yield found
 
 
 def publish(store: WeightStore, version: int) -> None:

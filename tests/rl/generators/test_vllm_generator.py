@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -29,20 +29,12 @@ from holdfast.rl.generators.vllm.vllm_generator import VllmGenerator
 from holdfast.rl.telemetry import WorkReport
 from holdfast.store import WeightStore
 from support.rl.event_loop import until
+from support.rl.small_batches import tiny_llama
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(600)]
 
-SMALL = {
-    "vocab_size": 40,
-    "max_position_embeddings": 64,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "initializer_range": 0.2,
-}
+WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_key_value_heads": 1, "head_dim": 32, "initializer_range": 0.2}
+SMALL = {**tiny_llama(40, layers=2, positions=64).config, **WIDE}
 PROMPTS = ((3, 4, 5), (6,), (7, 8, 9, 10), (11, 12))
 CALL = 200.0
 """Seconds that a call may take on a busy machine."""
@@ -55,12 +47,6 @@ def python() -> str:
         return str(extra_python("vllm"))
     except ExtraNotInstalled:
         pytest.skip("vllm is not installed: make extra-vllm")
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[WeightStore]:
-    with WeightStore(f"sqlite://{tmp_path}/register.sqlite", replicas=1) as found:
-        yield found
 
 
 class Trainer:

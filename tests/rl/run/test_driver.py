@@ -179,12 +179,6 @@ def test_a_trainer_takes_no_call_for_an_episode(tokens: int) -> None:
 SOURCE = tiny_llama(11)
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[WeightStore]:
-    with WeightStore(f"sqlite://{tmp_path}/register.sqlite", replicas=1, keep=4) as found:
-        yield found
-
-
 @asynccontextmanager
 async def two_generators(store: WeightStore, path: Path, *observers: Observer) -> AsyncIterator[Generators]:
     """Generators that serve version 0."""

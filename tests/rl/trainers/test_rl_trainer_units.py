@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import itertools
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,7 +21,6 @@ from hypothesis import strategies as st
 pytest.importorskip("transformers", reason="trainers need transformers: pip install 'holdfast[rl]'")
 
 from holdfast.comms.errors import Revoked, StaleEpoch
-from holdfast.comms.system.keys import create_key
 from holdfast.ft.processes.zygote_client import zygote
 from holdfast.harness import LocalCluster
 from holdfast.rl.actors.errors import ActorDied
@@ -41,6 +41,7 @@ from holdfast.rl.trainers.training import BadBatch
 from holdfast.store import WeightStore
 from support.comms.torch_groups import in_group
 from support.rl.small_batches import episode, objective, random_batch, tiny_llama, trainer_config
+from support.samples.tally import contract_in
 from support.source_tree import ROOT
 from support.waiting import PATIENCE
 
@@ -238,38 +239,27 @@ def config_of(strategy: str = "ddp", batches: int = 12, **more: Any) -> RunConfi
 
 
 class Site:
-    """The job and the store of a test; opens trainers and generators, and closes them at the end."""
+    """The store of a test, and the trainers, of a job each, and generators that it opens."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        create_key(folder / "key")
+    def __init__(self, folder: Path, opened: contextlib.ExitStack) -> None:
+        self._folder, self._opened, self._jobs = folder, opened, itertools.count()
         self.url = f"sqlite://{folder}/weights.sqlite"
-        self.store = WeightStore(self.url, replicas=1, keep=20)
-        self._jobs = 0
-        self.opened = contextlib.ExitStack()
-        self.opened.callback(self.store.close)
+        self.store = opened.enter_context(WeightStore(self.url, replicas=1, keep=20))
 
     def trainer(self, config: RunConfig, checkpoints: str = "") -> TrainerActor:
-        self._jobs += 1
-        session = {
-            "job": f"job-{self._jobs}",
-            "register": f"sqlite://{self._folder}/job-{self._jobs}.sqlite",
-            "key_file": str(self._folder / "key"),
-            "backend": "shm",
-            "size": 1,
-        }
-        trainer = TrainerActor(config, SOURCE, self.url, session, checkpoints)
-        return self.opened.enter_context(contextlib.closing(trainer))
+        job = self._folder / f"job-{next(self._jobs)}"
+        job.mkdir()
+        trainer = TrainerActor(config, SOURCE, self.url, contract_in(job, size=1), checkpoints)
+        return self._opened.enter_context(contextlib.closing(trainer))
 
     def generator(self) -> TransformersGenerator:
-        return self.opened.enter_context(contextlib.closing(TransformersGenerator(SOURCE, self.url)))
+        return self._opened.enter_context(contextlib.closing(TransformersGenerator(SOURCE, self.url)))
 
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
-    found = Site(tmp_path)
-    with found.opened:
-        yield found
+    with contextlib.ExitStack() as opened:
+        yield Site(tmp_path, opened)
 
 
 async def batch_for(generator: TransformersGenerator, step: int, version: int | None = None) -> Batch:
