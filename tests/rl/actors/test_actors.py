@@ -25,20 +25,8 @@ from holdfast.ft.launch.job_contract import LocalContract
 from holdfast.ft.processes.zygote_client import zygote_pid
 from holdfast.ft.registers import RegisterAway
 from holdfast.ft.registers.etcd import OtherCluster
+from holdfast.rl.actors import errors
 from holdfast.rl.actors.engine import STOPPED, Engine, LocalEngine, current_engine, endpoint
-from holdfast.rl.actors.errors import (
-    ActorDied,
-    ActorStartFailed,
-    EndpointFailed,
-    EndpointTimeout,
-    NoEngine,
-    NoReplica,
-    NoSuchEndpoint,
-    Overloaded,
-    ReplicaLost,
-    ServiceClosed,
-    ServiceFailed,
-)
 from holdfast.rl.actors.service import (
     ReplicaEvent,
     ReplicaStatus,
@@ -74,7 +62,7 @@ async def test_methods_are_called_in_a_process_of_their_own(make_engine: MakeEng
         assert (counter.name, counter.host, counter.alive) == ("counter", "", True)
         assert psutil.Process(counter.pid).ppid() == zygote_pid()
     assert (tmp_path / "counter.log").exists()
-    with pytest.raises(NoEngine, match="async with"):
+    with pytest.raises(errors.NoEngine, match="async with"):
         current_engine()
 
 
@@ -104,16 +92,16 @@ async def test_a_method_that_raises_or_hangs_harms_nothing_else(make_engine: Mak
     async with make_engine() as engine:
         counter = await engine.start("counter", Counter)
         for error in (ValueError("17"), SystemExit(3), KeyboardInterrupt()):
-            with pytest.raises(EndpointFailed, match=r"counter failed in fail") as caught:
+            with pytest.raises(errors.EndpointFailed, match=r"counter failed in fail") as caught:
                 await counter.call("fail", error)
             assert type(caught.value.__cause__) is type(error)
             assert "in fail" in caught.value.trace
-        with pytest.raises(EndpointFailed, match="pickle"):
+        with pytest.raises(errors.EndpointFailed, match="pickle"):
             await counter.call("lock")
         for missing in ("subtract", "_log", "value"):
-            with pytest.raises(NoSuchEndpoint, match="it has: add"):
+            with pytest.raises(errors.NoSuchEndpoint, match="it has: add"):
                 await counter.call(missing)
-        with pytest.raises(EndpointTimeout, match=r"did not answer echo within 0.1 s"):
+        with pytest.raises(errors.EndpointTimeout, match=r"did not answer echo within 0.1 s"):
             await counter.call("echo", 1, 60.0, timeout=0.1)
         assert await counter.call("add") == 1
 
@@ -124,7 +112,7 @@ async def test_an_actor_that_cannot_be_made_is_an_error_at_its_start(
 ) -> None:
     told: list[str] = []
     async with make_engine() as engine:
-        with pytest.raises(ActorStartFailed, match=words):
+        with pytest.raises(errors.ActorStartFailed, match=words):
             await engine.start("stillborn", Stillborn, how, on_exit=told.append)
     assert told == []
 
@@ -132,7 +120,7 @@ async def test_an_actor_that_cannot_be_made_is_an_error_at_its_start(
 async def test_an_interpreter_that_dies_before_its_actor_is_made_leaves_its_last_words(make_engine: MakeEngine) -> None:
     async with make_engine() as engine:
         environ = {"PYTHONPATH": str(TESTS)}
-        with pytest.raises(ActorStartFailed, match=r"SIGKILL; the end of its output:\n(?s:.*)no such device"):
+        with pytest.raises(errors.ActorStartFailed, match=r"SIGKILL; the end of its output:\n(?s:.*)no such device"):
             await engine.start("stillborn", Stillborn, "die", environ=environ, python=sys.executable)
 
 
@@ -145,10 +133,10 @@ async def test_a_kill_fails_all_calls_in_flight_at_once_and_is_told_once(make_en
         await counter.ping(SOON)
         os.kill(counter.pid, signal.SIGKILL)
         for each in await asyncio.gather(*flying, return_exceptions=True):
-            assert isinstance(each, ActorDied) and "SIGKILL" in each.how
+            assert isinstance(each, errors.ActorDied) and "SIGKILL" in each.how
         began = time.monotonic()
         for _ in range(100):
-            with pytest.raises(ActorDied, match=f"pid {counter.pid}"):
+            with pytest.raises(errors.ActorDied, match=f"pid {counter.pid}"):
                 await counter.call("add")
         assert time.monotonic() - began < SOON
         assert not counter.alive and len(told) == 1 and "SIGKILL" in told[0]
@@ -159,7 +147,7 @@ async def test_an_exit_is_told_with_its_status(make_engine: MakeEngine) -> None:
     told: list[str] = []
     async with make_engine() as engine:
         counter = await engine.start("counter", Counter, on_exit=told.append)
-        with pytest.raises(ActorDied, match="status 3"):
+        with pytest.raises(errors.ActorDied, match="status 3"):
             await counter.call("leave", 3)
     assert len(told) == 1 and "status 3" in told[0]
 
@@ -170,7 +158,7 @@ async def test_a_stopped_process_answers_no_ping_and_can_be_ended(make_engine: M
         counter = await engine.start("counter", Counter, on_exit=told.append)
         os.kill(counter.pid, signal.SIGSTOP)
         await until(lambda: is_stopped(counter.pid))  # its threads may run on for a moment
-        with pytest.raises(EndpointTimeout):
+        with pytest.raises(errors.EndpointTimeout):
             await counter.ping(0.3)
         await counter.stop(timeout=0.2)
     assert told == [STOPPED]
@@ -199,10 +187,10 @@ async def test_another_interpreter_may_run_the_actor(make_engine: MakeEngine, tm
         assert await counter.call("add") == 6
         assert await counter.call("variable", "OTHER") == "yes"
         counter.kill()
-        with pytest.raises(ActorDied):
+        with pytest.raises(errors.ActorDied):
             while True:
                 await counter.call("add")
-        with pytest.raises(ActorStartFailed, match="nowhere"):
+        with pytest.raises(errors.ActorStartFailed, match="nowhere"):
             await engine.start("counter", Counter, python="/nowhere/python")
 
 
@@ -330,7 +318,7 @@ async def test_a_call_goes_to_the_least_loaded_replica(make_engine: MakeEngine) 
         await until(lambda: any(each.load for each in policy.status().replicas))
         quick = {(await policy.generate.route("quick"))[2] for _ in range(10)}
         assert len(quick) == 1 and (await slow)[2] not in quick
-        with pytest.raises(NoSuchEndpoint, match="generate"):
+        with pytest.raises(errors.NoSuchEndpoint, match="generate"):
             _ = policy.generates
 
 
@@ -360,7 +348,7 @@ async def test_a_call_that_may_not_be_repeated_raises(make_engine: MakeEngine) -
         await until(lambda: any(each.load for each in policy.status().replicas))
         (victim,) = [each for each in policy.status().replicas if each.load]
         os.kill(victim.pid, signal.SIGKILL)
-        with pytest.raises(ReplicaLost, match="not declared idempotent") as caught:
+        with pytest.raises(errors.ReplicaLost, match="not declared idempotent") as caught:
             await paying
         assert caught.value.replica == victim.name and caught.value.tries == 1
 
@@ -369,7 +357,7 @@ async def test_a_call_that_ends_its_replicas_is_not_tried_for_ever(make_engine: 
     marks = tmp_path / "marks"
     options = Policy.options(num_replicas=2, tries=3)
     async with make_engine(), await options.as_service() as policy:
-        with pytest.raises(ReplicaLost, match="after 3 tries"):
+        with pytest.raises(errors.ReplicaLost, match="after 3 tries"):
             await policy.misbehave.route("die", str(marks), 100)
         assert len(set(marks.read_text().split())) == 3
         assert (await policy.generate.route("still"))[0] == "STILL"
@@ -404,10 +392,10 @@ async def test_an_error_costs_no_replica_and_one_that_passes_is_tried_elsewhere(
         await policy.misbehave.route("time out", str(tmp_path / "three"), 3)
         first, second, _ = map(int, (tmp_path / "three").read_text().split())
         assert first != second, "the other replica is asked before the same one again"
-        with pytest.raises(EndpointFailed, match="were not drawn"):
+        with pytest.raises(errors.EndpointFailed, match="were not drawn"):
             await policy.misbehave.route("time out", str(tmp_path / "always"), 100)
         assert len((tmp_path / "always").read_text().split()) == 4
-        with pytest.raises(EndpointFailed, match="cannot be loaded") as caught:
+        with pytest.raises(errors.EndpointFailed, match="cannot be loaded") as caught:
             await policy.load.route(-1)
         assert isinstance(caught.value.__cause__, ValueError)
         assert (policy.status().lost, policy.status().retried) == (0, 7)
@@ -422,10 +410,12 @@ async def test_a_fanout_has_a_result_or_an_error_of_each_replica(make_engine: Ma
         os.kill(pids(policy)[1], signal.SIGKILL)
         first, second, third = await paying
         assert first.error is None and third.error is None
-        assert isinstance(second.error, ReplicaLost) and "SIGKILL" in second.error.why
-        with pytest.raises(ReplicaLost):
+        assert isinstance(second.error, errors.ReplicaLost) and "SIGKILL" in second.error.why
+        with pytest.raises(errors.ReplicaLost):
             second.get()
-        assert all(isinstance(each.error, EndpointFailed | ReplicaLost) for each in await policy.load.fanout(-1))
+        assert all(
+            isinstance(each.error, errors.EndpointFailed | errors.ReplicaLost) for each in await policy.load.fanout(-1)
+        )
 
 
 async def test_a_session_stays_with_one_replica_and_ends_with_it(make_engine: MakeEngine) -> None:
@@ -435,7 +425,7 @@ async def test_a_session_stays_with_one_replica_and_ends_with_it(make_engine: Ma
             assert len(mine) == 1 and (await other.generate("x"))[2] not in mine
             assert [each.load for each in policy.status().replicas] == [1, 1]
             os.kill(mine.pop(), signal.SIGKILL)
-            with pytest.raises(ReplicaLost, match="begin another session"):
+            with pytest.raises(errors.ReplicaLost, match="begin another session"):
                 while True:
                     await one.generate("x", 0.05)
             assert (await other.generate("y"))[0] == "Y"
@@ -472,7 +462,7 @@ async def test_a_replica_that_never_starts_fails_the_service(make_engine: MakeEn
     events: list[ReplicaEvent] = []
     async with make_engine() as engine:
         options = ServiceOptions(Stillborn, num_replicas=2, start_failures=3, engine=engine, observer=events.append)
-        with pytest.raises(ServiceFailed, match="3 times in a row"):
+        with pytest.raises(errors.ServiceFailed, match="3 times in a row"):
             await options.as_service(how)
     assert {each.kind for each in events} == {"start_failed"}
 
@@ -510,11 +500,11 @@ async def test_a_full_queue_refuses_instead_of_growing(make_engine: MakeEngine) 
         flying = [asyncio.create_task(policy.generate.route("x", 2.0)) for _ in range(5)]
         await until(lambda: policy.status().queued == 3)
         for _ in range(10):
-            with pytest.raises(Overloaded, match="3 calls wait"):
+            with pytest.raises(errors.Overloaded, match="3 calls wait"):
                 await policy.generate.route("x")
         flying[-1].cancel()
         await until(lambda: policy.status().queued == 2)
-        with pytest.raises(NoReplica, match="policy-0: ready"):
+        with pytest.raises(errors.NoReplica, match="policy-0: ready"):
             await policy.generate.options(timeout=0.1).route("x")
         assert len(await asyncio.gather(*flying[:-1])) == 4
         status = policy.status()
@@ -529,11 +519,11 @@ async def test_a_closed_service_says_so(make_engine: MakeEngine) -> None:
         await policy.close()
         await policy.close()
         for each in await asyncio.gather(*flying, return_exceptions=True):
-            assert isinstance(each, ServiceClosed | ReplicaLost)
+            assert isinstance(each, errors.ServiceClosed | errors.ReplicaLost)
         for call in (policy.generate.route("x"), policy.pay.fanout(0.0)):
-            with pytest.raises(ServiceClosed):
+            with pytest.raises(errors.ServiceClosed):
                 await call
-    with pytest.raises(NoEngine):
+    with pytest.raises(errors.NoEngine):
         await Policy.options().as_service()
 
 
@@ -634,11 +624,11 @@ def test_metrics_show_services_and_replicas() -> None:
         (OtherCluster("etcd://x", "another"), False),
         (StoreTimeout("get", 1, 1.0, "why"), True),
         (VersionGone(1, [2]), False),
-        (ActorDied("a", 1, "killed", "f"), True),
+        (errors.ActorDied("a", 1, "killed", "f"), True),
         (ValueError("no"), False),
     ],
 )
 def test_the_class_of_an_error_says_whether_it_is_tried_again(error: Exception, retried: bool) -> None:
-    failed, unstarted = EndpointFailed("a", "f", "s", "t"), ActorStartFailed("a", "why")
+    failed, unstarted = errors.EndpointFailed("a", "f", "s", "t"), errors.ActorStartFailed("a", "why")
     failed.__cause__ = unstarted.__cause__ = error
     assert getattr(error, "retryable", False) == failed.retryable == unstarted.retryable == retried

@@ -18,13 +18,7 @@ from holdfast.comms.plugins.registry import registry
 from holdfast.rl.config.contradictions import check_plugins_run_here
 from holdfast.rl.config.named_code import extra_python
 from holdfast.rl.config.run_config import PRESETS, CriterionConfig, Objective, RunConfig
-from holdfast.rl.config.toml import (
-    check_unchanged,
-    load_config,
-    parse_config,
-    placed,
-    resolved,
-)
+from holdfast.rl.config.toml import check_unchanged, load_config, parse_config, placed, resolved
 from holdfast.rl.errors import BadConfig, ConfigChanged
 from support.rl.small_batches import objective
 from support.source_tree import ROOT, modules, parsed

@@ -99,18 +99,17 @@ EPISODE = Episode(
     turns=2,
     parts={"exact": 1.0},
 )
+GROUP = Group(number=0, prompt=PROMPT, episodes=(EPISODE,))
 REQUEST = SamplingRequest(prompts=((1,), (2, 3)), samples=2, seeds=(1, 2, 3, 4), max_new_tokens=8, temperature=1.0)
 
 
-@pytest.mark.parametrize(
-    "value", [PROMPT, COMPLETION, EPISODE, REQUEST, Group(number=0, prompt=PROMPT, episodes=(EPISODE,))]
-)
+@pytest.mark.parametrize("value", [PROMPT, COMPLETION, EPISODE, REQUEST, GROUP])
 def test_a_round_trip_keeps_it(value: msgspec.Struct) -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=type(value)) == value
 
 
 def test_the_version_of_a_group_is_that_of_its_oldest_policy_token() -> None:
-    assert Group(number=0, prompt=PROMPT, episodes=(EPISODE,)).version == 5, "0 belongs to the environment's token"
+    assert GROUP.version == 5, "0 belongs to the environment's token"
 
 
 @pytest.mark.parametrize(
@@ -125,15 +124,14 @@ def test_the_version_of_a_group_is_that_of_its_oldest_policy_token() -> None:
         (COMPLETION, {"finish": "aborted"}, "let it go on, or draw it again"),
         (EPISODE, {"mask": (True,)}, "prompt 7: tokens has length 3, mask has 1"),
         (EPISODE, {"reward": math.inf}, "reward holds inf"),
+        (EPISODE, {"reward": math.nan}, "reward"),
+        (EPISODE, {"reward": 1e308}, "reward"),
+        (EPISODE, {"reward": -1e39}, "reward"),
         (EPISODE, {"parts": {"exact": math.nan}}, "parts holds nan"),
         (EPISODE, {"turns": 0}, "turns=0"),
-        (Group(number=0, prompt=PROMPT, episodes=(EPISODE,)), {"episodes": ()}, "no episode"),
-        (Group(number=0, prompt=PROMPT, episodes=(EPISODE,)), {"number": -1}, "number is -1"),
-        (
-            Group(number=0, prompt=PROMPT, episodes=(EPISODE,)),
-            {"prompt": Prompt(number=8, tokens=(1,))},
-            "another prompt",
-        ),
+        (GROUP, {"episodes": ()}, "no episode"),
+        (GROUP, {"number": -1}, "number is -1"),
+        (GROUP, {"prompt": Prompt(number=8, tokens=(1,))}, "another prompt"),
         (REQUEST, {"seeds": (1,)}, "1 seeds, and 4 samples"),
         (REQUEST, {"samples": 0}, "samples=0"),
         (REQUEST, {"prompts": ((1,), ())}, "without tokens"),

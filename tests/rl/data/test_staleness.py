@@ -13,12 +13,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from holdfast.rl.data.episode import Group, Prompt
 from holdfast.rl.data.replay_buffer import Batch, BufferState, FailedGroup, Permit, ReplayBuffer, StalenessRule
 from holdfast.rl.errors import BufferStalled, OutOfOrder, StaleGroup, StalenessUnreachable
-from support.rl.small_batches import episode
+from support.rl.small_batches import episode, group_of
 
 
 def group(number: int, version: int) -> Group:
-    prompt = Prompt(number=number, tokens=(1,))
-    return Group(number=number, prompt=prompt, episodes=(episode(prompt, (1,), version=version),))
+    return group_of(episode(Prompt(number=number, tokens=(1,)), (1,), version=version))
 
 
 class Schedules(RuleBasedStateMachine):

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("websockets", reason="pip install 'holdfast[rl]'")
 
+from holdfast.rl import errors
 from holdfast.rl.environments import messages
 from holdfast.rl.environments.builtin import GuessNumberEnvironment
 from holdfast.rl.environments.client import EnvironmentClient, EnvironmentPool, websocket_url
@@ -28,16 +29,6 @@ from holdfast.rl.environments.local import LocalSession
 from holdfast.rl.environments.messages import MalformedMessage
 from holdfast.rl.environments.server import EnvironmentServer
 from holdfast.rl.environments.session import EnvironmentSession
-from holdfast.rl.errors import (
-    EnvironmentBusy,
-    EnvironmentDied,
-    EnvironmentFailed,
-    EnvironmentHung,
-    EnvironmentLied,
-    EnvironmentRefused,
-    EpisodeOver,
-    UnknownEnvironment,
-)
 from holdfast.rl.telemetry import FOLD_SECONDS, WorkLog
 from support.children import Child
 from support.rl.environment_servers import LIES, Misbehaving, guess, server_process
@@ -93,21 +84,21 @@ async def test_the_state_counts_steps(opened: Open) -> None:
 @both
 async def test_a_step_without_a_running_episode_is_refused_and_costs_nothing(opened: Open) -> None:
     async with opened(Misbehaving) as session:
-        with pytest.raises(EpisodeOver, match="no episode has begun"):
+        with pytest.raises(errors.EpisodeOver, match="no episode has begun"):
             await session.step("go")
         await session.reset(0)
         assert (await session.step("end")).done
-        with pytest.raises(EpisodeOver, match=r"the last one is over; call reset\(\) first"):
+        with pytest.raises(errors.EpisodeOver, match=r"the last one is over; call reset\(\) first"):
             await session.step("go")
         await session.reset(0)
         assert (await session.step("go")).text == "1"
 
 
 FAULTS = [
-    *((how, EnvironmentLied) for how in LIES),
-    ("raise", EnvironmentDied),
-    ("exit", EnvironmentDied),
-    ("hang", EnvironmentHung),
+    *((how, errors.EnvironmentLied) for how in LIES),
+    ("raise", errors.EnvironmentDied),
+    ("exit", errors.EnvironmentDied),
+    ("hang", errors.EnvironmentHung),
 ]
 
 
@@ -115,11 +106,11 @@ FAULTS = [
     ("opened", "how", "error"),
     [
         *((opened, *fault) for opened in (local, remote) for fault in FAULTS),
-        *((remote, how, EnvironmentLied) for how in ("object", "huge")),  # they cannot travel
+        *((remote, how, errors.EnvironmentLied) for how in ("object", "huge")),  # they cannot travel
     ],
 )
 async def test_a_step_that_misbehaves_is_named_and_the_session_refuses_everything_from_then_on(
-    opened: Open, how: str, error: type[EnvironmentFailed]
+    opened: Open, how: str, error: type[errors.EnvironmentFailed]
 ) -> None:
     async with opened(Misbehaving, 0.2 if how == "hang" else 30.0) as session:
         await session.reset(0)
@@ -127,7 +118,7 @@ async def test_a_step_that_misbehaves_is_named_and_the_session_refuses_everythin
         with pytest.raises(error, match=r"^step of environment "):
             await session.step(how)
         for call in (session.reset(1), session.step("go"), session.state()):
-            with pytest.raises(EnvironmentRefused, match=r"the session has failed .* open another"):
+            with pytest.raises(errors.EnvironmentRefused, match=r"the session has failed .* open another"):
                 await call
 
 
@@ -137,7 +128,7 @@ async def test_an_environment_that_cannot_be_made_fails_its_first_call(opened: O
         raise OSError("no such game")
 
     async with opened(factory) as session:
-        with pytest.raises(EnvironmentDied, match="no such game"):
+        with pytest.raises(errors.EnvironmentDied, match="no such game"):
             await session.reset(0)
 
 
@@ -150,7 +141,7 @@ async def test_a_cancelled_call_ends_the_session(opened: Open) -> None:
             async with asyncio.timeout(0.1):
                 await session.step("hang")
         Misbehaving.release.set()
-        with pytest.raises(EnvironmentRefused, match="step was cancelled"):
+        with pytest.raises(errors.EnvironmentRefused, match="step was cancelled"):
             await session.step("go")
 
 
@@ -160,10 +151,10 @@ async def test_two_calls_at_a_time_are_refused(opened: Open) -> None:
         await session.reset(0)
         hanging = asyncio.ensure_future(session.step("hang"))
         await asyncio.sleep(0)
-        with pytest.raises(EnvironmentRefused, match="one call at a time"):
+        with pytest.raises(errors.EnvironmentRefused, match="one call at a time"):
             await session.state()
         Misbehaving.release.set()
-        with pytest.raises(EnvironmentLied):  # a wait returns a bool
+        with pytest.raises(errors.EnvironmentLied):  # a wait returns a bool
             await hanging
 
 
@@ -173,7 +164,7 @@ async def test_a_closed_session_is_refused() -> None:
         await client.reset(0)
         await client.close()
         await client.close()
-        with pytest.raises(EnvironmentRefused, match="closed"):
+        with pytest.raises(errors.EnvironmentRefused, match="closed"):
             await client.reset(0)
 
 
@@ -183,7 +174,7 @@ async def test_a_hundred_sessions_leave_nothing() -> None:
             async with EnvironmentClient(server.url) as client:
                 await client.reset(0)
                 if number % 3 == 0:
-                    with pytest.raises(EnvironmentFailed):
+                    with pytest.raises(errors.EnvironmentFailed):
                         await client.step("raise")
             await until(lambda: server.health().sessions == 0)
         assert server.health().hung == 0
@@ -199,7 +190,7 @@ async def test_a_session_without_requests_loses_its_lease() -> None:
         await until(lambda: server.health().sessions == 0)
         async with EnvironmentClient(server.url) as another:
             await another.reset(0)
-        with pytest.raises(EnvironmentDied, match=r"no request for 0\.2 s"):
+        with pytest.raises(errors.EnvironmentDied, match=r"no request for 0\.2 s"):
             await idle.step("go")
 
 
@@ -207,7 +198,7 @@ async def test_a_hanging_environment_keeps_its_place_and_health_tells() -> None:
     async with EnvironmentServer(Misbehaving, "test", sessions=1, timeout=0.1) as server:
         async with EnvironmentClient(server.url) as client:
             await client.reset(0)
-            with pytest.raises(EnvironmentHung):
+            with pytest.raises(errors.EnvironmentHung):
                 await client.step("hang")
         await until(lambda: server.health().hung == 1)
         told = await asyncio.to_thread(get, server.url.replace("ws", "http", 1) + "/health")
@@ -225,7 +216,7 @@ async def test_a_server_ends_at_once_though_an_environment_hangs() -> None:
         await until(lambda: any(session.at_work for session in server._sessions))
         begun = asyncio.get_running_loop().time()
     assert asyncio.get_running_loop().time() - begun < PATIENCE
-    with pytest.raises(EnvironmentDied):
+    with pytest.raises(errors.EnvironmentDied):
         await hanging
     await client.close()
 
@@ -257,7 +248,7 @@ async def test_a_page_in_a_browser_and_another_path_get_no_session() -> None:
             await connect(server.url + "/ws", origin=Origin("http://127.0.0.1:8000"))
         client = EnvironmentClient(server.url)
         client._url = server.url + "/other"
-        with pytest.raises(EnvironmentDied, match="404"):
+        with pytest.raises(errors.EnvironmentDied, match="404"):
             await client.connect()
         await client.close()
 
@@ -267,7 +258,7 @@ async def test_a_message_over_the_limit_ends_the_session(monkeypatch: pytest.Mon
     async with EnvironmentServer(Misbehaving, "test") as server:
         async with EnvironmentClient(server.url) as client:
             await client.reset(0)
-            with pytest.raises(EnvironmentDied, match="1009"):
+            with pytest.raises(errors.EnvironmentDied, match="1009"):
                 await client.step("x" * 2000)
         await until(lambda: server.health().sessions == 0)
 
@@ -287,7 +278,7 @@ def test_urls(url: str, expected: str) -> None:
 
 @pytest.mark.parametrize("url", ["", "a:1", "ftp://a", "ws://"])
 def test_urls_that_are_none(url: str) -> None:
-    with pytest.raises(UnknownEnvironment, match="ws://host:port"):
+    with pytest.raises(errors.UnknownEnvironment, match="ws://host:port"):
         websocket_url(url)
 
 
@@ -302,7 +293,7 @@ def test_an_observation_is_one_or_a_lie(text: Any, reward: Any, done: Any, field
     observation = Observation(text=text, reward=reward, done=done, fields=fields)
     try:
         good = checked(observation, "test", "step")
-    except EnvironmentLied as error:
+    except errors.EnvironmentLied as error:
         assert len(str(error)) < 200
         return
     assert type(good.text) is str and type(good.done) is bool
@@ -479,12 +470,12 @@ async def test_a_server_killed_in_an_episode_costs_that_episode() -> None:
             await client.step("go")
             killed = time.monotonic()
             server.kill()
-            with pytest.raises(EnvironmentDied, match="the connection is lost"):
+            with pytest.raises(errors.EnvironmentDied, match="the connection is lost"):
                 await client.step("go")
             assert time.monotonic() - killed < PATIENCE, "the end of the connection is seen, not the deadline"
             server.start()
             for call in (client.step("go"), client.reset(0)):
-                with pytest.raises(EnvironmentRefused, match="open another"):
+                with pytest.raises(errors.EnvironmentRefused, match="open another"):
                     await call
         async with EnvironmentClient(server.url, timeout=20.0) as client:
             assert await episode(client, 0) == 4
@@ -496,7 +487,7 @@ async def test_a_stopped_server_costs_one_deadline_and_is_used_again_when_it_goe
             async with pool.session() as session:
                 await session.reset(0)
                 stopped.process.stop()  # the kernel takes connections for it, and nothing answers
-                with pytest.raises(EnvironmentHung, match="no answer for 1 s"):
+                with pytest.raises(errors.EnvironmentHung, match="no answer for 1 s"):
                     await session.step("go")
                 for seed in range(3):
                     assert await episode(session, seed) == 4
@@ -524,7 +515,7 @@ async def test_episodes_go_on_at_another_server_while_one_is_killed_again_and_ag
                         try:
                             assert await episode(session, 1) == 4
                             played += 1
-                        except EnvironmentFailed:
+                        except errors.EnvironmentFailed:
                             failed += 1
 
             players = [asyncio.ensure_future(player()) for _ in range(6)]
@@ -546,9 +537,9 @@ async def test_without_a_server_a_reset_waits_and_then_says_what_it_tried() -> N
         async with EnvironmentPool([server.url], wait=0.5, timeout=5.0) as pool, pool.session() as session:
             await session.reset(0)
             server.kill()
-            with pytest.raises(EnvironmentDied):
+            with pytest.raises(errors.EnvironmentDied):
                 await session.step("go")
-            with pytest.raises(EnvironmentDied, match=r"no server was there for 0\.5 s: ws://"):
+            with pytest.raises(errors.EnvironmentDied, match=r"no server was there for 0\.5 s: ws://"):
                 await session.reset(0)
             server.start()
             pool.wait = 30.0
@@ -568,7 +559,7 @@ async def test_the_server_frees_the_sessions_of_a_client_that_is_killed(start: C
         child = start(play, server.url)
         assert await asyncio.to_thread(child.hear) == "there"
         async with EnvironmentClient(server.url) as client:
-            with pytest.raises(EnvironmentBusy, match="all of the 1 session of test are taken"):
+            with pytest.raises(errors.EnvironmentBusy, match="all of the 1 session of test are taken"):
                 await client.reset(0)
         child.kill()
         await until(lambda: not server.health().sessions)
@@ -583,7 +574,7 @@ async def test_a_pool_waits_for_a_free_session_and_one_that_stays_full_is_busy()
     ):
         one, two = pool.session(), pool.session()
         await one.reset(0)
-        with pytest.raises(EnvironmentBusy):
+        with pytest.raises(errors.EnvironmentBusy):
             await two.reset(0)
         pool.wait = 30.0
         waiting = asyncio.ensure_future(episode(two, 0))
@@ -617,7 +608,7 @@ async def test_a_step_that_raises_is_no_reason_to_avoid_a_server() -> None:
         async with pool.session() as session:
             for _ in range(5):
                 await session.reset(0)
-                with pytest.raises(EnvironmentDied, match="ZeroDivisionError"):
+                with pytest.raises(errors.EnvironmentDied, match="ZeroDivisionError"):
                     await session.step("raise")
                 assert pool.servers[0].up
         await pool.close()
@@ -652,7 +643,7 @@ async def test_a_session_that_is_kept_plays_the_next_episode_and_ends_with_its_s
             assert pool.servers[0].idle == [kept]
             async with pool.session() as session:
                 await session.reset(0)
-                with pytest.raises(EnvironmentDied):
+                with pytest.raises(errors.EnvironmentDied):
                     await session.step("raise")
                 await session.reset(0)
             [other] = pool.servers[0].idle
@@ -671,10 +662,10 @@ async def test_a_pool_closes_although_a_session_fails_meanwhile() -> None:
     closing = asyncio.create_task(pool.close())
     await asyncio.sleep(0)
     assert not closing.done()
-    pool.release(server, EnvironmentClient(server.url), EnvironmentDied(server.url, "connect", "it is away"))
+    pool.release(server, EnvironmentClient(server.url), errors.EnvironmentDied(server.url, "connect", "it is away"))
     await asyncio.wait_for(closing, PATIENCE)
 
 
 async def test_a_pool_without_servers_is_refused() -> None:
-    with pytest.raises(UnknownEnvironment):
+    with pytest.raises(errors.UnknownEnvironment):
         EnvironmentPool([])

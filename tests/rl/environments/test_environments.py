@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.rl.config.named_code import load_code
-from holdfast.rl.data.episode import Completion, Episode, Finish, Group
+from holdfast.rl.data.episode import Completion, Episode, Finish
 from holdfast.rl.data.prompts import arithmetic_held_out, arithmetic_training
 from holdfast.rl.environments.builtin import ArithmeticEnvironment, GuessNumberEnvironment
 from holdfast.rl.environments.environment import Action, Environment, Observation
@@ -28,7 +28,7 @@ from holdfast.rl.errors import EnvironmentDied, EnvironmentFailed, EnvironmentHu
 from holdfast.rl.grpo.batch import BatchColumns, counted_tokens
 from support.rl.environment_servers import Misbehaving
 from support.rl.event_loop import run
-from support.rl.small_batches import objective
+from support.rl.small_batches import completion, group_of, objective
 from support.source_tree import ROOT
 
 EXAMPLES = f"python:{ROOT / 'examples' / 'rl'}"
@@ -278,9 +278,8 @@ CHARACTERS: Any = SimpleNamespace(
 """A token for each byte; a line for each turn."""
 
 
-def completion(text: str, version: int = 1, finish: Finish = "stop") -> Completion:
-    tokens = tuple(f"{text}\n".encode())
-    return Completion(tokens=tokens, logprobs=(-0.5,) * len(tokens), versions=(version,) * len(tokens), finish=finish)
+def line(text: str, version: int = 1, finish: Finish = "stop") -> Completion:
+    return completion(f"{text}\n".encode(), version, finish)
 
 
 def saying(*texts: str) -> Act:
@@ -289,7 +288,7 @@ def saying(*texts: str) -> Act:
 
     async def act(tokens: tuple[int, ...]) -> Completion:
         version, text = next(said)
-        return completion(text, version)
+        return line(text, version)
 
     return act
 
@@ -300,7 +299,7 @@ async def bisect(tokens: tuple[int, ...]) -> Completion:
     lines = bytes(tokens).decode().splitlines()[1:]
     for guess, hint in zip(lines[::2], lines[1::2], strict=True):
         low, high = (int(guess) + 1, high) if hint == "higher" else (low, int(guess) - 1)
-    return completion(str((low + high) // 2))
+    return line(str((low + high) // 2))
 
 
 def record_of(
@@ -353,11 +352,10 @@ def test_dapo_leaves_out_an_episode_with_a_completion_that_was_cut_and_no_other(
 
     async def act(tokens: tuple[int, ...]) -> Completion:
         turn, text = next(said)
-        return completion(text, finish="length" if turn == cut else "stop")
+        return line(text, finish="length" if turn == cut else "stop")
 
     result = whole(record_of(Misbehaving, act, max_turns=2))
-    group = Group(number=0, prompt=result.prompt, episodes=(result,))
-    mask = counted_tokens(BatchColumns.of([group]), objective("dapo"))
+    mask = counted_tokens(BatchColumns.of([group_of(result)]), objective("dapo"))
     assert int(mask.sum()) == (0 if cut is not None else sum(result.mask))
 
 

@@ -27,11 +27,7 @@ from holdfast.rl.config.run_config import AlgorithmConfig, GeneratorConfig, RunC
 from holdfast.rl.data.episode import Completion, SamplingRequest
 from holdfast.rl.generators import errors
 from holdfast.rl.generators.models import ModelMisfit, ModelSource
-from holdfast.rl.generators.transformers_generator import (
-    TransformersGenerator,
-    draw,
-    uniforms,
-)
+from holdfast.rl.generators.transformers_generator import TransformersGenerator, draw, uniforms
 from holdfast.rl.generators.vllm.vllm_generator import draw_whole
 from holdfast.store import Layout, StoreTimeout, WeightStore
 from holdfast.store.follow.staging import CopiedStaging, StagingState

@@ -26,15 +26,9 @@ from holdfast.rl.grpo.loop import asynchronous, generate_episode, play_episodes,
 from holdfast.rl.grpo.loss import loss
 from holdfast.rl.rewards.judge import Judge
 from holdfast.rl.rewards.reward import Criterion, ExactMatch, JudgedAnswer, Rubric
-from holdfast.rl.run.evaluation import (
-    HeldOutAnswer,
-    HeldOutEvaluation,
-    HeldOutResult,
-    play_games,
-    play_prompts,
-)
+from holdfast.rl.run.evaluation import HeldOutAnswer, HeldOutEvaluation, HeldOutResult, play_games, play_prompts
 from holdfast.rl.run.run_events import Evaluated
-from support.rl.small_batches import objective
+from support.rl.small_batches import completion, objective
 from support.source_tree import ROOT
 
 TOKENIZER = CharacterTokenizer()
@@ -74,9 +68,7 @@ class ToyCluster:
                 token = int(logprobs.argmax())
             else:
                 token = int(torch.multinomial(logprobs.exp(), 1, generator=torch.Generator().manual_seed(seed)))
-            drawn.append(
-                Completion(tokens=(token,), logprobs=(float(logprobs[token]),), versions=(version,), finish="length")
-            )
+            drawn.append(completion((token,), version, "length", float(logprobs[token])))
         return drawn
 
     async def switch(self, version: int) -> None:
@@ -454,10 +446,7 @@ class SeedPolicy:
         self.requests.append(request)
         await asyncio.sleep(0)
         version = request.version or 0
-        return [
-            Completion(tokens=(seed % 7,), logprobs=(-1.0,), versions=(version,), finish="length")
-            for seed in request.seeds
-        ]
+        return [completion((seed % 7,), version, "length") for seed in request.seeds]
 
     async def step(self, batch: Batch, /) -> StepReport:
         self.batches.append(batch)

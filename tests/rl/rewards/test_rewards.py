@@ -24,6 +24,7 @@ from holdfast.rl.data.replay_buffer import FailedGroup
 from holdfast.rl.errors import RewardFailed
 from holdfast.rl.rewards.judge import Judge, RewardProcesses, reward_of
 from holdfast.rl.rewards.reward import Criterion, ExactMatch, FormatMatch, JudgedAnswer, LengthPenalty, Rubric, Score
+from support.rl.small_batches import completion
 from support.source_tree import ROOT
 from support.waiting import PATIENCE
 
@@ -46,11 +47,9 @@ def only(name: str, function: Function) -> Rubric:
     return Rubric([Criterion(name, 1.0, function)])
 
 
-def completion(text: str, stopped: bool = False) -> Completion:
-    tokens = tuple(TOKENIZER.encode(text))
-    many = len(tokens)
-    finish = "stop" if stopped else "length"
-    return Completion(tokens=tokens, logprobs=(-0.1,) * many, versions=(3,) * many, finish=finish)  # type: ignore[arg-type]
+def drawn(*texts: str) -> list[Completion]:
+    """Completions of version 3; a stop token ends those that end with a line."""
+    return [completion(TOKENIZER.encode(each), 3, "stop" if each.endswith("\n") else "length") for each in texts]
 
 
 EXTRACTED = ("<answer>20</answer>", "<answer>1</answer> no: <answer> 20 </answer>", "20", "<answer>20")
@@ -116,13 +115,13 @@ def test_a_score_that_no_loss_can_be_computed_with_fails_its_answer_alone(bad: f
 async def test_a_group_is_made_of_what_could_be_judged() -> None:
     seen: list[RewardFailed] = []
     judge = Judge(only("inverse", _divide), TOKENIZER, seen.append)
-    group = await judge.evaluate(PROMPT, [completion("5\n", stopped=True), completion("0"), completion("4")])
+    group = await judge.evaluate(PROMPT, drawn("5\n", "0", "4"))
     assert isinstance(group, Group)
     assert [each.reward for each in group.episodes] == [4.0, 5.0], "the stop token is not in the text"
     assert group.episodes[0].tokens == tuple(TOKENIZER.encode("5\n"))
     assert (group.number, group.version) == (7, 3)
     assert judge.failures == len(seen) == 1
-    failed = await Judge(only("inverse", _divide), TOKENIZER).evaluate(PROMPT, [completion("5"), completion("0")])
+    failed = await Judge(only("inverse", _divide), TOKENIZER).evaluate(PROMPT, drawn("5", "0"))
     assert isinstance(failed, FailedGroup), "a group of one has nothing to compare with"
     assert "ZeroDivisionError" in failed.reasons[0]
 

@@ -39,7 +39,7 @@ from holdfast.rl.run.services import RunServices
 from holdfast.rl.run.telemetry import Observer, RunTelemetry
 from holdfast.store import WeightStore
 from support.rl.event_loop import until
-from support.rl.small_batches import tiny_llama
+from support.rl.small_batches import completion, tiny_llama
 from support.rl.training_runs import configured
 
 RUN = """
@@ -125,11 +125,7 @@ def batch_of(tokens: int) -> tuple[tuple[Group, ...], int]:
     source = PromptSource(arithmetic_training(), CharacterTokenizer(), seed=0)
     sampling = Sampling(group=GROUP, batch=16, max_new_tokens=tokens)
     buffer = ReplayBuffer(StalenessRule(groups=GROUPS))
-    per_token: Any = {"logprobs": (-0.5,) * tokens, "versions": (0,) * tokens}
-    drawn = [  # before the count begins
-        Completion(tokens=tuple((place + each) % 10 for each in range(tokens)), finish="length", **per_token)
-        for place in range(EPISODES)
-    ]
+    drawn = [completion(((n + each) % 10 for each in range(tokens)), finish="length") for n in range(EPISODES)]
 
     async def route(request: SamplingRequest) -> Sequence[Completion]:
         await asyncio.sleep(0)
@@ -316,7 +312,7 @@ class Generator:
         await asyncio.sleep(0)
         if any(prompt == (13,) for prompt in asked.prompts):
             raise RuntimeError("unlucky")
-        return [Completion(tokens=(seed,), logprobs=(-1.0,), versions=(0,), finish="stop") for seed in asked.seeds]
+        return [completion((seed,)) for seed in asked.seeds]
 
 
 async def ask(requests: Sequence[SamplingRequest], size: int) -> tuple[Generator, list[object]]:

@@ -44,7 +44,7 @@ from holdfast.rl.run.run_events import (
 from holdfast.rl.run.telemetry import RunTelemetry
 from holdfast.rl.telemetry import TrainerStatus, WorkLog, WorkReport, processor_with_descendants
 from support.children import Child
-from support.rl.small_batches import episode
+from support.rl.small_batches import episode, group_of
 from support.rl.training_runs import invoke
 from support.waiting import PATIENCE, next_line
 
@@ -58,9 +58,7 @@ EVENTS: tuple[Event, ...] = (
 
 
 def group(number: int) -> Group:
-    prompt = Prompt(number=number, tokens=(1, 2))
-    made = episode(prompt, (3,))
-    return Group(number=number, prompt=prompt, episodes=(made, made))
+    return group_of(*[episode(Prompt(number=number, tokens=(1, 2)), (3,))] * 2)
 
 
 @given(cut=st.integers(0, 200))

@@ -132,15 +132,9 @@ def test_values_are_equal_as_python_compares_them(one: object, other: object) ->
         assert not equals(json.dumps(encode(one)).encode(), other)
 
 
-class Colour(enum.IntEnum):
-    RED = 3
-
-
-class Word(str):
-    pass
-
-
 Point = namedtuple("Point", "x y")
+Colour = enum.IntEnum("Colour", {"RED": 3})
+Word = type("Word", (str,), {})
 
 EQUAL: list[tuple[object, object]] = [
     (Counter("aab"), {"a": 2, "b": 1}),

@@ -40,21 +40,16 @@ from holdfast.rl.trainers.trainer_actor import TrainerActor, TrainerEnded, Train
 from holdfast.rl.trainers.training import BadBatch
 from holdfast.store import WeightStore
 from support.comms.torch_groups import in_group
-from support.rl.small_batches import episode, objective, random_batch, tiny_llama, trainer_config
+from support.rl.small_batches import episode, group_of, objective, random_batch, tiny_llama, trainer_config
 from support.samples.tally import contract_in
 from support.source_tree import ROOT
 from support.waiting import PATIENCE
 
 
-def group_of(number: int, episodes: int) -> Group:
+def numbered(number: int, episodes: int) -> Group:
     prompt = Prompt(number=number, tokens=(1,) * (1 + number % 3))
-    return Group(
-        number=number,
-        prompt=prompt,
-        episodes=tuple(
-            episode(prompt, (number, at), logprobs=(-1.0, -2.0), mask=(True, at % 2 == 0)) for at in range(episodes)
-        ),
-    )
+    masks = [(True, at % 2 == 0) for at in range(episodes)]
+    return group_of(*[episode(prompt, (number, at), logprobs=(-1.0, -2.0), mask=m) for at, m in enumerate(masks)])
 
 
 @given(
@@ -67,7 +62,7 @@ def test_every_episode_is_in_one_forward(sizes: list[int], shards: int, micro_ba
     """All shards of an update have equally many forwards, none of them larger than `micro_batch`."""
     if len(sizes) < updates:
         updates = 1
-    groups = [group_of(number, size) for number, size in enumerate(sizes)]
+    groups = [numbered(number, size) for number, size in enumerate(sizes)]
     seen: list[tuple[int, ...]] = []
     for update in updates_of(BatchColumns.of(groups), updates, Objective()):
         forwards = [update.shard(shard, shards, micro_batch) for shard in range(shards)]
@@ -81,7 +76,7 @@ def test_every_episode_is_in_one_forward(sizes: list[int], shards: int, micro_ba
 
 
 def batch_of(step: int) -> Batch:
-    return Batch(step=step, groups=(group_of(step, 1),), after=BufferState(rule=StalenessRule(groups=1)))
+    return Batch(step=step, groups=(numbered(step, 1),), after=BufferState(rule=StalenessRule(groups=1)))
 
 
 def test_the_learning_rate_rises_then_falls() -> None:
@@ -271,18 +266,11 @@ async def batch_for(generator: TransformersGenerator, step: int, version: int | 
     groups = []
     for number, tokens in enumerate(prompts):
         prompt = Prompt(number=2 * step + number, tokens=tokens)
-        episodes = tuple(
-            episode(
-                prompt,
-                each.tokens,
-                float(each.tokens.count(RIGHT)),
-                logprobs=each.logprobs,
-                versions=each.versions,
-                finish=each.finish,
-            )
-            for each in found[8 * number : 8 * number + 8]
-        )
-        groups.append(Group(number=prompt.number, prompt=prompt, episodes=episodes))
+        episodes = []
+        for each in found[8 * number : 8 * number + 8]:
+            as_drawn = {"logprobs": each.logprobs, "versions": each.versions, "finish": each.finish}
+            episodes.append(episode(prompt, each.tokens, float(each.tokens.count(RIGHT)), **as_drawn))
+        groups.append(group_of(*episodes))
     after = BufferState(rule=StalenessRule(groups=2), batch=step + 1, begun=2 * step + 2)
     return Batch(step=step, groups=tuple(groups), after=after)
 
