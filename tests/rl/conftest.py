@@ -15,8 +15,7 @@ import pytest
 from holdfast.rl.actors.engine import Engine, LocalEngine
 from holdfast.rl.environments.sandbox import Sandbox, SandboxUnavailable
 from holdfast.store import WeightStore
-from support.rl.event_loop import run
-from support.rl.started_monarch import start_monarch_once
+from support.rl.event_loop import run, start_monarch_once
 
 SECONDS = 120.0
 """What a test may take that has no mark `timeout`."""
