@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -75,60 +76,50 @@ os._exit(0)
 """
 
 
-class Host:
+@contextmanager
+def host_at(address: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A process that serves a host. Monarch writes lines in pieces, from a thread: they go to a file."""
-
-    def __init__(self, address: str, errors: Path) -> None:
-        command = [sys.executable, "-X", "faulthandler", "-P", "-m", "holdfast.rl.actors.monarch_host", address]
-        self._errors = errors
-        with errors.open("wb") as file:
-            self.process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=file)
-
-    def until_serving(self) -> None:
-        """Fails the test if the host does not serve in time, with the stacks of its threads."""
+    command = [sys.executable, "-X", "faulthandler", "-P", "-m", "holdfast.rl.actors.monarch_host", address]
+    with (
+        log.open("wb") as file,
+        subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=file) as host,
+    ):
         try:
-            line = next_line(self.process.stdout)
-        except AssertionError as late:
-            self.process.send_signal(signal.SIGABRT)
-            self.process.wait(PATIENCE)
-            raise AssertionError(f"{late}: {self.errors}") from None
-        assert line.startswith("serving"), line + self.errors
+            yield host
+        finally:
+            host.kill()
 
-    @property
-    def errors(self) -> str:
-        return self._errors.read_text()
 
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait(PATIENCE)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+def check_serving(host: subprocess.Popen[bytes], log: Path) -> None:
+    """Fails the test if the host does not serve in time, with the stacks of its threads."""
+    try:
+        line = next_line(host.stdout)
+    except AssertionError as late:
+        host.send_signal(signal.SIGABRT)
+        host.wait(PATIENCE)
+        raise AssertionError(f"{late}: {log.read_text()}") from None
+    assert line.startswith("serving"), line + log.read_text()
 
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[tuple[str, str]]:
     """The addresses of two hosts."""
+    logs = tmp_path / "host-0.log", tmp_path / "host-1.log"
     with ReservedPort("127.0.0.1") as one, ReservedPort("127.0.0.1") as other:
         addresses = f"tcp://127.0.0.1:{one.number}", f"tcp://127.0.0.1:{other.number}"
-        running = [Host(address, tmp_path / f"host-{number}.log") for number, address in enumerate(addresses)]
-        try:
-            for each in running:
-                each.until_serving()
+        with host_at(addresses[0], logs[0]) as first, host_at(addresses[1], logs[1]) as second:
+            check_serving(first, logs[0])
+            check_serving(second, logs[1])
             yield addresses
-        finally:
-            for each in running:
-                each.end()
 
 
 def test_a_host_whose_port_is_taken_says_so_and_ends(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
-        host = Host(address, tmp_path / "host.log")
-        try:
-            assert next_line(host.process.stdout) == "" and host.process.wait(PATIENCE) == 1
-        finally:
-            host.end()
-    assert f"HoldfastError: host {address} cannot be served: [Errno 98]" in host.errors
+        with host_at(address, tmp_path / "host.log") as host:
+            assert next_line(host.stdout) == "" and host.wait(PATIENCE) == 1
+    said = (tmp_path / "host.log").read_text()
+    assert f"HoldfastError: host {address} cannot be served: [Errno 98]" in said
 
 
 def drive(hosts: tuple[str, str], body: str) -> None:

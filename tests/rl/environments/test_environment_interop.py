@@ -25,7 +25,7 @@ from holdfast.rl.environments.environment import Action
 from holdfast.rl.environments.registry import environment_factory
 from holdfast.rl.errors import EnvironmentBusy, EnvironmentDied, EnvironmentRefused
 from support.leaks import children
-from support.rl.environment_servers import guess, server_process
+from support.rl.environment_servers import ServerProcess, guess
 from support.rl.event_loop import run
 from support.source_tree import ROOT, TESTS
 
@@ -155,7 +155,7 @@ def openenv_server() -> Iterator[str]:
 
 
 def test_both_clients_play_the_same_episodes_at_both_servers(openenv_server: str) -> None:
-    with server_process("guess") as server:
+    with ServerProcess("guess") as server:
         ours = [run(played(url)) for url in (openenv_server, server.url)]
         theirs = ask_peer("play", ",".join(map(str, SEEDS)), openenv_server, server.url)
     assert all(each == ours[0] for each in [*ours, *[said["episodes"] for said in theirs]])
@@ -194,7 +194,7 @@ async def test_a_death_of_openenvs_server_ends_our_session() -> None:
 @pytest.mark.timeout(300)
 def test_ours_is_as_fast_as_openenv(openenv_server: str) -> None:
     """Interleaved, with OpenEnv's client on both sides: the servers differ."""
-    with server_process("guess") as server:
+    with ServerProcess("guess") as server:
         first, ours, again, ours_again = ask_peer("steps", "1", "4", *[openenv_server, server.url] * 2)
         ratios = [ours / first, ours_again / again]
     print(f"steps/s of our server / openenv's, by openenv's client: {', '.join(f'{each:.2f}' for each in ratios)}")

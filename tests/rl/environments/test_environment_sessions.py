@@ -31,7 +31,7 @@ from holdfast.rl.environments.server import EnvironmentServer
 from holdfast.rl.environments.session import EnvironmentSession
 from holdfast.rl.telemetry import FOLD_SECONDS, WorkLog
 from support.children import Child
-from support.rl.environment_servers import LIES, Misbehaving, guess, server_process
+from support.rl.environment_servers import LIES, Misbehaving, ServerProcess, guess
 from support.rl.event_loop import until
 from support.waiting import PATIENCE
 
@@ -464,7 +464,7 @@ async def episode(session: EnvironmentSession, seed: int) -> int:
 
 async def test_a_server_killed_in_an_episode_costs_that_episode() -> None:
     """The same client would go on in a fresh environment of the restarted server: it refuses instead."""
-    with server_process("misbehaving") as server:
+    with ServerProcess("misbehaving") as server:
         async with EnvironmentClient(server.url, timeout=2 * PATIENCE) as client:
             await client.reset(0)
             await client.step("go")
@@ -482,7 +482,7 @@ async def test_a_server_killed_in_an_episode_costs_that_episode() -> None:
 
 
 async def test_a_stopped_server_costs_one_deadline_and_is_used_again_when_it_goes_on() -> None:
-    with server_process("misbehaving") as stopped, server_process("misbehaving") as other:
+    with ServerProcess("misbehaving") as stopped, ServerProcess("misbehaving") as other:
         async with EnvironmentPool([stopped.url, other.url], timeout=1.0) as pool:
             async with pool.session() as session:
                 await session.reset(0)
@@ -504,7 +504,7 @@ async def test_a_stopped_server_costs_one_deadline_and_is_used_again_when_it_goe
 
 async def test_episodes_go_on_at_another_server_while_one_is_killed_again_and_again() -> None:
     """Six players; every episode is played, or fails by a typed error and is played again."""
-    with server_process("misbehaving") as victim, server_process("misbehaving") as other:
+    with ServerProcess("misbehaving") as victim, ServerProcess("misbehaving") as other:
         async with EnvironmentPool([victim.url, other.url], timeout=10.0) as pool:
             played, failed, stop = 0, 0, asyncio.Event()
 
@@ -533,7 +533,7 @@ async def test_episodes_go_on_at_another_server_while_one_is_killed_again_and_ag
 
 
 async def test_without_a_server_a_reset_waits_and_then_says_what_it_tried() -> None:
-    with server_process("misbehaving") as server:
+    with ServerProcess("misbehaving") as server:
         async with EnvironmentPool([server.url], wait=0.5, timeout=5.0) as pool, pool.session() as session:
             await session.reset(0)
             server.kill()
@@ -633,7 +633,7 @@ async def test_servers_are_exchanged_while_sessions_run() -> None:
 
 
 async def test_a_session_that_is_kept_plays_the_next_episode_and_ends_with_its_server() -> None:
-    with server_process("misbehaving") as server:
+    with ServerProcess("misbehaving") as server:
         async with EnvironmentPool([server.url], keep=True, timeout=20.0) as pool:
             async with pool.session() as session:
                 assert await episode(session, 0) == 4

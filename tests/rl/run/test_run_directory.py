@@ -39,21 +39,10 @@ from holdfast.rl.config.toml import parse_config, resolved
 from holdfast.rl.data.episode import Group, Prompt
 from holdfast.rl.data.prompts import arithmetic_held_out
 from holdfast.rl.generators.models import ModelSource, save_model
-from holdfast.rl.run import evaluation
+from holdfast.rl.run import evaluation, run_events
 from holdfast.rl.run.evaluation import BestRecord, NothingHeldOut, evaluate_source, held_out_prompts
 from holdfast.rl.run.policy import policy_source, task_of
 from holdfast.rl.run.run_directory import RunDirectory, RunDirectoryUnusable, RunInUse, RunStatus, read_status
-from holdfast.rl.run.run_events import (
-    Activity,
-    CopiesRestored,
-    Evaluated,
-    Event,
-    ProcessLost,
-    ProcessorTime,
-    ProcessStarted,
-    RunResumed,
-    StepTrained,
-)
 from holdfast.rl.run.saved_versions import NoSavedVersion, SavedVersions
 from holdfast.rl.run.telemetry import RunTelemetry
 from holdfast.rl.telemetry import TrainerStatus, WorkLog, WorkReport, processor_with_descendants
@@ -65,10 +54,10 @@ from support.rl.training_runs import invoke
 from support.source_tree import ROOT
 from support.waiting import PATIENCE, next_line
 
-EVENTS: tuple[Event, ...] = (
-    CopiesRestored(time=0.5, versions=1),
-    ProcessLost(time=1.0, name="generator-0", role="generator", pid=7, how="was ended by SIGKILL"),
-    StepTrained(
+EVENTS: tuple[run_events.Event, ...] = (
+    run_events.CopiesRestored(time=0.5, versions=1),
+    run_events.ProcessLost(time=1.0, name="generator-0", role="generator", pid=7, how="was ended by SIGKILL"),
+    run_events.StepTrained(
         time=2.0, step=0, reward=0.5, loss=0.1, gradient_norm=1.0, tokens=128, staleness=(0, 1), epoch=3, size=2
     ),
 )
@@ -146,7 +135,7 @@ def test_a_driver_that_is_killed_leaves_a_directory_that_the_next_one_opens(
     def write(pipe: Connection) -> None:
         with RunDirectory(tmp_path).open() as directory:
             for step in range(1_000_000):
-                directory.append(CopiesRestored(time=0.0, versions=step))
+                directory.append(run_events.CopiesRestored(time=0.0, versions=step))
                 if step == 0:
                     pipe.send("begun")
 
@@ -157,7 +146,7 @@ def test_a_driver_that_is_killed_leaves_a_directory_that_the_next_one_opens(
         os.kill(child.pid, signal.SIGKILL)
         child.kill()
         with RunDirectory(tmp_path).open() as directory:
-            versions = [event.versions for event in directory.events() if isinstance(event, CopiesRestored)]
+            versions = [event.versions for event in directory.events() if isinstance(event, run_events.CopiesRestored)]
         begins = [index for index, version in enumerate(versions) if version == 0]
         assert len(begins) == round_ + 1
         for begin, end in zip(begins, (*begins[1:], len(versions)), strict=True):
@@ -165,7 +154,7 @@ def test_a_driver_that_is_killed_leaves_a_directory_that_the_next_one_opens(
 
 
 def test_an_activity_is_in_the_directory_before_an_observer_gets_it_unless_its_block_raises(tmp_path: Path) -> None:
-    heard: list[tuple[Event, int]] = []
+    heard: list[tuple[run_events.Event, int]] = []
     with RunDirectory(tmp_path).open() as directory:
         observers = (lambda event: heard.append((event, len(list(directory.events())))),)
         telemetry = RunTelemetry(directory, observers, began=100.0)
@@ -175,7 +164,7 @@ def test_an_activity_is_in_the_directory_before_an_observer_gets_it_unless_its_b
         with pytest.raises(ZeroDivisionError), telemetry.doing("trainer-0", "trainer", "train", 9):
             raise ZeroDivisionError
     activities, written = zip(*heard, strict=True)
-    assert [each.number for each in activities if isinstance(each, Activity)] == [7, 8] and written == (1, 2)
+    assert [each.number for each in activities if isinstance(each, run_events.Activity)] == [7, 8] and written == (1, 2)
     for each in activities:
         assert each.seconds >= 0.0
         assert each.time >= 100.0, "a resumed run goes on at the time at which it stood"
@@ -186,11 +175,11 @@ def test_tensorboard_gets_the_scalars_of_steps_and_evaluations(tmp_path: Path) -
 
     board = TensorBoard(tmp_path)
     board(
-        StepTrained(
+        run_events.StepTrained(
             time=1.0, step=3, reward=0.25, loss=0.5, gradient_norm=1.0, tokens=64, staleness=(0, 2), epoch=1, size=2
         )
     )
-    board(Evaluated(time=2.0, version=3, reward=0.75, best=True))
+    board(run_events.Evaluated(time=2.0, version=3, reward=0.75, best=True))
     board.close()
     found: dict[str, tuple[int, float]] = {}
     (file,) = tmp_path.iterdir()
@@ -260,14 +249,14 @@ async def test_what_is_collected_becomes_events_and_a_process_that_hangs_costs_o
     monkeypatch.setattr("holdfast.rl.run.telemetry.SECONDS", 0.05)
     with RunDirectory(tmp_path).open() as directory:
         telemetry = RunTelemetry(directory)
-        telemetry.emit(ProcessStarted(time=0.0, name="trainer-0", role="trainer", pid=1))
+        telemetry.emit(run_events.ProcessStarted(time=0.0, name="trainer-0", role="trainer", pid=1))
         async with telemetry.collecting({"trainer": trainers, "generator": generators}, then):
             with log.doing("forward_backward", 1):
                 spin(0.02)
         events = list(directory.events())
-    [span] = [each for each in events if isinstance(each, Activity)]
+    [span] = [each for each in events if isinstance(each, run_events.Activity)]
     assert (span.process, span.what, span.number) == ("trainer-0", "forward_backward", 1) and span.cpu >= 0.02
-    times = [each.process for each in events if isinstance(each, ProcessorTime)]
+    times = [each.process for each in events if isinstance(each, run_events.ProcessorTime)]
     assert times.count("driver") == times.count("trainer-0") == len(said) >= 2
     facts = RunFacts.of(events)
     [use] = [each for each in facts.processor_uses() if each.role == "trainer"]
@@ -342,9 +331,9 @@ def test_the_lines_of_a_run_have_one_clock_that_never_runs_backwards() -> None:
     console = Console(file=io.StringIO(), width=200)
     with LiveView(console, 40) as view:
         view.begin("starting")
-        view(RunResumed(time=125.0, step=12))
-        view(ProcessStarted(time=128.0, name="trainer-0", role="trainer", pid=1, seconds=3.0))
-        view(ProcessStarted(time=115.0, name="generator-0", role="generator", pid=2, seconds=1.0))
+        view(run_events.RunResumed(time=125.0, step=12))
+        view(run_events.ProcessStarted(time=128.0, name="trainer-0", role="trainer", pid=1, seconds=3.0))
+        view(run_events.ProcessStarted(time=115.0, name="generator-0", role="generator", pid=2, seconds=1.0))
         view.note("SIGKILL")
     assert isinstance(console.file, io.StringIO)
     lines = console.file.getvalue().splitlines()

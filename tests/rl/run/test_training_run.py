@@ -29,25 +29,17 @@ from holdfast.rl.config.toml import load_config, parse_config, resolved
 from holdfast.rl.data.prompts import arithmetic_training
 from holdfast.rl.errors import ConfigChanged, RunFailed, StepsDone, UnknownEnvironment
 from holdfast.rl.generators.models import ModelMisfit
+from holdfast.rl.run import run_events
 from holdfast.rl.run.evaluation import evaluate_source
 from holdfast.rl.run.policy import task_of
 from holdfast.rl.run.run_directory import RunDirectory, read_status
-from holdfast.rl.run.run_events import (
-    EpisodeFailed,
-    Evaluated,
-    Event,
-    ProcessLost,
-    ProcessStarted,
-    RunResumed,
-    StepTrained,
-)
 from holdfast.rl.run.saved_versions import SavedVersions
 from holdfast.rl.run.trainer_processes import ask_trainer
 from holdfast.rl.trainers.trainer_actor import TrainerEnded, TrainerLeftOut
 from holdfast.rl.trainers.training import weights_digest
 from support.programs.forked_programs import run_holdfast
 from support.rl import training_runs
-from support.rl.environment_servers import server_process
+from support.rl.environment_servers import ServerProcess
 from support.rl.event_loop import start_monarch_once
 from support.rl.small_batches import tiny_llama
 from support.rl.training_runs import SMALL, SPARED, Killer, invoke, run
@@ -107,7 +99,7 @@ def test_the_weights_are_equal_to_the_bit_after_kills_in_every_role(
     result = run(configured(), tmp_path, killer, engine)
     assert result.digest == undisturbed
     assert len(killer.struck) == 5 and set(killer.struck) <= killer.lost
-    trained = [event.step for event in RunDirectory(tmp_path).events() if isinstance(event, StepTrained)]
+    trained = [event.step for event in RunDirectory(tmp_path).events() if isinstance(event, run_events.StepTrained)]
     assert trained == list(range(STEPS)), "no step is lost, and none is trained twice"
 
 
@@ -123,11 +115,13 @@ def test_a_driver_that_dies_at_any_point_is_resumed_to_the_same_bits(
     killed = run_holdfast("rl", "train", file, "-d", tmp_path / "run", environ=fault, timeout=120.0)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     events = list(RunDirectory(tmp_path / "run").events())
-    for started in [event for event in events if isinstance(event, ProcessStarted)]:
+    for started in [event for event in events if isinstance(event, run_events.ProcessStarted)]:
         becomes_true(lambda pid=started.pid: is_gone(pid), 20.0)
     result = run(configured(trainer__replicas=3), tmp_path / "run")
     assert result.digest == undisturbed
-    resumed = [event.step for event in RunDirectory(tmp_path / "run").events() if isinstance(event, RunResumed)]
+    resumed = [
+        event.step for event in RunDirectory(tmp_path / "run").events() if isinstance(event, run_events.RunResumed)
+    ]
     name, step = point.split(":")
     done = int(step) + (name != "loop.before_step")
     assert resumed in ([done // 3 * 3], [(done - 1) // 3 * 3]), "the newest checkpoint that was whole"
@@ -157,7 +151,7 @@ def test_asynchronous_groups_are_never_staler_than_the_bound_and_each_prompt_is_
     killer = Killer({3: ("generator", 9), 7: ("trainer", 9)})
     run(config, tmp_path, killer)
     assert len(killer.struck) == 2
-    steps = [event for event in RunDirectory(tmp_path).events() if isinstance(event, StepTrained)]
+    steps = [event for event in RunDirectory(tmp_path).events() if isinstance(event, run_events.StepTrained)]
     assert [event.step for event in steps] == list(range(STEPS))
     assert max(behind for event in steps for behind in event.staleness) <= 2
     numbers = [group.number for group in RunDirectory(tmp_path).groups()]
@@ -171,14 +165,14 @@ def test_a_run_that_has_ended_goes_on_to_more_steps_with_the_same_bits(tmp_path:
     saved = SavedVersions(configured(**alone), RunDirectory(tmp_path))
     assert saved.find("latest") == 4 and weights_digest(saved.model(4).state_dict()) == ended.digest
     assert run(configured(**alone), tmp_path).digest == undisturbed
-    trained = [event.step for event in RunDirectory(tmp_path).events() if isinstance(event, StepTrained)]
+    trained = [event.step for event in RunDirectory(tmp_path).events() if isinstance(event, run_events.StepTrained)]
     assert trained == list(range(STEPS))
 
 
 @pytest.mark.thorough
 def test_a_run_whose_processes_die_again_and_again_fails_with_the_reason(tmp_path: Path) -> None:
-    def kill_trainers(event: Event) -> None:
-        if isinstance(event, ProcessStarted) and event.role == "trainer":
+    def kill_trainers(event: run_events.Event) -> None:
+        if isinstance(event, run_events.ProcessStarted) and event.role == "trainer":
             os.kill(event.pid, signal.SIGKILL)
 
     with pytest.raises(RunFailed, match=r"trainers were lost.*SIGKILL"):
@@ -196,7 +190,9 @@ def test_gpu_the_weights_are_equal_to_the_bit_after_kills_of_trainer_and_generat
     killer = Killer({1: ("trainer", 9), 2: ("generator", 9), 3: ("generator", int(signal.SIGSTOP))})
     result = run(configured(**FEW), tmp_path / "killed", killer)
     assert len(killer.struck) == 3 and set(killer.struck) <= killer.lost
-    trained = [event.step for event in RunDirectory(tmp_path / "killed").events() if isinstance(event, StepTrained)]
+    trained = [
+        event.step for event in RunDirectory(tmp_path / "killed").events() if isinstance(event, run_events.StepTrained)
+    ]
     assert trained == list(range(6)), "no step is lost, and none is trained twice"
     assert result.digest == quiet.digest
 
@@ -242,10 +238,10 @@ def test_a_run_of_torchtitan_is_resumed_evaluated_and_exported(tmp_path: Path) -
 
     result = json.loads(holdfast("resume", directory, "--json"))
     events = list(RunDirectory(directory).events())
-    [again] = [each.step for each in events if isinstance(each, RunResumed)]
+    [again] = [each.step for each in events if isinstance(each, run_events.RunResumed)]
     assert again in (2, 4), "the newest checkpoint that was whole"
     unrecorded = {3} if again == 4 else set()  # the driver died after step 3, and before it wrote of it
-    assert {each.step for each in events if isinstance(each, StepTrained)} == set(range(5)) - unrecorded
+    assert {each.step for each in events if isinstance(each, run_events.StepTrained)} == set(range(5)) - unrecorded
 
     saved = SavedVersions(load_config(directory / "config.toml"), RunDirectory(directory))
     assert saved.find("latest") == 5
@@ -279,6 +275,11 @@ timeout = 20.0
 EVALUATED: dict[str, object] = {"evaluation__every": 4, "evaluation__prompts": 6, "telemetry__episodes": 16}
 
 
+def at(url: str) -> dict[str, object]:
+    """What lets a run play at a server that it does not start."""
+    return {"environment__servers": 0, "environment__arguments": "{}", "environment__addresses": f'["{url}"]'}
+
+
 def playing(**overrides: object) -> RunConfig:
     return training_runs.configured(
         GUESS, **{"steps": GAME_STEPS, "sampling__max_new_tokens": 1} | EVALUATED | overrides
@@ -306,7 +307,7 @@ def test_a_group_is_of_several_turns_and_learns_from_the_tokens_of_the_policy_al
             assert each.reward == 1.0 if each.turns < 3 else each.reward in (0.0, 1.0)
             drawn = {version for version, mine in zip(each.versions, each.mask, strict=True) if mine}
             assert drawn == {group.number // 4}, "of the version of the step"
-    assert [event.version for event in directory.events() if isinstance(event, Evaluated)] == [0, 4, 8]
+    assert [event.version for event in directory.events() if isinstance(event, run_events.Evaluated)] == [0, 4, 8]
 
 
 @pytest.mark.thorough
@@ -322,10 +323,10 @@ def test_the_weights_have_the_same_bits_when_servers_are_killed_and_stopped(
     assert result.digest == digest
     assert list(RunDirectory(tmp_path).groups()) == list(quiet.groups()), "no prompt is skipped, or trained twice"
     assert len(killer.struck) == 2 and set(killer.struck) <= killer.lost
-    started = [each for each in RunDirectory(tmp_path).events() if isinstance(each, ProcessStarted)]
+    started = [each for each in RunDirectory(tmp_path).events() if isinstance(each, run_events.ProcessStarted)]
     replaced = [each.replaces for each in started if each.role == "environment"]
     assert replaced == ["", *killer.struck], "each is replaced by the next"
-    trained = [event.step for event in RunDirectory(tmp_path).events() if isinstance(event, StepTrained)]
+    trained = [event.step for event in RunDirectory(tmp_path).events() if isinstance(event, run_events.StepTrained)]
     assert trained == list(range(GAME_STEPS))
 
 
@@ -379,11 +380,7 @@ def test_a_share_of_the_groups_is_played_beside_prompts_and_outlives_the_servers
         ({"environment__name": "chess"}, "environment 'chess.*': there are arithmetic, guess"),
         ({"environment__arguments": "{deep=3}"}, "there is no option 'deep'; there are: high, turns"),
         (
-            {
-                "environment__servers": 0,
-                "environment__arguments": "{}",
-                "environment__addresses": '["ws://127.0.0.1:9"]',
-            },
+            at("ws://127.0.0.1:9"),
             "environment 'guess': no server of it can be used: connect of environment ws://127.0.0.1:9",
         ),
         ({"environment__max_tokens": 10}, "its first observation is 27 tokens long"),
@@ -399,10 +396,8 @@ def test_an_environment_that_is_not_there_is_named_before_anything_starts(
 
 @pytest.mark.thorough
 def test_a_run_plays_at_a_server_that_it_did_not_start(tmp_path: Path) -> None:
-    with server_process("guess?high=5&turns=3") as server:
-        changes: dict[str, object] = {"environment__servers": 0, "environment__arguments": "{}"}
-        changes |= {"environment__addresses": f'["{server.url}"]'}
-        assert run(playing(**changes, steps=2), tmp_path).steps == 2
+    with ServerProcess("guess?high=5&turns=3") as server:
+        assert run(playing(**at(server.url), steps=2), tmp_path).steps == 2
 
 
 @pytest.mark.thorough
@@ -449,7 +444,7 @@ def test_an_environment_of_ones_own_that_lies_or_hangs_costs_its_episodes_alone(
     config = playing(environment__name=f"python:{tmp_path}/flawed.py:Flawed", environment__timeout=3.0, steps=4)
     run(config, tmp_path / "run")
     directory = RunDirectory(tmp_path / "run")
-    failed = [event for event in directory.events() if isinstance(event, EpisodeFailed)]
+    failed = [event for event in directory.events() if isinstance(event, run_events.EpisodeFailed)]
     assert any("no answer for" in event.reason for event in failed if event.again)
     assert all("no finite number" in event.reason for event in failed if not event.again)
     left_out = {event.prompt for event in failed if not event.again}
@@ -462,7 +457,7 @@ WORDS = [*"abcdefgh", "<unk>"]
 
 
 def roles(directory: Path) -> set[str]:
-    return {each.role for each in RunDirectory(directory).events() if isinstance(each, ProcessStarted)}
+    return {each.role for each in RunDirectory(directory).events() if isinstance(each, run_events.ProcessStarted)}
 
 
 def a_model(
@@ -587,8 +582,8 @@ class Outage:
         self.over = threading.Event()
         self._directory, self._step = directory, step
 
-    def __call__(self, event: Event) -> None:
-        if isinstance(event, StepTrained) and event.step == self._step:
+    def __call__(self, event: run_events.Event) -> None:
+        if isinstance(event, run_events.StepTrained) and event.step == self._step:
             (folder,) = self._directory.glob("job-*")
             files = list(folder.glob("register.sqlite*"))
             for file in files:
@@ -608,10 +603,10 @@ def test_no_reward_and_no_outage_ends_a_run(tmp_path: Path) -> None:
     assert run(config, tmp_path / "run", outage).steps == STEPS
     assert outage.over.is_set(), "the run has waited for its register"
     events = list(RunDirectory(tmp_path / "run").events())
-    steps = [each for each in events if isinstance(each, StepTrained)]
+    steps = [each for each in events if isinstance(each, run_events.StepTrained)]
     assert [each.step for each in steps] == list(range(STEPS))
-    assert not [each for each in events if isinstance(each, ProcessLost)]
-    failed = [each for each in events if isinstance(each, EpisodeFailed)]
+    assert not [each for each in events if isinstance(each, run_events.ProcessLost)]
+    failed = [each for each in events if isinstance(each, run_events.EpisodeFailed)]
     assert failed and {each.prompt for each in failed} <= {2, 3, 6, *range(1, 400, 4)}
     trained = [prompt for each in steps for prompt in each.prompts]
     assert len(trained) == len(set(trained)) == 4 * STEPS, "the next prompts take the places of those that failed"

@@ -6,8 +6,7 @@ import asyncio
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -18,7 +17,7 @@ from support.children import Child
 
 
 class ServerProcess:
-    """A process that serves an environment. Kill it, or start it again at the same port."""
+    """A process that serves an environment, until its context ends. Kill it, or start it again at the same port."""
 
     def __init__(self, name: str) -> None:
         self._name, self._port = name, 0
@@ -34,6 +33,12 @@ class ServerProcess:
         """SIGKILL, and wait until it is gone."""
         self.process.kill()
         self.process.pipe.close()
+
+    def __enter__(self) -> ServerProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
 
 
 def _serve(pipe: Connection, name: str, port: int) -> None:
@@ -55,16 +60,6 @@ async def guess(session: EnvironmentSession, seed: int) -> list[Any]:
         texts.append(observation.text)
         low, high = (middle + 1, high) if observation.text == "higher" else (low, middle - 1)
     return [texts, observation.reward]
-
-
-@contextmanager
-def server_process(name: str) -> Iterator[ServerProcess]:
-    """A server in a process of its own, killed on leaving."""
-    server = ServerProcess(name)
-    try:
-        yield server
-    finally:
-        server.kill()
 
 
 class Misbehaving(Environment):
