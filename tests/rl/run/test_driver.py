@@ -125,6 +125,7 @@ def batch_of(tokens: int) -> tuple[tuple[Group, ...], int]:
     source = PromptSource(arithmetic_training(), CharacterTokenizer(), seed=0)
     sampling = Sampling(group=GROUP, batch=16, max_new_tokens=tokens)
     buffer = ReplayBuffer(StalenessRule(groups=GROUPS))
+    # made before the count begins
     drawn = [completion(((n + each) % 10 for each in range(tokens)), finish="length") for n in range(EPISODES)]
 
     async def route(request: SamplingRequest) -> Sequence[Completion]:
