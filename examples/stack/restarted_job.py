@@ -17,19 +17,24 @@ EXAMPLES = {"trl": ("grpo", "sft", "trainer", "loop"), "lightning": ("lightning"
 STEPS, KILL = 12, 7
 
 
-def job(folder: str, example: str, backend: str, kill_step: int = 0) -> dict[str, Any]:
-    """What a job of two ranks says at its end; torchrun restarts it once if a rank dies."""
+def torchrun(program: Path, *words: object, ranks: int, restarts: int = 0) -> dict[str, Any]:
+    """What a job of torchrun says at its end, in a line of JSON."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        command += ["--max-restarts", "1", str(Path(__file__).parent / folder / "train.py"), example]
-        command += ["--directory", directory, "--steps", str(STEPS)]
-        command += ["--backend", backend, "--kill-step", str(kill_step)]
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
+    command += map(str, ["--nproc-per-node", ranks, "--max-restarts", restarts, program, *words])
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=400)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
     said: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return said
+
+
+def job(folder: str, example: str, backend: str, kill_step: int = 0) -> dict[str, Any]:
+    """What a job of two ranks says at its end; torchrun restarts it once if a rank dies."""
+    program = Path(__file__).parent / folder / "train.py"
+    with tempfile.TemporaryDirectory() as directory:
+        options = ("--directory", directory, "--steps", STEPS, "--backend", backend, "--kill-step", kill_step)
+        return torchrun(program, example, *options, ranks=2, restarts=1)
 
 
 def main(folder: str) -> None:

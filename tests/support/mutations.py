@@ -12,20 +12,18 @@ damages = st.tuples(
 
 def mutated(frames_: list[bytes], kind: str, where: int, what: int) -> list[bytes]:
     """The frames after one mutation of this `kind`."""
-    if kind == "flip":
+    if kind in ("flip", "cut", "remove", "insert"):
         stream = bytearray(b"".join(frames_))
-        stream[where % len(stream)] ^= 1 << what % 8
-        return [bytes(stream)]
-    if kind == "cut":
-        stream = bytearray(b"".join(frames_))
-        return [bytes(stream[: where % len(stream)])]
-    if kind == "remove":
-        stream = bytearray(b"".join(frames_))
-        del stream[where % len(stream)]
-        return [bytes(stream)]
-    if kind == "insert":
-        stream = bytearray(b"".join(frames_))
-        stream.insert(where % (len(stream) + 1), what % 256)
+        place = where % (len(stream) + (kind == "insert"))
+        match kind:
+            case "flip":
+                stream[place] ^= 1 << what % 8
+            case "cut":
+                del stream[place:]
+            case "remove":
+                del stream[place]
+            case "insert":
+                stream.insert(place, what % 256)
         return [bytes(stream)]
     chosen, other = where % len(frames_), what % len(frames_)
     if kind == "replay":

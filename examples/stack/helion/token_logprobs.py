@@ -78,24 +78,7 @@ def logprob_gradient_rows(
     return gradient
 
 
-def logprobs_forward(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    found: tuple[Tensor, Tensor, Tensor] = logprob_rows(logits, tokens, temperature)
-    return found
-
-
-def logprobs_backward(
-    logits: Tensor,
-    tokens: Tensor,
-    temperature: float,
-    normaliser: Tensor,
-    entropy: Tensor,
-    of_logprobs: Tensor,
-    of_entropies: Tensor,
-) -> Tensor:
-    gradient: Tensor = logprob_gradient_rows(
-        logits, tokens, temperature, normaliser, entropy, of_logprobs, of_entropies
-    )
-    return gradient
+logprobs_forward, logprobs_backward = logprob_rows, logprob_gradient_rows
 
 
 def main() -> None:

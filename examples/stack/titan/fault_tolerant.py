@@ -24,11 +24,10 @@ import cpu
 import torch
 import torch.distributed as dist
 import torchft
-import xxhash
 
 cpu.patch()
 
-from own_trainer import config
+from own_trainer import config, digest_of
 from torchft import Manager
 from torchtitan.experiments.torchft.checkpoint import TorchFTCheckpointManager
 from torchtitan.experiments.torchft.config.job_config import FaultTolerance
@@ -129,12 +128,9 @@ def main(group: int, together: int, how: str, kill: int) -> None:
         trainer = fault_tolerant(group, together, how, kill, folder)
         trainer.metrics_processor.log = lambda *values, **named: None
         trainer.train()
-    digest = xxhash.xxh3_128()
-    for part in trainer.model_parts:
-        for parameter in part.parameters():
-            digest.update(parameter.full_tensor().detach().contiguous().numpy().data)
+    weights = digest_of(trainer)
     if dist.get_rank() == 0:
-        print(json.dumps({"weights": digest.hexdigest(), "steps": trainer.steps}), flush=True)
+        print(json.dumps({"weights": weights, "steps": trainer.steps}), flush=True)
     dist.barrier()
     os._exit(0)
 

@@ -87,6 +87,16 @@ class Counting(BaseDataLoader):
         self._random.set_state(state["random"])
 
 
+def digest_of(trainer: Any) -> str:
+    """A checksum of every bit of the weights, alike on all ranks."""
+    digest = xxhash.xxh3_128()
+    for part in trainer.model_parts:
+        for parameter in part.parameters():
+            whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+            digest.update(whole.detach().contiguous().numpy().data)
+    return digest.hexdigest()
+
+
 def config(how: str, folder: str) -> Any:
     """Llama 3's debug model as TorchTitan's registry has it, but for the vocabulary and the kernel of attention."""
     spec = model_registry("debugmodel")
@@ -120,14 +130,10 @@ def main(how: str, backend: str) -> None:
         losses: list[float] = []
         trainer.metrics_processor.log = lambda step, mean, *more, **named: losses.append(float(mean))
         trainer.train()
-        digest = xxhash.xxh3_128()
-        for part in trainer.model_parts:
-            for parameter in part.parameters():
-                whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-                digest.update(whole.detach().contiguous().numpy().data)
+        digest = digest_of(trainer)
         trainer.close()
     everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, digest.hexdigest())
+    dist.all_gather_object(everywhere, digest)
     if dist.get_rank() == 0:
         print(json.dumps({"losses": losses, "weights": sorted(set(everywhere))}), flush=True)
     dist.destroy_process_group()

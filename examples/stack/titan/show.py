@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import trainers
 
-HERE = Path(__file__).parent
+sys.path.append(str(Path(__file__).parents[1]))
+from restarted_job import torchrun
+
 JOBS = {"fsdp": ("FSDP2", 2), "hsdp": ("HSDP", 4), "tp": ("TP 2", 2)}
-
-
-def job(how: str, backend: str) -> dict[str, Any]:
-    """What a job of TorchTitan's own Trainer says at its end."""
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(JOBS[how][1]), str(HERE / "own_trainer.py"), how, backend]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=400)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
-    said: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return said
 
 
 def main() -> None:
@@ -34,7 +20,8 @@ def main() -> None:
     print(row("parallelism", "ranks", "last loss", "weights over holdfast", "equal to gloo"))
     good = True
     for how, (title, ranks) in JOBS.items():
-        ours, gloo = job(how, "holdfast"), job(how, "gloo")
+        program = Path(__file__).with_name("own_trainer.py")
+        ours, gloo = (torchrun(program, how, backend, ranks=ranks) for backend in ("holdfast", "gloo"))
         same = ours["weights"] == gloo["weights"] and len(ours["weights"]) == 1
         good = good and same
         print(row(title, ranks, f"{ours['losses'][-1]:.5f}", ours["weights"][0], "yes" if same else "NO"), flush=True)

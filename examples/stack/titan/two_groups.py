@@ -18,17 +18,8 @@ JOBS = {
 
 
 def command(group: int, ranks: int, how: str, kill: int = 0) -> list[object]:
-    launcher = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        ranks,
-    ]
-    return [*launcher, Path(__file__).with_name("fault_tolerant.py"), group, STEPS, how, kill]
+    launcher = f"-W ignore -m torch.distributed.run --standalone --nproc-per-node {ranks}"
+    return [sys.executable, *launcher.split(), Path(__file__).with_name("fault_tolerant.py"), group, STEPS, how, kill]
 
 
 def main(names: tuple[str, ...]) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -29,22 +30,16 @@ ENVIRONMENT = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(TESTS), "OMP_NUM_THREA
 
 DRIVER = """
 import asyncio, os, signal, sys
-from pathlib import Path
+import psutil
+from holdfast.ft.launch.guardian import descendants
 from holdfast.rl.actors.errors import ActorDied, ActorStartFailed, ActorHostAway
 from holdfast.rl.actors.monarch import MonarchEngine
 from holdfast.rl.actors.service import ServiceOptions
+from support.rl.event_loop import until
 from support.samples.actors import Counter, Stillborn
 
 def family(parent):
-    found = [parent]
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            text = path.read_text()
-        except OSError:  # it has ended meanwhile
-            continue
-        if int(text.rpartition(")")[2].split()[1]) == parent:
-            found += family(int(text.split()[0]))
-    return found
+    return [parent, *descendants(parent)]
 
 def kill(pids):
     for pid in pids:
@@ -53,15 +48,9 @@ def kill(pids):
         except ProcessLookupError:  # its parent had ended it
             pass
 
-def zygote_of(pid):
-    return int(Path(f"/proc/{{pid}}/stat").read_text().rpartition(")")[2].split()[1])
-
 def host_process(address):
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        words = path.read_bytes().split(b"\\0")
-        if b"holdfast.rl.actors.monarch_host" in words and address.encode() in words:
-            return int(path.parent.name)
-    raise AssertionError("there is no such host")
+    wanted = {{"holdfast.rl.actors.monarch_host", address}}
+    return next(each.pid for each in psutil.process_iter(["cmdline"]) if wanted <= set(each.info["cmdline"] or ()))
 
 async def raised(kind, call):
     try:
@@ -69,10 +58,6 @@ async def raised(kind, call):
     except kind as error:
         return error
     raise AssertionError(f"no {{kind.__name__}} was raised")
-
-async def until(holds):
-    while not holds():
-        await asyncio.sleep(0.01)
 
 async def started_there(engine, host, *arguments):
     while True:
@@ -91,60 +76,50 @@ os._exit(0)
 """
 
 
-class Host:
+@contextmanager
+def host_at(address: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A process that serves a host. Monarch writes lines in pieces, from a thread: they go to a file."""
-
-    def __init__(self, address: str, errors: Path) -> None:
-        command = [sys.executable, "-X", "faulthandler", "-P", "-m", "holdfast.rl.actors.monarch_host", address]
-        self._errors = errors
-        with errors.open("wb") as file:
-            self.process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=file)
-
-    def until_serving(self) -> None:
-        """Fails the test if the host does not serve in time, with the stacks of its threads."""
+    command = [sys.executable, "-X", "faulthandler", "-P", "-m", "holdfast.rl.actors.monarch_host", address]
+    with (
+        log.open("wb") as file,
+        subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=file) as host,
+    ):
         try:
-            line = next_line(self.process.stdout)
-        except AssertionError as late:
-            self.process.send_signal(signal.SIGABRT)
-            self.process.wait(PATIENCE)
-            raise AssertionError(f"{late}: {self.errors}") from None
-        assert line.startswith("serving"), line + self.errors
+            yield host
+        finally:
+            host.kill()
 
-    @property
-    def errors(self) -> str:
-        return self._errors.read_text()
 
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait(PATIENCE)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+def check_serving(host: subprocess.Popen[bytes], log: Path) -> None:
+    """Fails the test if the host does not serve in time, with the stacks of its threads."""
+    try:
+        line = next_line(host.stdout)
+    except AssertionError as late:
+        host.send_signal(signal.SIGABRT)
+        host.wait(PATIENCE)
+        raise AssertionError(f"{late}: {log.read_text()}") from None
+    assert line.startswith("serving"), line + log.read_text()
 
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[tuple[str, str]]:
     """The addresses of two hosts."""
+    logs = tmp_path / "host-0.log", tmp_path / "host-1.log"
     with ReservedPort("127.0.0.1") as one, ReservedPort("127.0.0.1") as other:
         addresses = f"tcp://127.0.0.1:{one.number}", f"tcp://127.0.0.1:{other.number}"
-        running = [Host(address, tmp_path / f"host-{number}.log") for number, address in enumerate(addresses)]
-        try:
-            for each in running:
-                each.until_serving()
+        with host_at(addresses[0], logs[0]) as first, host_at(addresses[1], logs[1]) as second:
+            check_serving(first, logs[0])
+            check_serving(second, logs[1])
             yield addresses
-        finally:
-            for each in running:
-                each.end()
 
 
 def test_a_host_whose_port_is_taken_says_so_and_ends(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
-        host = Host(address, tmp_path / "host.log")
-        try:
-            assert next_line(host.process.stdout) == "" and host.process.wait(PATIENCE) == 1
-        finally:
-            host.end()
-    assert f"HoldfastError: host {address} cannot be served: [Errno 98]" in host.errors
+        with host_at(address, tmp_path / "host.log") as host:
+            assert next_line(host.stdout) == "" and host.wait(PATIENCE) == 1
+    said = (tmp_path / "host.log").read_text()
+    assert f"HoldfastError: host {address} cannot be served: [Errno 98]" in said
 
 
 def drive(hosts: tuple[str, str], body: str) -> None:
@@ -165,7 +140,7 @@ def test_actors_of_other_hosts_are_called_and_their_ends_told(hosts: tuple[str, 
         assert await there.call("add") == 6 and await here.call("add") == 8
         assert await there.call("variable", "COLOUR") == "red"
         assert await there.call("who") == there.pid and (there.host, here.host) == (first, "")
-        assert zygote_of(there.pid) != zygote_of(here.pid)
+        assert psutil.Process(there.pid).ppid() != psutil.Process(here.pid).ppid(), "the zygotes"
         flying = asyncio.create_task(there.call("echo", 1, 60.0))
         await there.ping(30.0)
         os.kill(there.pid, signal.SIGKILL)
@@ -185,7 +160,7 @@ def test_replicas_are_spread_over_hosts_and_come_back_there(hosts: tuple[str, st
         async with await options.as_service() as counter:
             before = counter.status()
             assert [each.host for each in before.replicas] == [first, second] * 2
-            assert len({zygote_of(each.pid) for each in before.replicas}) == 2
+            assert len({psutil.Process(each.pid).ppid() for each in before.replicas}) == 2, "the zygotes"
             flying = [asyncio.create_task(counter.echo.route(i, 0.5)) for i in range(16)]
             await asyncio.sleep(0.1)
             os.kill(before.replicas[1].pid, signal.SIGKILL)

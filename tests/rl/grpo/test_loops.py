@@ -26,15 +26,9 @@ from holdfast.rl.grpo.loop import asynchronous, generate_episode, play_episodes,
 from holdfast.rl.grpo.loss import loss
 from holdfast.rl.rewards.judge import Judge
 from holdfast.rl.rewards.reward import Criterion, ExactMatch, JudgedAnswer, Rubric
-from holdfast.rl.run.evaluation import (
-    HeldOutAnswer,
-    HeldOutEvaluation,
-    HeldOutResult,
-    play_games,
-    play_prompts,
-)
+from holdfast.rl.run.evaluation import HeldOutAnswer, HeldOutEvaluation, HeldOutResult, play_games, play_prompts
 from holdfast.rl.run.run_events import Evaluated
-from support.rl.small_batches import objective
+from support.rl.small_batches import completion, objective
 from support.source_tree import ROOT
 
 TOKENIZER = CharacterTokenizer()
@@ -74,9 +68,7 @@ class ToyCluster:
                 token = int(logprobs.argmax())
             else:
                 token = int(torch.multinomial(logprobs.exp(), 1, generator=torch.Generator().manual_seed(seed)))
-            drawn.append(
-                Completion(tokens=(token,), logprobs=(float(logprobs[token]),), versions=(version,), finish="length")
-            )
+            drawn.append(completion((token,), version, "length", float(logprobs[token])))
         return drawn
 
     async def switch(self, version: int) -> None:
@@ -279,7 +271,7 @@ async def test_the_policy_learns_and_the_best_version_that_is_evaluated_beside_t
     assert [each.version for each in scores if each.best] == kept.best
 
 
-def evaluated(*results: HeldOutResult) -> tuple[list[Evaluated], list[int]]:
+async def evaluated(*results: HeldOutResult) -> tuple[list[Evaluated], list[int]]:
     """The scores of versions 0, 5, 10 ... with these results, and the versions that were kept as the best, in order."""
     scores: list[Evaluated] = []
     kept, asked = KeptVersions(), []
@@ -288,13 +280,10 @@ def evaluated(*results: HeldOutResult) -> tuple[list[Evaluated], list[int]]:
         asked.append(version)
         return results[version // 5]
 
-    async def body() -> None:
-        evaluation = HeldOutEvaluation(play, 5, kept, scores.append)
-        for number in range(len(results)):
-            await evaluation.begin(5 * number)
-        await evaluation.settle()
-
-    asyncio.run(body())
+    evaluation = HeldOutEvaluation(play, 5, kept, scores.append)
+    for number in range(len(results)):
+        await evaluation.begin(5 * number)
+    await evaluation.settle()
     assert asked == [5 * number for number in range(len(results))], "each evaluation asks for its version alone"
     return scores, kept.best
 
@@ -304,21 +293,22 @@ def result_of(*rewards: float, failed: int = 0, versions: tuple[int, ...] = ()) 
     return HeldOutResult((*answers, *[HeldOutAnswer(failure="it died")] * failed), versions)
 
 
-def test_an_evaluation_is_compared_by_reward_among_those_that_judged_about_as_many_episodes() -> None:
+async def test_an_evaluation_is_compared_by_reward_among_those_that_judged_about_as_many_episodes() -> None:
     """Neither by counting 0 where rewards are negative, nor by the few that were judged."""
-    scores, best = evaluated(result_of(-0.2, -0.2, -0.2, -0.2), result_of(-0.5, failed=3), result_of(1.0, failed=3))
+    negative = result_of(-0.2, -0.2, -0.2, -0.2)
+    scores, best = await evaluated(negative, result_of(-0.5, failed=3), result_of(1.0, failed=3))
     assert [(each.reward, each.judged, each.failed) for each in scores] == [(-0.2, 4, 0), (-0.5, 1, 3), (1.0, 1, 3)]
     assert best == [0]
-    scores, best = evaluated(result_of(failed=4), result_of(1.0, failed=3), result_of(0.3, 0.3, 0.3, 0.3))
+    scores, best = await evaluated(result_of(failed=4), result_of(1.0, failed=3), result_of(0.3, 0.3, 0.3, 0.3))
     assert scores[0].reward is None and best == [5, 10]
     most, all_of_them = result_of(*[0.5] * 19, failed=1), result_of(*[0.5] * 19, 0.6)
-    assert evaluated(most, all_of_them)[1] == [0, 5], "one of twenty is comparable"
-    assert evaluated(all_of_them, most)[1] == [0]
+    assert (await evaluated(most, all_of_them))[1] == [0, 5], "one of twenty is comparable"
+    assert (await evaluated(all_of_them, most))[1] == [0]
 
 
-def test_tokens_of_another_version_are_no_evaluation_of_this_one() -> None:
+async def test_tokens_of_another_version_are_no_evaluation_of_this_one() -> None:
     with pytest.raises(OtherVersion, match="version 0 have tokens of 26, 27"):
-        evaluated(result_of(1.0, versions=(0, 27, 26, 27)))
+        await evaluated(result_of(1.0, versions=(0, 27, 26, 27)))
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -456,37 +446,30 @@ class SeedPolicy:
         self.requests.append(request)
         await asyncio.sleep(0)
         version = request.version or 0
-        return [
-            Completion(tokens=(seed % 7,), logprobs=(-1.0,), versions=(version,), finish="length")
-            for seed in request.seeds
-        ]
+        return [completion((seed % 7,), version, "length") for seed in request.seeds]
 
     async def step(self, batch: Batch, /) -> StepReport:
         self.batches.append(batch)
         return StepReport(step=batch.step, version=batch.step + 1)
 
 
-def played(hints: Hints, redraws: int = 0) -> tuple[SeedPolicy, ReplayBuffer]:
+async def played(hints: Hints, redraws: int = 0) -> tuple[SeedPolicy, ReplayBuffer]:
     """Two steps of two groups."""
+    policy, buffer = SeedPolicy(), ReplayBuffer(StalenessRule(groups=2), patience=30.0)
 
-    async def body() -> tuple[SeedPolicy, ReplayBuffer]:
-        policy, buffer = SeedPolicy(), ReplayBuffer(StalenessRule(groups=2), patience=30.0)
+    async def episode() -> None:
+        number = (await buffer.admit()).number
+        await play_episodes(number, policy.generate, hints, buffer, TURNS, 9, redraws)
 
-        async def episode() -> None:
-            number = (await buffer.admit()).number
-            await play_episodes(number, policy.generate, hints, buffer, TURNS, 9, redraws)
+    async def serve(version: int) -> None:
+        buffer.serve(version)
 
-        async def serve(version: int) -> None:
-            buffer.serve(version)
-
-        await synchronous(episode, buffer, policy.step, serve, range(2))
-        return policy, buffer
-
-    return asyncio.run(body())
+    await synchronous(episode, buffer, policy.step, serve, range(2))
+    return policy, buffer
 
 
-def test_each_turn_of_a_group_is_one_request_after_all_tokens_before_it() -> None:
-    policy, _ = played(Hints())
+async def test_each_turn_of_a_group_is_one_request_after_all_tokens_before_it() -> None:
+    policy, _ = await played(Hints())
     assert len(policy.requests) == 4 * TURNS.group + 1, "of four groups that are trained, and one that failed"
     known = {prompt for request in policy.requests for prompt in request.prompts}
     for batch in policy.batches:
@@ -497,16 +480,16 @@ def test_each_turn_of_a_group_is_one_request_after_all_tokens_before_it() -> Non
     assert len(set(seeds)) == len(seeds), "each sample has a seed of its own in each turn"
 
 
-def test_what_is_drawn_depends_on_the_seed_the_numbers_and_what_was_seen_alone() -> None:
-    first, second = played(Hints())[0], played(Hints())[0]
+async def test_what_is_drawn_depends_on_the_seed_the_numbers_and_what_was_seen_alone() -> None:
+    (first, _), (second, _) = await played(Hints()), await played(Hints())
     assert first.batches == second.batches
     assert sorted(first.requests, key=repr) == sorted(second.requests, key=repr)
 
 
-def test_a_group_that_failed_is_counted_and_another_takes_its_place() -> None:
+async def test_a_group_that_failed_is_counted_and_another_takes_its_place() -> None:
     """Tokens are drawn with the version of the step. Those of the environment have 0, which does not count."""
     hints = Hints()
-    policy, buffer = played(hints)
+    policy, buffer = await played(hints)
     assert [[group.number for group in batch.groups] for batch in policy.batches] == [[0, 2], [3, 4]]
     assert buffer.state().failed == 1
     assert hints.open == 0 and len(hints.begun) == 5
@@ -514,15 +497,15 @@ def test_a_group_that_failed_is_counted_and_another_takes_its_place() -> None:
 
 
 @pytest.mark.parametrize("redraws, times", [(0, 1), (1, 2), (5, 3)])
-def test_a_group_that_teaches_nothing_is_played_again(redraws: int, times: int) -> None:
+async def test_a_group_that_teaches_nothing_is_played_again(redraws: int, times: int) -> None:
     hints = Hints(dull=2)
-    played(hints, redraws)
+    await played(hints, redraws)
     assert hints.begun.count(0) == times
 
 
-def test_held_out_episodes_are_played_greedily_as_many_at_a_time_as_a_group_has() -> None:
+async def test_held_out_episodes_are_played_greedily_as_many_at_a_time_as_a_group_has() -> None:
     policy = SeedPolicy()
-    result = asyncio.run(play_games(policy.generate, Hints(), 10, TURNS, 3, str))
+    result = await play_games(policy.generate, Hints(), 10, TURNS, 3, str)
     assert len(result.answers) == len(result.judged) == 10
     assert set(result.versions) == {3} and {request.temperature for request in policy.requests} == {0.0}
     assert max(len(request.prompts) for request in policy.requests) == TURNS.group

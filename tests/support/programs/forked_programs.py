@@ -91,7 +91,7 @@ def run_holdfast(
     return run_forked(HOLDFAST.read_text(), program, cwd=cwd, environ=environ, timeout=timeout)
 
 
-def said(*arguments: str | Path, **environ: str) -> Result:
+def said(*arguments: object, **environ: str) -> Result:
     """Run the command in this process: wide, without colours, and for what has no process of its own to show."""
     return CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1", **environ}).invoke(app, [*map(str, arguments)])
 

@@ -77,7 +77,7 @@ TARGETS = {
     ),
     "rl": Target(
         ("rl/grpo/loss.py", "rl/grpo/batch.py", "rl/grpo/token_logprobs.py"),
-        ("tests/rl/grpo/test_losses.py", "tests/rl/grpo/test_kernels.py", "tests/rl/trainers/test_rl_trainer_units.py"),
+        ("tests/rl/grpo/test_losses.py", "tests/rl/trainers/test_rl_trainer_units.py"),
     ),
 }
 

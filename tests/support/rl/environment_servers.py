@@ -6,8 +6,7 @@ import asyncio
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -18,39 +17,37 @@ from support.children import Child
 
 
 class ServerProcess:
-    """A process that serves an environment. Kill it, stop it, or start it again at the same port."""
+    """A process that serves an environment, until its context ends. Kill it, or start it again at the same port."""
 
-    def __init__(self, name: str, **options: Any) -> None:
-        self._options = options
-        self.name, self.port = name, 0
+    def __init__(self, name: str) -> None:
+        self._name, self._port = name, 0
         self.start()
 
     def start(self) -> None:
         """Start it, or start it again after `kill`; returns when it serves."""
-        self._process = Child(_serve, self.name, self.port, self._options)
-        self.pid, self.url = self._process.pid, self._process.hear(60.0)
-        self.port = int(self.url.rpartition(":")[2])
+        self.process = Child(_serve, self._name, self._port)
+        self.url = self.process.hear(60.0)
+        self._port = int(self.url.rpartition(":")[2])
 
     def kill(self) -> None:
         """SIGKILL, and wait until it is gone."""
-        self._process.kill()
-        self._process.pipe.close()
+        self.process.kill()
+        self.process.pipe.close()
 
-    def stop(self) -> None:
-        """SIGSTOP: it takes connections, as the kernel does that, and answers nothing."""
-        self._process.stop()
+    def __enter__(self) -> ServerProcess:
+        return self
 
-    def resume(self) -> None:
-        self._process.resume()
+    def __exit__(self, *_: object) -> None:
+        self.kill()
 
 
-def _serve(pipe: Connection, name: str, port: int, options: Mapping[str, Any]) -> None:
+def _serve(pipe: Connection, name: str, port: int) -> None:
     from holdfast.rl.environments.server import serve
 
     os.closerange(3, pipe.fileno())  # the connections of the test
     os.closerange(pipe.fileno() + 1, 65536)
-    register_bad_ones()
-    asyncio.run(serve(name, "127.0.0.1", port, on_start=pipe.send, **options))
+    register("misbehaving", Misbehaving)
+    asyncio.run(serve(name, "127.0.0.1", port, on_start=pipe.send))
 
 
 async def guess(session: EnvironmentSession, seed: int) -> list[Any]:
@@ -63,16 +60,6 @@ async def guess(session: EnvironmentSession, seed: int) -> list[Any]:
         texts.append(observation.text)
         low, high = (middle + 1, high) if observation.text == "higher" else (low, middle - 1)
     return [texts, observation.reward]
-
-
-@contextmanager
-def server_process(name: str, **options: Any) -> Iterator[ServerProcess]:
-    """A server in a process of its own, killed on leaving."""
-    server = ServerProcess(name, **options)
-    try:
-        yield server
-    finally:
-        server.kill()
 
 
 class Misbehaving(Environment):
@@ -114,8 +101,3 @@ class Misbehaving(Environment):
 
 
 LIES = ("nothing", "dict", "nan", "infinite", "reward in words", "done in words", "bytes")
-
-
-def register_bad_ones() -> None:
-    """Register the environments of this file."""
-    register("misbehaving", Misbehaving)

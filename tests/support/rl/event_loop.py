@@ -1,4 +1,4 @@
-"""The event loop of a test, and a wait in it."""
+"""The event loop of a test, a wait in it, and Monarch, which opens sockets at its first use that stay open."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+import pytest
+
+from support.leaks import Snapshot, exempt_descriptors_since
 from support.waiting import PATIENCE
 
 T = TypeVar("T")
@@ -32,3 +35,27 @@ async def until(holds: Callable[[], Any], seconds: float = 2 * PATIENCE) -> None
     async with asyncio.timeout(seconds):
         while not holds():
             await asyncio.sleep(0.005)
+
+
+_started = False
+
+
+def start_monarch_once() -> Callable[..., Any]:
+    """The class `MonarchEngine`; the first time, Monarch is started, and what it keeps open is no leak."""
+    global _started
+    before = Snapshot.take()
+    pytest.importorskip("monarch", reason="needs Monarch: pip install 'holdfast[rl]'")
+    from holdfast.rl.actors.monarch import MonarchEngine
+    from support.samples.actors import Counter
+
+    if not _started:
+
+        async def once() -> None:
+            async with MonarchEngine() as engine:
+                for name in ("first", "second", "third"):
+                    await (await engine.start(name, Counter)).stop()
+
+        asyncio.run(once())
+        exempt_descriptors_since(before)
+        _started = True
+    return MonarchEngine

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 import torch
 
 from holdfast.rl.config.run_config import PRESETS, Algorithm, Objective, RunConfig
-from holdfast.rl.data.episode import Episode, Group, Prompt
+from holdfast.rl.data.episode import Completion, Episode, Finish, Group, Prompt
 from holdfast.rl.data.replay_buffer import Batch, BufferState, StalenessRule
 from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.grpo.batch import EncodedBatch
 
 
-def tiny_llama(words: int, layers: int = 1, positions: int = 32, width: int = 16) -> ModelSource:
+def tiny_llama(words: int, layers: int = 1, positions: int = 32) -> ModelSource:
     """A model with random weights that knows so many tokens."""
     return ModelSource(
         config={
             "model_type": "llama",
             "vocab_size": words,
-            "hidden_size": width,
-            "intermediate_size": width * 3 // 2,
+            "hidden_size": 16,
+            "intermediate_size": 24,
             "num_hidden_layers": layers,
             "num_attention_heads": 2,
             "max_position_embeddings": positions,
@@ -64,6 +65,19 @@ def episode(prompt: Prompt, tokens: tuple[int, ...], reward: float = 1.0, versio
     return Episode(prompt=prompt, tokens=tokens, reward=reward, **drawn | {"finish": "stop"} | fields)
 
 
+def completion(tokens: Iterable[int], version: int = 0, finish: Finish = "stop", logprob: float = -0.5) -> Completion:
+    """What a policy drew with a version."""
+    drawn = tuple(tokens)
+    many = len(drawn)
+    return Completion(tokens=drawn, logprobs=(logprob,) * many, versions=(version,) * many, finish=finish)
+
+
+def group_of(*episodes: Episode) -> Group:
+    """The group of these episodes, which have one prompt."""
+    prompt = episodes[0].prompt
+    return Group(number=prompt.number, prompt=prompt, episodes=episodes)
+
+
 GROUPS = 3
 """The groups of a random batch, each with as many episodes."""
 
@@ -92,7 +106,7 @@ def random_groups(step: int, words: int = 13) -> tuple[Group, ...]:
                     finish="length" if (at + member) % 4 == 3 else "stop",
                 )
             )
-        groups.append(Group(number=prompt.number, prompt=prompt, episodes=tuple(episodes)))
+        groups.append(group_of(*episodes))
     return tuple(groups)
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
-from typer.testing import CliRunner, Result
-
-from holdfast.harness.cli.app import app
 from holdfast.harness.training import PRELOAD
 from holdfast.rl.actors.engine import Engine, LocalEngine
 from holdfast.rl.config.run_config import RunConfig
@@ -17,6 +15,7 @@ from holdfast.rl.config.toml import parse_config
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import Event, ProcessLost, ProcessStarted, StepTrained
 from holdfast.rl.run.training_run import RunResult, TrainingRun
+from support.programs.forked_programs import said
 
 Watch = Callable[[Event], None]
 
@@ -79,9 +78,8 @@ def run(
         return asyncio.run(body())
 
 
-def invoke(*words: object) -> Result:
-    """What a command of `holdfast` prints, and its exit code. The path of a test's folder breaks no line."""
-    return CliRunner().invoke(app, [str(word) for word in words], env={"COLUMNS": "240"})
+invoke = partial(said, COLUMNS="240")
+"""What a command of `holdfast` prints, and its exit code. The path of a test's folder breaks no line."""
 
 
 class Killer:

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -28,21 +28,13 @@ from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.generators.vllm.vllm_generator import VllmGenerator
 from holdfast.rl.telemetry import WorkReport
 from holdfast.store import WeightStore
-from support.waiting import eventually
+from support.rl.event_loop import until
+from support.rl.small_batches import tiny_llama
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(600)]
 
-SMALL = {
-    "vocab_size": 40,
-    "max_position_embeddings": 64,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "initializer_range": 0.2,
-}
+WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_key_value_heads": 1, "head_dim": 32, "initializer_range": 0.2}
+SMALL = {**tiny_llama(40, layers=2, positions=64).config, **WIDE}
 PROMPTS = ((3, 4, 5), (6,), (7, 8, 9, 10), (11, 12))
 CALL = 200.0
 """Seconds that a call may take on a busy machine."""
@@ -55,12 +47,6 @@ def python() -> str:
         return str(extra_python("vllm"))
     except ExtraNotInstalled:
         pytest.skip("vllm is not installed: make extra-vllm")
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[WeightStore]:
-    with WeightStore(f"sqlite://{tmp_path}/register.sqlite", replicas=1) as found:
-        yield found
 
 
 class Trainer:
@@ -212,22 +198,18 @@ async def test_each_version_is_drawn_from_as_by_transformers_and_updates_treat_r
             await check_a_failed_update(process, trainer)
 
 
-def test_samples_run_on_over_an_update_and_no_process_of_a_killed_replica_is_left(
+async def test_samples_run_on_over_an_update_and_no_process_of_a_killed_replica_is_left(
     python: str, store: WeightStore
 ) -> None:
     trainer = Trainer(store, "llama", tie_word_embeddings=False, max_position_embeddings=2048)
 
-    async def main() -> list[psutil.Process]:
-        async with replica(python, store, trainer, on_update="keep") as process:
-            await check_versions(process, trainer)
-            await check_an_update_of_running_samples(process, trainer, "keep")
-            below = psutil.Process(process.pid).children(recursive=True)
-            os.kill(process.pid, signal.SIGKILL)
-            return below
-
-    below = asyncio.run(main())
+    async with replica(python, store, trainer, on_update="keep") as process:
+        await check_versions(process, trainer)
+        await check_an_update_of_running_samples(process, trainer, "keep")
+        below = psutil.Process(process.pid).children(recursive=True)
+        os.kill(process.pid, signal.SIGKILL)
     assert below
-    eventually(lambda: not any(each.is_running() for each in below), 60.0)
+    await until(lambda: not any(each.is_running() for each in below), 60.0)
 
 
 async def test_a_reader_serves_what_switches_commit(python: str, store: WeightStore) -> None:

@@ -1,34 +1,32 @@
-"""Services over every engine: calls outlive replicas, replicas come back, and nothing is lost without a word."""
+"""Engines start actors and tell of each end at once; calls of services outlive replicas, which come back."""
 
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 import signal
+import subprocess
+import sys
+import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.comms.transport.liveness import is_stopped
+from holdfast.ft.event_lines import to_record
+from holdfast.ft.launch.job_contract import LocalContract
+from holdfast.ft.processes.zygote_client import zygote_pid
 from holdfast.ft.registers import RegisterAway
 from holdfast.ft.registers.etcd import OtherCluster
-from holdfast.rl.actors.engine import Engine, LocalEngine, endpoint
-from holdfast.rl.actors.errors import (
-    ActorDied,
-    ActorStartFailed,
-    EndpointFailed,
-    NoEngine,
-    NoReplica,
-    NoSuchEndpoint,
-    Overloaded,
-    ReplicaLost,
-    ServiceClosed,
-    ServiceFailed,
-)
+from holdfast.rl.actors import errors
+from holdfast.rl.actors.engine import STOPPED, Engine, LocalEngine, current_engine, endpoint
 from holdfast.rl.actors.service import (
     ReplicaEvent,
     ReplicaStatus,
@@ -42,11 +40,230 @@ from holdfast.rl.actors.service import (
 from holdfast.rl.generators.errors import GenerationTimeout, VersionGone
 from holdfast.rl.run.services import service_metrics
 from holdfast.store import StoreTimeout
-from support.rl.event_loop import until
-from support.samples.actors import Counter, Late, Stillborn
-from support.waiting import PATIENCE
+from support.rl.event_loop import start_monarch_once, until
+from support.samples.actors import Counter, Hoarder, Late, Stillborn
+from support.source_tree import ROOT, TESTS
+from support.waiting import PATIENCE, becomes_true
 
 MakeEngine = Callable[..., Engine]
+SOON = 30.0
+"""Seconds in which a busy machine does what takes milliseconds."""
+
+
+async def test_methods_are_called_in_a_process_of_their_own(make_engine: MakeEngine, tmp_path: Path) -> None:
+    """It is a fork of the one zygote, and has a file for its output."""
+    async with make_engine(logs=tmp_path) as engine:
+        assert current_engine() is engine
+        counter = await engine.start("counter", Counter, 5, environ={"COLOUR": "red"})
+        assert await counter.call("add", n=2) == 7
+        assert await counter.call("who") == counter.pid != os.getpid()
+        assert await counter.call("variable", "COLOUR") == "red"
+        assert (counter.name, counter.host, counter.alive) == ("counter", "", True)
+        assert psutil.Process(counter.pid).ppid() == zygote_pid()
+    assert (tmp_path / "counter.log").exists()
+    with pytest.raises(errors.NoEngine, match="async with"):
+        current_engine()
+
+
+async def test_files_of_an_actor_are_removed_after_it_was_killed(make_engine: MakeEngine, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    async with make_engine() as engine:
+        hoarder = await engine.start("hoarder", Hoarder, str(outside))
+        assert outside.exists()
+        hoarder.kill()
+    assert not outside.exists()
+
+
+async def test_sync_methods_run_one_at_a_time_and_async_ones_beside_them(make_engine: MakeEngine) -> None:
+    async with make_engine() as engine:
+        counter = await engine.start("counter", Counter)
+        blocked = asyncio.create_task(counter.call("block", 2.0))
+        adding = [asyncio.create_task(counter.call("add")) for _ in range(20)]
+        sleeping = [counter.call("echo", i, 0.2) for i in range(20)]
+        assert await asyncio.gather(*sleeping) == list(range(20))  # in turn they would take 4 s
+        await counter.ping(SOON)
+        assert not blocked.done() and not any(each.done() for each in adding)
+        assert await blocked == 2.0
+        assert sorted(await asyncio.gather(*adding)) == list(range(1, 21))
+
+
+async def test_a_method_that_raises_or_hangs_harms_nothing_else(make_engine: MakeEngine) -> None:
+    async with make_engine() as engine:
+        counter = await engine.start("counter", Counter)
+        for error in (ValueError("17"), SystemExit(3), KeyboardInterrupt()):
+            with pytest.raises(errors.EndpointFailed, match=r"counter failed in fail") as caught:
+                await counter.call("fail", error)
+            assert type(caught.value.__cause__) is type(error)
+            assert "in fail" in caught.value.trace
+        with pytest.raises(errors.EndpointFailed, match="pickle"):
+            await counter.call("lock")
+        for missing in ("subtract", "_log", "value"):
+            with pytest.raises(errors.NoSuchEndpoint, match="it has: add"):
+                await counter.call(missing)
+        with pytest.raises(errors.EndpointTimeout, match=r"did not answer echo within 0.1 s"):
+            await counter.call("echo", 1, 60.0, timeout=0.1)
+        assert await counter.call("add") == 1
+
+
+@pytest.mark.parametrize(("how", "words"), [("raise", "no such model"), ("die", "SIGKILL")])
+async def test_an_actor_that_cannot_be_made_is_an_error_at_its_start(
+    make_engine: MakeEngine, how: str, words: str
+) -> None:
+    told: list[str] = []
+    async with make_engine() as engine:
+        with pytest.raises(errors.ActorStartFailed, match=words):
+            await engine.start("stillborn", Stillborn, how, on_exit=told.append)
+    assert told == []
+
+
+async def test_an_interpreter_that_dies_before_its_actor_is_made_leaves_its_last_words(make_engine: MakeEngine) -> None:
+    async with make_engine() as engine:
+        environ = {"PYTHONPATH": str(TESTS)}
+        with pytest.raises(errors.ActorStartFailed, match=r"SIGKILL; the end of its output:\n(?s:.*)no such device"):
+            await engine.start("stillborn", Stillborn, "die", environ=environ, python=sys.executable)
+
+
+async def test_a_kill_fails_all_calls_in_flight_at_once_and_is_told_once(make_engine: MakeEngine) -> None:
+    told: list[str] = []
+    async with make_engine() as engine:
+        counter = await engine.start("counter", Counter, on_exit=told.append)
+        flying = [asyncio.create_task(counter.call("echo", i, 60.0)) for i in range(5)]
+        flying.append(asyncio.create_task(counter.call("block", 60.0)))
+        await counter.ping(SOON)
+        os.kill(counter.pid, signal.SIGKILL)
+        for each in await asyncio.gather(*flying, return_exceptions=True):
+            assert isinstance(each, errors.ActorDied) and "SIGKILL" in each.how
+        began = time.monotonic()
+        for _ in range(100):
+            with pytest.raises(errors.ActorDied, match=f"pid {counter.pid}"):
+                await counter.call("add")
+        assert time.monotonic() - began < SOON
+        assert not counter.alive and len(told) == 1 and "SIGKILL" in told[0]
+    assert len(told) == 1
+
+
+async def test_an_exit_is_told_with_its_status(make_engine: MakeEngine) -> None:
+    told: list[str] = []
+    async with make_engine() as engine:
+        counter = await engine.start("counter", Counter, on_exit=told.append)
+        with pytest.raises(errors.ActorDied, match="status 3"):
+            await counter.call("leave", 3)
+    assert len(told) == 1 and "status 3" in told[0]
+
+
+async def test_a_stopped_process_answers_no_ping_and_can_be_ended(make_engine: MakeEngine) -> None:
+    told: list[str] = []
+    async with make_engine() as engine:
+        counter = await engine.start("counter", Counter, on_exit=told.append)
+        os.kill(counter.pid, signal.SIGSTOP)
+        await until(lambda: is_stopped(counter.pid))  # its threads may run on for a moment
+        with pytest.raises(errors.EndpointTimeout):
+            await counter.ping(0.3)
+        await counter.stop(timeout=0.2)
+    assert told == [STOPPED]
+
+
+async def test_stops_call_close_once_and_are_told_as_such(make_engine: MakeEngine, tmp_path: Path) -> None:
+    told: list[str] = []
+    note = tmp_path / "note"
+    async with make_engine() as engine:
+        counter = await engine.start("counter", Counter, 0, str(note), on_exit=told.append)
+        await asyncio.gather(counter.stop(), counter.stop())
+        await counter.stop()
+        assert note.read_text() == "closed" and told == [STOPPED]
+        other = await engine.start("other", Counter, 0, str(note), on_exit=told.append)
+        note.unlink()
+    assert note.read_text() == "closed" and told == [STOPPED] * 2 and not other.alive
+
+
+async def test_another_interpreter_may_run_the_actor(make_engine: MakeEngine, tmp_path: Path) -> None:
+    other = tmp_path / "python"
+    other.write_text(f'#!/bin/sh\nOTHER=yes exec {sys.executable} "$@"\n')
+    other.chmod(0o700)
+    async with make_engine() as engine:
+        environ = {"PYTHONPATH": str(TESTS)}
+        counter = await engine.start("counter", Counter, 5, environ=environ, python=str(other))
+        assert await counter.call("add") == 6
+        assert await counter.call("variable", "OTHER") == "yes"
+        counter.kill()
+        with pytest.raises(errors.ActorDied):
+            while True:
+                await counter.call("add")
+        with pytest.raises(errors.ActorStartFailed, match="nowhere"):
+            await engine.start("counter", Counter, python="/nowhere/python")
+
+
+async def test_many_starts_and_kills_leave_no_descriptor(make_engine: MakeEngine) -> None:
+    """Monarch may close its pipe to a process that has ended a moment later."""
+
+    def count() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    async with make_engine() as engine:
+        most = 0
+        for n in range(8):
+            counters = await asyncio.gather(*[engine.start(f"counter-{n}-{i}", Counter) for i in range(2)])
+            counters[0].kill()
+            await asyncio.gather(*[each.stop() for each in counters])
+            if n < 4:
+                most = max(most, count())
+            async with asyncio.timeout(SOON):
+                while count() > most:
+                    await asyncio.sleep(0.01)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("seconds", [0.0, 0.05])
+def test_a_stop_by_monarch_that_takes_too_long_leaves_no_task(seconds: float) -> None:
+    start_monarch_once()
+    from monarch._src.actor.returns_future import returns_future
+
+    from holdfast.rl.actors.monarch import stop_procs
+
+    class Procs:
+        @returns_future
+        async def stop(self) -> None:
+            await asyncio.Event().wait()
+
+    async def body() -> None:
+        await stop_procs(Procs(), seconds)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(body())
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.skipif(importlib.util.find_spec("monarch") is None, reason="needs Monarch: pip install 'holdfast[rl]'")
+def test_an_actor_with_a_session_is_killed_and_the_others_go_on(tmp_path: Path) -> None:
+    """The members of a job are Monarch actors, as in the example."""
+    contract = LocalContract("job", tmp_path, "shm", 3).made()
+    environ = {**os.environ, **contract.environ(), "OMP_NUM_THREADS": "1"}
+    program = [sys.executable, str(ROOT / "examples" / "stack" / "monarch" / "sessions.py"), "3", "250"]
+
+    def events(kind: str) -> list[dict[str, Any]]:
+        return [event for event in map(to_record, contract.events()) if event["kind"] == kind]
+
+    driver = subprocess.Popen(program, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        began = becomes_true(lambda: len(events("committed")) > 9, 90.0, interval=0.05)
+        assert began, "no steps are done"
+        victim = next(event["pid"] for event in events("rebuilt") if event["rank"] == 1)
+        os.kill(victim, signal.SIGKILL)
+        words, _ = driver.communicate(timeout=90.0)
+    finally:
+        driver.kill()
+        driver.communicate(timeout=90.0)
+    assert driver.returncode == 0, words
+    ends = [line for line in words.splitlines() if line.startswith(("lost", "rank"))]
+    epoch = events("rebuilt")[-1]["epoch"]
+    assert [line.split(":")[0] for line in ends] == ["lost"] + [
+        f"rank {rank} of 2 finished in epoch {epoch}" for rank in range(2)
+    ], words
+    built = {event["epoch"]: event["size"] for event in events("rebuilt")}
+    assert [size for _, size in sorted(built.items())] == [3, 2]
+
+
+# -- services
 
 
 class Policy(Servable):
@@ -100,7 +317,7 @@ async def test_a_call_goes_to_the_least_loaded_replica(make_engine: MakeEngine) 
         await until(lambda: any(each.load for each in policy.status().replicas))
         quick = {(await policy.generate.route("quick"))[2] for _ in range(10)}
         assert len(quick) == 1 and (await slow)[2] not in quick
-        with pytest.raises(NoSuchEndpoint, match="generate"):
+        with pytest.raises(errors.NoSuchEndpoint, match="generate"):
             _ = policy.generates
 
 
@@ -130,7 +347,7 @@ async def test_a_call_that_may_not_be_repeated_raises(make_engine: MakeEngine) -
         await until(lambda: any(each.load for each in policy.status().replicas))
         (victim,) = [each for each in policy.status().replicas if each.load]
         os.kill(victim.pid, signal.SIGKILL)
-        with pytest.raises(ReplicaLost, match="not declared idempotent") as caught:
+        with pytest.raises(errors.ReplicaLost, match="not declared idempotent") as caught:
             await paying
         assert caught.value.replica == victim.name and caught.value.tries == 1
 
@@ -139,7 +356,7 @@ async def test_a_call_that_ends_its_replicas_is_not_tried_for_ever(make_engine: 
     marks = tmp_path / "marks"
     options = Policy.options(num_replicas=2, tries=3)
     async with make_engine(), await options.as_service() as policy:
-        with pytest.raises(ReplicaLost, match="after 3 tries"):
+        with pytest.raises(errors.ReplicaLost, match="after 3 tries"):
             await policy.misbehave.route("die", str(marks), 100)
         assert len(set(marks.read_text().split())) == 3
         assert (await policy.generate.route("still"))[0] == "STILL"
@@ -174,10 +391,10 @@ async def test_an_error_costs_no_replica_and_one_that_passes_is_tried_elsewhere(
         await policy.misbehave.route("time out", str(tmp_path / "three"), 3)
         first, second, _ = map(int, (tmp_path / "three").read_text().split())
         assert first != second, "the other replica is asked before the same one again"
-        with pytest.raises(EndpointFailed, match="were not drawn"):
+        with pytest.raises(errors.EndpointFailed, match="were not drawn"):
             await policy.misbehave.route("time out", str(tmp_path / "always"), 100)
         assert len((tmp_path / "always").read_text().split()) == 4
-        with pytest.raises(EndpointFailed, match="cannot be loaded") as caught:
+        with pytest.raises(errors.EndpointFailed, match="cannot be loaded") as caught:
             await policy.load.route(-1)
         assert isinstance(caught.value.__cause__, ValueError)
         assert (policy.status().lost, policy.status().retried) == (0, 7)
@@ -192,10 +409,12 @@ async def test_a_fanout_has_a_result_or_an_error_of_each_replica(make_engine: Ma
         os.kill(pids(policy)[1], signal.SIGKILL)
         first, second, third = await paying
         assert first.error is None and third.error is None
-        assert isinstance(second.error, ReplicaLost) and "SIGKILL" in second.error.why
-        with pytest.raises(ReplicaLost):
+        assert isinstance(second.error, errors.ReplicaLost) and "SIGKILL" in second.error.why
+        with pytest.raises(errors.ReplicaLost):
             second.get()
-        assert all(isinstance(each.error, EndpointFailed | ReplicaLost) for each in await policy.load.fanout(-1))
+        assert all(
+            isinstance(each.error, errors.EndpointFailed | errors.ReplicaLost) for each in await policy.load.fanout(-1)
+        )
 
 
 async def test_a_session_stays_with_one_replica_and_ends_with_it(make_engine: MakeEngine) -> None:
@@ -205,7 +424,7 @@ async def test_a_session_stays_with_one_replica_and_ends_with_it(make_engine: Ma
             assert len(mine) == 1 and (await other.generate("x"))[2] not in mine
             assert [each.load for each in policy.status().replicas] == [1, 1]
             os.kill(mine.pop(), signal.SIGKILL)
-            with pytest.raises(ReplicaLost, match="begin another session"):
+            with pytest.raises(errors.ReplicaLost, match="begin another session"):
                 while True:
                     await one.generate("x", 0.05)
             assert (await other.generate("y"))[0] == "Y"
@@ -242,7 +461,7 @@ async def test_a_replica_that_never_starts_fails_the_service(make_engine: MakeEn
     events: list[ReplicaEvent] = []
     async with make_engine() as engine:
         options = ServiceOptions(Stillborn, num_replicas=2, start_failures=3, engine=engine, observer=events.append)
-        with pytest.raises(ServiceFailed, match="3 times in a row"):
+        with pytest.raises(errors.ServiceFailed, match="3 times in a row"):
             await options.as_service(how)
     assert {each.kind for each in events} == {"start_failed"}
 
@@ -280,11 +499,11 @@ async def test_a_full_queue_refuses_instead_of_growing(make_engine: MakeEngine) 
         flying = [asyncio.create_task(policy.generate.route("x", 2.0)) for _ in range(5)]
         await until(lambda: policy.status().queued == 3)
         for _ in range(10):
-            with pytest.raises(Overloaded, match="3 calls wait"):
+            with pytest.raises(errors.Overloaded, match="3 calls wait"):
                 await policy.generate.route("x")
         flying[-1].cancel()
         await until(lambda: policy.status().queued == 2)
-        with pytest.raises(NoReplica, match="policy-0: ready"):
+        with pytest.raises(errors.NoReplica, match="policy-0: ready"):
             await policy.generate.options(timeout=0.1).route("x")
         assert len(await asyncio.gather(*flying[:-1])) == 4
         status = policy.status()
@@ -299,11 +518,11 @@ async def test_a_closed_service_says_so(make_engine: MakeEngine) -> None:
         await policy.close()
         await policy.close()
         for each in await asyncio.gather(*flying, return_exceptions=True):
-            assert isinstance(each, ServiceClosed | ReplicaLost)
+            assert isinstance(each, errors.ServiceClosed | errors.ReplicaLost)
         for call in (policy.generate.route("x"), policy.pay.fanout(0.0)):
-            with pytest.raises(ServiceClosed):
+            with pytest.raises(errors.ServiceClosed):
                 await call
-    with pytest.raises(NoEngine):
+    with pytest.raises(errors.NoEngine):
         await Policy.options().as_service()
 
 
@@ -404,11 +623,11 @@ def test_metrics_show_services_and_replicas() -> None:
         (OtherCluster("etcd://x", "another"), False),
         (StoreTimeout("get", 1, 1.0, "why"), True),
         (VersionGone(1, [2]), False),
-        (ActorDied("a", 1, "killed", "f"), True),
+        (errors.ActorDied("a", 1, "killed", "f"), True),
         (ValueError("no"), False),
     ],
 )
 def test_the_class_of_an_error_says_whether_it_is_tried_again(error: Exception, retried: bool) -> None:
-    failed, unstarted = EndpointFailed("a", "f", "s", "t"), ActorStartFailed("a", "why")
+    failed, unstarted = errors.EndpointFailed("a", "f", "s", "t"), errors.ActorStartFailed("a", "why")
     failed.__cause__ = unstarted.__cause__ = error
     assert getattr(error, "retryable", False) == failed.retryable == unstarted.retryable == retried

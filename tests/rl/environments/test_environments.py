@@ -1,4 +1,4 @@
-"""The environments that are shipped: their rules, their names, and that a seed decides everything."""
+"""The environments that are shipped keep their rules, and `play` makes episodes of any, or a failed one of a fault."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import itertools
 import random
 import shutil
 import sys
+from collections.abc import Awaitable, Callable
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +17,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.rl.config.named_code import load_code
+from holdfast.rl.data.episode import Completion, Episode, Finish
 from holdfast.rl.data.prompts import arithmetic_held_out, arithmetic_training
 from holdfast.rl.environments.builtin import ArithmeticEnvironment, GuessNumberEnvironment
-from holdfast.rl.environments.environment import Action, Observation
+from holdfast.rl.environments.environment import Action, Environment, Observation
+from holdfast.rl.environments.local import LocalSession
+from holdfast.rl.environments.play import Act, play
 from holdfast.rl.environments.registry import check_environment, environment_factory, names, register
-from holdfast.rl.errors import UnknownEnvironment
+from holdfast.rl.errors import EnvironmentDied, EnvironmentFailed, EnvironmentHung, EnvironmentLied, UnknownEnvironment
+from holdfast.rl.grpo.batch import BatchColumns, counted_tokens
+from support.rl.environment_servers import Misbehaving
+from support.rl.event_loop import run
+from support.rl.small_batches import completion, group_of, objective
 from support.source_tree import ROOT
 
 EXAMPLES = f"python:{ROOT / 'examples' / 'rl'}"
@@ -261,3 +270,148 @@ def test_environments_can_be_registered() -> None:
     assert environment_factory("sums?terms=2")().reset(0).text.count("+") == 1
     with pytest.raises(UnknownEnvironment, match="no colon"):
         register("a:b", ArithmeticEnvironment)
+
+
+CHARACTERS: Any = SimpleNamespace(
+    encode=lambda text, turn: tuple(f"{text}\n".encode()), decode=lambda tokens: bytes(tokens).decode().strip()
+)
+"""A token for each byte; a line for each turn."""
+
+
+def line(text: str, version: int = 1, finish: Finish = "stop") -> Completion:
+    return completion(f"{text}\n".encode(), version, finish)
+
+
+def saying(*texts: str) -> Act:
+    """A policy that says these texts, one after another, under versions 1, 2 ..."""
+    said = iter(enumerate(texts, 1))
+
+    async def act(tokens: tuple[int, ...]) -> Completion:
+        version, text = next(said)
+        return line(text, version)
+
+    return act
+
+
+async def bisect(tokens: tuple[int, ...]) -> Completion:
+    """A policy that reads all hints so far, and guesses in the middle."""
+    low, high = 1, 100
+    lines = bytes(tokens).decode().splitlines()[1:]
+    for guess, hint in zip(lines[::2], lines[1::2], strict=True):
+        low, high = (int(guess) + 1, high) if hint == "higher" else (low, int(guess) - 1)
+    return line(str((low + high) // 2))
+
+
+def record_of(
+    factory: Callable[[], Environment], act: Act, *, seed: int = 0, max_turns: int = 10, max_tokens: int | None = None
+) -> Episode | EnvironmentFailed:
+    async def body() -> Episode | EnvironmentFailed:
+        async with LocalSession(factory, "test", timeout=0.5) as session:
+            return await play(session, act, CHARACTERS, seed=seed, max_turns=max_turns, max_tokens=max_tokens)
+
+    return run(body())
+
+
+def whole(result: Episode | EnvironmentFailed) -> Episode:
+    assert isinstance(result, Episode), result
+    return result
+
+
+@given(st.integers(0, 2**31))
+def test_an_episode_masks_what_the_policy_drew(seed: int) -> None:
+    episode = whole(record_of(GuessNumberEnvironment, bisect, seed=seed))
+    assert (episode.reward, episode.finish) == (1.0, "stop")
+    assert episode.prompt.tokens == tuple(f"{episode.prompt.text}\n".encode())
+    drawn = bytes(token for token, mine in zip(episode.tokens, episode.mask, strict=True) if mine).decode()
+    heard = bytes(token for token, mine in zip(episode.tokens, episode.mask, strict=True) if not mine).decode()
+    assert all(each.isdigit() for each in drawn.split()) and len(drawn.split()) == episode.turns
+    assert set(heard.split()) <= {"higher", "lower"}
+    assert len(heard.split()) == episode.turns - 1, "the last answer is not for the policy"
+
+
+def test_logprobs_and_versions_are_those_of_the_tokens() -> None:
+    episode = whole(record_of(Misbehaving, saying("a", "end")))
+    assert bytes(episode.tokens) == b"a\n1\nend\n"
+    assert episode.mask == (True, True, False, False, True, True, True, True)
+    assert episode.versions == (1, 1, 0, 0, 2, 2, 2, 2)
+    assert episode.logprobs == (-0.5, -0.5, 0.0, 0.0, -0.5, -0.5, -0.5, -0.5)
+    assert episode.reward == 1.5
+
+
+def test_an_episode_without_an_end_ends_at_the_limit_of_turns_or_tokens() -> None:
+    for limits, turns in (({"max_turns": 4}, 4), ({"max_tokens": 8}, 2)):
+        result = whole(record_of(Misbehaving, saying(*["go"] * 9), **limits))
+        assert (result.finish, result.turns, result.reward) == ("turns", turns, 0.5 * turns)
+
+
+@pytest.mark.parametrize("cut", [None, 0, 1])
+@pytest.mark.parametrize("ends", [False, True])
+def test_dapo_leaves_out_an_episode_with_a_completion_that_was_cut_and_no_other(cut: int | None, ends: bool) -> None:
+    """Neither the limit of turns nor the end that the environment makes decides that."""
+    said = iter(enumerate(("go", "end" if ends else "go")))
+
+    async def act(tokens: tuple[int, ...]) -> Completion:
+        turn, text = next(said)
+        return line(text, finish="length" if turn == cut else "stop")
+
+    result = whole(record_of(Misbehaving, act, max_turns=2))
+    mask = counted_tokens(BatchColumns.of([group_of(result)]), objective("dapo"))
+    assert int(mask.sum()) == (0 if cut is not None else sum(result.mask))
+
+
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [("raise", EnvironmentDied), ("hang", EnvironmentHung), ("nan", EnvironmentLied)],
+)
+def test_a_fault_is_a_failed_episode(how: str, kind: type[EnvironmentFailed]) -> None:
+    Misbehaving.release.clear()
+    result = record_of(Misbehaving, saying("go", how))
+    Misbehaving.release.set()
+    assert isinstance(result, kind)
+    assert (result.call, result.environment) == ("step", "test")
+
+
+class Scripted(Environment):
+    """Gives these observations, one after another."""
+
+    def __init__(self, *observations: Observation) -> None:
+        self._rest = list(observations)
+
+    def reset(self, seed: int) -> Observation:
+        return self._rest.pop(0)
+
+    def step(self, action: Action) -> Observation:
+        return self._rest.pop(0)
+
+
+@pytest.mark.parametrize(
+    ("observations", "why"),
+    [
+        ([Observation(text="over", done=True)], "the episode is over at once"),
+        ([Observation(text="\ud800")], "no tokens for its text: UnicodeEncodeError"),
+        ([Observation(text="a"), Observation(text="\ud800", reward=1.0)], "no tokens for its text"),
+        ([Observation(text="a"), *[Observation(text="b", reward=1e308)] * 3], "the rewards add up to inf"),
+    ],
+)
+def test_what_cannot_be_learnt_from_is_a_failed_episode(observations: list[Observation], why: str) -> None:
+    result = record_of(lambda: Scripted(*observations), saying("a", "b", "c"), max_turns=3)
+    assert isinstance(result, EnvironmentLied)
+    assert why in result.why
+
+
+@given(st.lists(st.tuples(st.floats() | st.none(), st.booleans(), st.text(max_size=4)), min_size=1, max_size=6))
+def test_whatever_an_environment_returns_an_episode_or_its_failure_is_the_result(
+    script: list[tuple[float | None, bool, str]],
+) -> None:
+    observations = [Observation(text=text, reward=reward, done=done) for reward, done, text in script]
+    result = record_of(lambda: Scripted(*observations), saying(*["go"] * 9))
+    if isinstance(result, Episode):
+        assert result.mask.count(True) == 3 * result.turns
+
+
+def test_an_error_of_the_policy_is_raised_and_the_session_freed() -> None:
+    def act(tokens: tuple[int, ...]) -> Awaitable[Completion]:
+        raise ConnectionError("no generator")
+
+    with pytest.raises(ConnectionError, match="no generator"):
+        record_of(Misbehaving, act)
