@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ from holdfast import comms
 from holdfast.comms import Communicator, CorruptData, HoldfastError, Mismatch, PeerFailed, Revoked
 from holdfast.comms.memory_plane import MemoryPlane
 from holdfast.ft import Session, Timeouts, faultpoints
-from holdfast.ft.event_lines import event_of
 from holdfast.ft.processes.zygote_client import zygote
 from holdfast.ft.state.boxes import shape_of
 from holdfast.ft.state.checkpoints import Checkpoints
@@ -37,9 +37,9 @@ from holdfast.ft.state.gradients import ShardSums
 from holdfast.ft.state.leaves import Leaf, PartLayout, RankMesh, _cuts, _placements, all_ranks, box_of
 from holdfast.ft.state.restoring import PartStore, assemble, choose, complete_size, needed, shifts
 from holdfast.harness import LocalCluster
-from holdfast.harness.invariants import check
 from support.comms.torch_groups import sharded_model
-from support.samples.tally import Tally, start_with_spares
+from support.samples import tally
+from support.samples.tally import Tally, assert_invariants, start_with_spares
 from support.source_tree import ROOT
 from support.waiting import eventually
 
@@ -325,17 +325,14 @@ def preloaded() -> None:
     zygote().preload("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.checkpoint")
 
 
-def cluster(size: int, spares: int = 0, fault: str = "", **session: Any) -> LocalCluster:
-    options = {"timeouts": QUICK, "shards": SHARDS, **session}
-    environ = {"HOLDFAST_FAULT": fault} if fault else {}
-    return LocalCluster(size, "shm", spares=spares, environ=environ, session=options)
+cluster = partial(tally.cluster, timeouts=QUICK, shards=SHARDS)
 
 
 def run(
     size: int, spares: int = 0, fault: str = "", **train_args: Any
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Start the job, and let it continue past step 1 once all spares are there; its results and its events."""
-    with cluster(size, spares, fault) as ranks:
+    with cluster(size, spares=spares, fault=fault) as ranks:
         job = start_with_spares(ranks, train, **train_args)
         results, events = job.results(), job.events()
     assert_invariants(events)
@@ -359,10 +356,6 @@ def assert_same(results: list[dict[str, Any]], undisturbed: dict[str, Any]) -> N
         assert result["weights"] == undisturbed["weights"], "bit by bit"
         assert result["losses"].items() <= undisturbed["losses"].items()
     assert results[0]["losses"].keys() == undisturbed["losses"].keys()
-
-
-def assert_invariants(events: list[dict[str, Any]]) -> None:
-    assert check([event_of(event) for event in events]) == []
 
 
 def sources(events: list[dict[str, Any]]) -> list[str]:
@@ -691,7 +684,7 @@ def run_example(example: str, size: int, spares: int = 0, **asked: Any) -> tuple
         fingerprint: str = module.train(session, 5, **asked)
         return fingerprint
 
-    with LocalCluster(size, "shm", spares=spares, session={"timeouts": QUICK, "shards": SHARDS}) as ranks:
+    with cluster(size, spares=spares) as ranks:
         job = ranks.start(train)
         return job.results(90.0), job.events()
 
