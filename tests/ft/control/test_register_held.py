@@ -17,11 +17,9 @@ from typing import Any
 
 import pytest
 
-from holdfast.comms.errors import Revoked
 from holdfast.ft import Session, Timeouts, faultpoints
 from holdfast.ft.membership.events import CasFailed, CasWon, ViewRead
 from holdfast.ft.node.register import Register, RegisterClient, RegisterThreads
-from holdfast.ft.node.rendezvous import RendezvousTable
 from holdfast.ft.registers import RegisterAway, RegisterBusy, open_cell, sqlite
 from holdfast.harness import LocalCluster
 from support.children import Child
@@ -166,35 +164,6 @@ def test_a_member_stopped_while_it_holds_the_lock_is_fenced_and_the_others_conti
     resumed = min(event["time"] for event in events if event["kind"] == "committed" and event["time"] > stopped)
     print(f"resumed {resumed - stopped:.3f} s after the stop")
     assert resumed - stopped < PATIENCE
-
-
-# -- the rendezvous table
-
-
-def test_no_member_is_sent_an_older_value_after_a_newer_one() -> None:
-    """Threads set a key and report it in any order; no sent value is older than the one before."""
-    told: list[tuple[int, tuple[str, ...]]] = []
-    sent: list[int] = []
-    table = RendezvousTable(lambda epoch, keys: told.append((epoch, keys)))
-    rounds = 300
-
-    def add() -> None:
-        for _ in range(rounds):
-            table.add(1, "n", 1)
-
-    threads = [threading.Thread(target=add) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads) or told:
-        if told:
-            sent.append(int(table.values(*told.pop(0))["n"]))
-    for thread in threads:
-        thread.join()
-    assert sent == sorted(sent)
-    assert sent[-1] == 4 * rounds
-    table.drop_before(2)
-    with pytest.raises(Revoked):
-        table.values(1, ("n",))
 
 
 # -- forks

@@ -32,7 +32,7 @@ from holdfast.ft.state.fetching import BLOCK, Block, Fetched, Fetcher
 from holdfast.ft.state.transfer import StateTransfer
 from holdfast.ft.step_protocol import Decision
 from holdfast.harness import LocalCluster
-from support.children import Child, children, errors_of
+from support.children import Child, errors_of
 from support.samples.tally import cluster, contract_in, start_with_spares
 from support.waiting import PATIENCE, eventually
 
@@ -210,7 +210,7 @@ def test_a_job_begins_with_min_size_members_and_a_late_process_finds_nothing_to_
 
 
 def test_a_spare_whose_job_died_raises_register_away_when_the_register_is_removed(
-    contract: dict[str, Any], tmp_path: Path
+    contract: dict[str, Any], tmp_path: Path, start: Callable[..., Child]
 ) -> None:
     contract["timeouts"] = Timeouts(heartbeat=0.1, suspect=0.2, operation=10.0, rebuild=0.5, join=0.5)
 
@@ -221,14 +221,13 @@ def test_a_spare_whose_job_died_raises_register_away_when_the_register_is_remove
                     pipe.send("in a step")
                     time.sleep(0.05)
 
-    with children() as start:
-        member = start(linger)
-        member.hear()
-        with Session(**contract, size=1) as spare:
-            (tmp_path / "job.sqlite").unlink()
-            member.kill()
-            with pytest.raises(RegisterAway, match="nobody runs the job, and nothing can be agreed"):
-                one_step(spare)
+    member = start(linger)
+    member.hear()
+    with Session(**contract, size=1) as spare:
+        (tmp_path / "job.sqlite").unlink()
+        member.kill()
+        with pytest.raises(RegisterAway, match="nobody runs the job, and nothing can be agreed"):
+            one_step(spare)
 
 
 # -- late joiners
@@ -256,21 +255,20 @@ def step_until_three(pipe: Any, contract: dict[str, Any], gate: str, tells: bool
 
 
 def test_members_do_not_wait_for_a_joiner_that_still_prepares_its_steps(
-    contract: dict[str, Any], tmp_path: Path
+    contract: dict[str, Any], tmp_path: Path, start: Callable[..., Child]
 ) -> None:
     gate = str(tmp_path / "gate")
-    with children() as start:
-        first = [start(step_until_three, contract, str(tmp_path), tells) for tells in (True, False)]
-        hear_until(first[0], lambda m: m == ("step", 2))
-        joiner = start(step_until_three, contract, gate, False)
-        assert joiner.hear() == ("inside", 0)
-        inside = time.monotonic()
-        while time.monotonic() < inside + 3 * QUICK.suspect:
-            assert first[0].hear() == ("step", 2)
-        Path(gate).touch()
-        for child in (*first, joiner):
-            hear_until(child, lambda m: m == ("step", 3))
-            child.end()
+    first = [start(step_until_three, contract, str(tmp_path), tells) for tells in (True, False)]
+    hear_until(first[0], lambda m: m == ("step", 2))
+    joiner = start(step_until_three, contract, gate, False)
+    assert joiner.hear() == ("inside", 0)
+    inside = time.monotonic()
+    while time.monotonic() < inside + 3 * QUICK.suspect:
+        assert first[0].hear() == ("step", 2)
+    Path(gate).touch()
+    for child in (*first, joiner):
+        hear_until(child, lambda m: m == ("step", 3))
+        child.end()
 
 
 # -- the transfer of the state to a joiner
@@ -316,7 +314,7 @@ def carry(pipe: Any, contract: dict[str, Any], gate: str, victim: int = 0) -> No
 
 
 def test_a_source_that_dies_during_the_transfer_is_replaced_without_a_restart(
-    contract: dict[str, Any], tmp_path: Path
+    contract: dict[str, Any], tmp_path: Path, start: Callable[..., Child]
 ) -> None:
     """A fourth process joins three, of which it kills the first when it has two of its blocks."""
     gate = tmp_path / "gate"
@@ -327,21 +325,20 @@ def test_a_source_that_dies_during_the_transfer_is_replaced_without_a_restart(
             messages.append(child.hear())
         return messages
 
-    with children() as start:
-        first = [start(carry, contract, str(gate)) for _ in range(3)]
-        hear_until(first[0], lambda m: m["kind"] == "step" and m["step"] == 4)
-        with Register.open(contract["register"]) as register:
-            view = register.read()
-        assert view is not None
-        source = next(child for child in first if child.pid == view.members[0].peer.pid)
-        joiner = start(carry, contract, str(gate), source.pid)
-        os.waitpid(source.pid, 0)
-        gate.touch()  # no process replaces it
-        first.remove(source)
-        source._gone = True
-        ends, new = [heard(child)[-1] for child in first], heard(joiner)
-        for child in (*first, joiner):
-            child.end()
+    first = [start(carry, contract, str(gate)) for _ in range(3)]
+    hear_until(first[0], lambda m: m["kind"] == "step" and m["step"] == 4)
+    with Register.open(contract["register"]) as register:
+        view = register.read()
+    assert view is not None
+    source = next(child for child in first if child.pid == view.members[0].peer.pid)
+    joiner = start(carry, contract, str(gate), source.pid)
+    os.waitpid(source.pid, 0)
+    gate.touch()  # no process replaces it
+    first.remove(source)
+    source._gone = True
+    ends, new = [heard(child)[-1] for child in first], heard(joiner)
+    for child in (*first, joiner):
+        child.end()
     whole = torch.arange(BLOCKS * BLOCK // 8).double().sum().item() + sum(range(LATE_STEPS))
     assert {end["sum"] for end in (*ends, new[-1])} == {whole}
     synced = [message for message in new if message["kind"] == "synced"]
