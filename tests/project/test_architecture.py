@@ -231,11 +231,6 @@ def _bound(tree: ast.Module) -> set[str]:
     return names
 
 
-def installed_path(path: Path) -> str:
-    """Where a file of the tree lies in an installation."""
-    return f"holdfast/{path.name if path.parent == NAMESPACE else path}"
-
-
 def test_constraints_pin_every_dependency() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
@@ -294,7 +289,7 @@ def run_command(command: Path, *arguments: str, cwd: Path) -> str:
 @pytest.mark.thorough
 def test_the_wheel_holds_every_module_and_no_other_top_level_name(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    assert {installed_path(path) for path in modules()} <= names
+    assert {f"holdfast/{path.name if path.parent == NAMESPACE else path}" for path in modules()} <= names
     assert {f"holdfast/{package}/py.typed" for package in PACKAGES} <= names
     kinds = ("*.j2", "*.toml", "*.template")
     data = [path for package in PACKAGES for kind in kinds for path in (ROOT / package).rglob(kind)]

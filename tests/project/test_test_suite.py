@@ -171,14 +171,6 @@ FEWEST = 30
 """Examples of a property in the first tier."""
 
 
-def calls(name: str) -> Iterator[tuple[Path, ast.Call]]:
-    """Every call of a function of this name in the tests."""
-    for path in FILES:
-        for node in ast.walk(parsed(path)):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == name:
-                yield path, node
-
-
 def test_the_two_targets_run_every_test() -> None:
     """With one mark a test has it or not: another one for time would stand beside it."""
     makefile = (ROOT / "Makefile").read_text()
@@ -191,7 +183,9 @@ def test_the_two_targets_run_every_test() -> None:
 def test_a_property_takes_its_number_of_examples_from_the_tier() -> None:
     wrong = [
         f"{path}:{call.lineno}: leave out {keyword.arg}"
-        for path, call in calls("settings")
+        for path in FILES
+        for call in ast.walk(parsed(path))
+        if isinstance(call, ast.Call) and ast.unparse(call.func).rpartition(".")[2] == "settings"
         for keyword in call.keywords
         if (keyword.arg == "max_examples" and ast.literal_eval(keyword.value) >= FEWEST) or keyword.arg == "deadline"
     ]

@@ -47,19 +47,14 @@ ME = {"key": KEY, "job": "job", "identity": "me"}
 SERVER = {"key": KEY, "job": "job", "identity": "server"}
 
 
-def shake_hands(
-    dialler: DiallerHandshake, listener: ListenerHandshake
-) -> tuple[AuthenticatedSession, AuthenticatedSession]:
+def sessions() -> tuple[AuthenticatedSession, AuthenticatedSession]:
     """The sessions of a successful handshake: the dialler's, the listener's."""
+    dialler, listener = DiallerHandshake(KEY, "job", "me"), ListenerHandshake(KEY, "job", "server")
     welcome = listener.receive(dialler.receive(listener.receive(dialler.hello())))
     assert dialler.receive(welcome) == b""
     assert dialler.session is not None
     assert listener.session is not None
     return dialler.session, listener.session
-
-
-def sessions() -> tuple[AuthenticatedSession, AuthenticatedSession]:
-    return shake_hands(DiallerHandshake(KEY, "job", "me"), ListenerHandshake(KEY, "job", "server"))
 
 
 # The protocol, without I/O.

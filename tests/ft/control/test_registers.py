@@ -53,16 +53,12 @@ def url(
     elif request.param == "etcd":
         yield f"{etcd.url}/{tmp_path.name}"
     else:
-        yield register_url(request.param, tmp_path)
+        yield f"memory://{tmp_path.name}" if request.param == "memory" else f"sqlite://{tmp_path}/job.sqlite"
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     return tmp_path / "job.sqlite"
-
-
-def register_url(scheme: str, folder: Path) -> str:
-    return f"memory://{folder.name}" if scheme == "memory" else f"sqlite://{folder}/job.sqlite"
 
 
 @contextlib.contextmanager
@@ -522,7 +518,7 @@ def view(epoch: int, reason: str = "test") -> View:
 
 
 def test_the_view_of_each_epoch_replaces_the_one_before(tmp_path: Path) -> None:
-    url = register_url("memory", tmp_path)
+    url = f"memory://{tmp_path.name}"
     with Register.open(url) as mine, Register.open(url) as yours:
         assert mine.read() is None
         assert mine.compare_and_set(0, view(1))
@@ -541,7 +537,7 @@ NO_TEXT = view(1, "reason").encode().replace(b"reason", b"\xff" * 6)
 
 @pytest.mark.parametrize("value", [b"", b"junk", view(7).encode(), view(1).encode() + b"more", NO_TEXT])
 def test_a_value_that_is_no_view_is_corrupt(tmp_path: Path, value: bytes) -> None:
-    url = register_url("memory", tmp_path)
+    url = f"memory://{tmp_path.name}"
     with cells(url, "view") as [cell], Register.open(url) as views:
         cell.compare_and_set(0, value)
         with pytest.raises(CorruptData):

@@ -635,17 +635,14 @@ async def service(
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(asyncio.CancelledError, ConnectionError):
-            await converse(reader, writer)
-
-    async def converse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while line := await reader.readline():
-            command = line.decode().strip()
-            if asked is not None:
-                asked.append(command)
-            writer.write(answers.get(command.split()[0], b"OK\n"))
-            if command == "STATUS" and not keep_open:
-                break
-        writer.close()
+            while line := await reader.readline():
+                command = line.decode().strip()
+                if asked is not None:
+                    asked.append(command)
+                writer.write(answers.get(command.split()[0], b"OK\n"))
+                if command == "STATUS" and not keep_open:
+                    break
+            writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:

@@ -482,13 +482,9 @@ def test_a_folder_that_is_removed_before_it_is_held_is_made_again(
 SECONDS = 60.0
 
 
-def _open_files() -> set[str]:
-    links = (each for each in Path("/proc/self/fd").iterdir() if each.is_symlink())
-    return {str(each.readlink()) for each in links}
-
-
 def _facts(secret: str) -> tuple[int, int, bool]:
-    return os.getpid(), os.getppid(), secret in _open_files()
+    open_files = {str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()}
+    return os.getpid(), os.getppid(), secret in open_files
 
 
 def _call_through_a_forked_zygote(folder: Path) -> tuple[int, int | None, tuple[int, int, bool]]:

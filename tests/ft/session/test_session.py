@@ -546,7 +546,7 @@ def test_the_first_of_many_ranks_dies_and_the_others_learn_of_the_next_view(spar
 # -- a rank dies between dispatch and combine: the living commit the step in its epoch, go on, and rebuild when asked
 
 
-ALL_STEPS, KILL_STEP, REBUILD_STEP, VICTIM = 8, 2, 5, 1
+EXCHANGES, KILL_STEP, REBUILD_STEP, VICTIM = 8, 2, 5, 1
 
 
 @dataclass(frozen=True)
@@ -576,7 +576,7 @@ def exchange_rows(session: Session, gate: str = "", *, barrier: bool = False) ->
     counter, seen = Tally(), []
     session.attach("counter", counter)
     switch: Switch | None = None
-    for attempt in session.steps(ALL_STEPS):
+    for attempt in session.steps(EXCHANGES):
         with attempt:
             if switch is None or switch.epoch != attempt.epoch:
                 switch = Switch(attempt.lasting, 6, top_k=1, hidden=4, max_tokens=6)
@@ -606,10 +606,10 @@ def test_the_living_commit_in_the_same_epoch_go_on_and_rebuild_when_asked() -> N
         outcomes = ranks.start(exchange_rows).results(timeout=PATIENCE)
     assert len(outcomes) == 2
     for seen, steps in outcomes:
-        assert steps == list(range(ALL_STEPS)), "no step is lost"
+        assert steps == list(range(EXCHANGES)), "no step is lost"
         assert [each.step for each in seen if each.committed] == [each.step for each in seen], "nor done twice"
         first = seen[0].epoch
-        assert [each.epoch == first for each in seen] == [step <= REBUILD_STEP for step in range(ALL_STEPS)]
+        assert [each.epoch == first for each in seen] == [step <= REBUILD_STEP for step in range(EXCHANGES)]
         assert [each.before for each in seen] == [ALL] * 3 + [MASKED] * 3 + [(True, True)] * 2
         assert [each.after for each in seen] == [ALL] * 2 + [MASKED] * 4 + [(True, True)] * 2
 
@@ -617,17 +617,17 @@ def test_the_living_commit_in_the_same_epoch_go_on_and_rebuild_when_asked() -> N
 def test_the_step_is_finished_and_then_a_spare_takes_the_place() -> None:
     with LocalCluster(3, "shm", spares=1, session={"on_death": "finish_step"}) as ranks:
         outcomes = start_with_spares(ranks, exchange_rows).results(timeout=PATIENCE)
-    assert [steps for _, steps in outcomes] == [list(range(ALL_STEPS))] * 3, "the spare has the state of all steps"
+    assert [steps for _, steps in outcomes] == [list(range(EXCHANGES))] * 3, "the spare has the state of all steps"
     for seen, _ in outcomes:
         assert all(each.committed and each.before == ALL for each in seen)
     longest = max((seen for seen, _ in outcomes), key=len)
-    assert [each.after for each in longest] == [MASKED if step == KILL_STEP else ALL for step in range(ALL_STEPS)]
+    assert [each.after for each in longest] == [MASKED if step == KILL_STEP else ALL for step in range(EXCHANGES)]
 
 
 def test_an_op_that_needs_the_dead_ends_the_degraded_epoch_and_harms_nobody() -> None:
     def body(session: Session) -> list[tuple[int, bool, int]]:
         seen, steps = exchange_rows(session, barrier=True)
-        assert steps == list(range(ALL_STEPS))
+        assert steps == list(range(EXCHANGES))
         return [(each.step, each.committed, len(each.before)) for each in seen[: KILL_STEP + 4]]
 
     with LocalCluster(3, "shm", session={"on_death": "go_on"}) as ranks:
@@ -639,7 +639,7 @@ def test_a_degraded_epoch_ends_where_a_checkpoint_is_due(tmp_path: Path) -> None
     """The rank dies in step 2; the checkpoints after 4 steps and after the last one are written by all that live."""
 
     def body(session: Session) -> list[int]:
-        session.checkpoints(tmp_path, every=4, last=ALL_STEPS)
+        session.checkpoints(tmp_path, every=4, last=EXCHANGES)
         return [each.epoch for each in exchange_rows(session)[0]]
 
     with LocalCluster(3, "shm", session={"on_death": "go_on"}) as ranks:
@@ -647,8 +647,8 @@ def test_a_degraded_epoch_ends_where_a_checkpoint_is_due(tmp_path: Path) -> None
     assert len(outcomes) == 2
     for epochs in outcomes:
         first = epochs[0]
-        assert [epoch == first for epoch in epochs] == [step < 4 for step in range(ALL_STEPS)]
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["step-000000004", f"step-{ALL_STEPS:09d}"]
+        assert [epoch == first for epoch in epochs] == [step < 4 for step in range(EXCHANGES)]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["step-000000004", f"step-{EXCHANGES:09d}"]
 
 
 def test_what_a_degraded_epoch_cannot_keep_is_refused_before_anything_begins(tmp_path: Path) -> None:
