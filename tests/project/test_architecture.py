@@ -1,4 +1,4 @@
-"""Rules of the tree: which package may import which, what a wheel holds, how large a file may grow."""
+"""Rules of the tree: which package and which module may import which, what a wheel holds, what no line may have."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ import sys
 import tomllib
 import venv
 import zipfile
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from packaging.requirements import Requirement
@@ -227,11 +231,6 @@ def _bound(tree: ast.Module) -> set[str]:
     return names
 
 
-def installed_path(path: Path) -> str:
-    """Where a file of the tree lies in an installation."""
-    return f"holdfast/{path.name if path.parent == NAMESPACE else path}"
-
-
 def test_constraints_pin_every_dependency() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
@@ -290,7 +289,7 @@ def run_command(command: Path, *arguments: str, cwd: Path) -> str:
 @pytest.mark.thorough
 def test_the_wheel_holds_every_module_and_no_other_top_level_name(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    assert {installed_path(path) for path in modules()} <= names
+    assert {f"holdfast/{path.name if path.parent == NAMESPACE else path}" for path in modules()} <= names
     assert {f"holdfast/{package}/py.typed" for package in PACKAGES} <= names
     kinds = ("*.j2", "*.toml", "*.template")
     data = [path for package in PACKAGES for kind in kinds for path in (ROOT / package).rglob(kind)]
@@ -387,3 +386,347 @@ def test_an_attribute_error_in_a_module_imported_on_demand_is_shown(
     with pytest.raises(ImportError, match=r"broken_module cannot be imported: .* 'nothing_of_this_name'") as caught:
         exec("from lazy_package import Name", {})
     assert isinstance(caught.value.__cause__, AttributeError)
+
+
+# -- the order of the modules within each package: imports run down, in no circle, and no folder is crowded
+
+
+LAYERS = {
+    "comms": """
+        errors quantities
+        system
+        work
+        tensors codecs
+        ops
+        arithmetic
+        transport
+        rendezvous
+        plugins
+        hooks
+        executor
+        reproducible quantised
+        memory_plane
+        onesided algorithms
+        collectives
+        communicator
+        connect experts
+        mesh
+        torchdist
+    """,
+    "backends": """
+        common
+        fake inproc shm gloo nccl mpi ucx nixl hier
+    """,
+    "ft": """
+        faultpoints console listen_address schedulers
+        events
+        event_lines
+        control
+        registers
+        membership
+        telemetry
+        ports
+        step_protocol
+        state
+        detectors
+        settings
+        node
+        departure communicators
+        session
+        launch
+        processes
+        diagnosis
+    """,
+    "store": """
+        errors
+        catalog
+        reshard
+        data
+        read casts holding
+        publication
+        inspection
+        follow
+        weight_store
+        async_weight_store
+        interop
+        retention
+        torchstore
+    """,
+    "rl": """
+        errors
+        data
+        config
+        rewards
+        telemetry
+        actors
+        environments
+        grpo
+        generators
+        trainers
+        run
+    """,
+    "harness": """
+        links command_line
+        invariants recovery
+        cluster
+        testbed
+        report
+        training
+        conformance
+        simulate
+        measure
+        bench
+        chaos
+        gate
+        cli
+    """,
+}
+"""From the ground up: a module or folder imports only from its own line and from those above it."""
+
+MOST = 15
+"""The limit of modules in a folder, besides `__init__.py` and one more."""
+
+
+@cache
+def graph() -> Mapping[str, set[str]]:
+    """Map each module to the modules of ours that it imports, also within functions."""
+    files = {module_name(path): path for path in modules() if path.parent != NAMESPACE}
+    found: dict[str, set[str]] = {}
+    for module, path in files.items():
+        lines = runtime_imports(path)
+        homes = {
+            name if name in files else name.rpartition(".")[0] for _, name in lines if not name.endswith("._native")
+        }
+        found[module] = {home for home in homes if home in files and home != module}
+    return found
+
+
+@pytest.mark.parametrize("package", LAYERS)
+def test_imports_run_down(package: str) -> None:
+    levels = {name: level for level, line in enumerate(LAYERS[package].strip().splitlines()) for name in line.split()}
+    wrong = []
+    for module, others in graph().items():
+        here = module.split(".")
+        if here[1] != package or len(here) < 3:
+            continue
+        assert here[2] in levels, f"{module}: say in LAYERS where it stands"
+        for other in others:
+            there = other.split(".")
+            if there[1] == package and len(there) > 2 and levels[there[2]] > levels[here[2]]:
+                wrong.append(f"{module} imports {other}")
+    assert not wrong, "\n".join(sorted(wrong))
+
+
+def test_the_layers_name_existing_modules_only() -> None:
+    gone = [
+        f"{package}/{name}"
+        for package, lines in LAYERS.items()
+        for name in lines.split()
+        if not (ROOT / package / name).is_dir() and not (ROOT / package / f"{name}.py").is_file()
+    ]
+    assert not gone
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Imports within functions count: two modules in a circle are one module, or three."""
+    try:
+        TopologicalSorter(graph()).prepare()
+    except CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
+
+
+def test_no_folder_is_crowded() -> None:
+    folders: dict[Path, int] = defaultdict(int)
+    for path in modules():
+        folders[path.parent] += path.name != "__init__.py"
+    crowded = [f"{folder}: {count} modules" for folder, count in folders.items() if count > MOST]
+    assert not crowded, f"more than {MOST}: {', '.join(crowded)}"
+
+
+# -- what no line may have, who owns descriptors, who bounds strangers
+
+
+OWN_FILE = "tests/project/test_architecture.py"
+TEST_FILES = [path.relative_to(ROOT) for path in sorted(TESTS.rglob("*.py"))]
+
+
+class Banned(NamedTuple):
+    """What no line of some paths may have, a line that has it, what to write instead, and files that may."""
+
+    pattern: str
+    example: str
+    instead: str
+    under: tuple[str, ...] = tuple(f"{package}/" for package in PACKAGES)
+    but: tuple[str, ...] = ()
+
+
+BANNED = {
+    "median": Banned(
+        r"(\b[\w.]+)\[len\(\1\) // 2\]",
+        "found = times[len(times) // 2]",
+        "statistics.median: of an even number of values this is the higher of the middle pair",
+    ),
+    "cache in a view": Banned(
+        r"\.__dict__[\[.]",
+        'view.__dict__["ranks"] = ranks',
+        "View.remember: threads share views, and only a view keeps what is derived from it",
+        ("ft",),
+        ("ft/membership/view.py",),
+    ),
+    "switch": Banned(
+        r"environ\b.*(?:[!=]=|\bin) .*[\"'][01][\"']",
+        'if os.environ.get("HOLDFAST_X") != "0":',
+        "holdfast.comms.system.environment.flag: `HOLDFAST_X=false` must not turn X on",
+        # Open MPI and torch have their own words for on and off
+        but=("comms/system/environment.py", "backends/mpi/__init__.py", "backends/nccl/torch_groups.py"),
+    ),
+    "backend in an error of shared code": Banned(
+        r'BackendUnavailable\(\s*"(?:shm|inproc|gloo|mpi|nccl|rccl|ucx|nixl|hier)"',
+        'raise BackendUnavailable("ucx", "no")',
+        "the name that the caller has: several backends run it",
+        ("comms", "backends/common"),
+    ),
+    "descriptor that is kept": Banned(
+        r"\bos\.close\b(?!\()|\bmmap\.mmap\((?!-1)(?!.*MAP_PRIVATE)|os\.eventfd_write\(",
+        "stack.callback(os.close, fd)",
+        "OwnedDescriptor, its `wake`, and map_file",
+        PRODUCT,
+        ("comms/system/files.py",),
+    ),
+    "transfer": Banned(
+        r"\bos\.(?:p?readv?|p?writev?|sendfile|copy_file_range)\(",
+        "os.write(fd, data)",
+        "comms/system/files.py: a short result is no error",
+        but=(
+            "comms/system/files.py",  # the loops themselves
+            "ft/telemetry/event_log.py",  # a line is appended whole or taken back
+            "ft/registers/sqlite.py",  # notifications are drained, not looked at
+            "harness/chaos/faults/storage.py",  # it writes until the disk is full
+            "ft/launch/guardian.py",  # a line that a pipe takes at once or not at all
+            "ft/launch/local_launcher.py",  # single bytes, and lines are put together from what has come
+            "harness/testbed/netns.py",  # single bytes
+            "rl/environments/sandbox/limits.py",  # output is taken as it comes, up to its limit
+            "rl/environments/sandbox/inside/namespaces.py",  # a line that /proc takes at once or not at all
+            "rl/environments/sandbox/inside/template.py",  # lines of pipes and of /proc; a file in memory whole
+        ),
+    ),
+    "copy between processes": Banned(
+        r"\.process_vm_(?:readv|writev)\(", "libc.process_vm_readv(pid)", "comms/native/process_copy.c"
+    ),
+    "send without its result": Banned(
+        r"(?im)^\s*[\w.]*sock(?:et)?\.send\(", "    self._sock.send(data)", "sendall, which goes on by itself"
+    ),
+    "current process": Banned(
+        r"os\.register_at_fork\(|_pid\b.* [!=]= .*getpid\(\)|getpid\(\) [!=]= .*_pid\b",
+        "if self._pid != os.getpid():",
+        "comms/system/forks.py",
+        PRODUCT,
+        ("comms/system/forks.py",),
+    ),
+    "clock or socket in virtual time": Banned(
+        r"(?m)^ *(?:import|from) (?:time|socket|threading|asyncio|os|subprocess|secrets|datetime)\b",
+        "import time",
+        "the ports of the world: a run of the simulator depends on its seed alone",
+        ("harness/simulate",),
+        tuple(f"harness/simulate/{name}.py" for name in ("run", "show", "command", "compare", "known_bugs/reproduce")),
+    ),
+    "holdfast before a fork of the gate": Banned(
+        r"(?m)^from holdfast",
+        "from holdfast import comms",
+        "an import in a function: both sides would run the code of the gate",
+        ("harness/gate/arm.py", "harness/gate/workloads.py", "harness/measure/worker.py"),
+    ),
+    "root counted in a test's own file": Banned(
+        r"\(__file__\)\.parents\[",
+        "ROOT = Path(__file__).parents[2]",
+        "support.source_tree.ROOT: the path is wrong as soon as the file moves",
+        ("tests",),
+        ("tests/support/source_tree.py", OWN_FILE),
+    ),
+    "endless wait for a child": Banned(
+        r"(?<!await )(?<![\w.])[\w.]*\b"
+        r"(?:(?:stdout|stderr|output)\.readline|communicate(?=\(\)|\(\w+=))\((?![^)]*timeout)",
+        "words = child.communicate()",
+        "support.waiting.next_line, or a timeout",
+        ("tests",),
+        (OWN_FILE,),
+    ),
+    "text for rich": Banned(
+        r"(?<!\w)(?:Console|Table)\(|\.from_markup\(|\bTextColumn\((?!.*markup=)|(?<!\w)Panel\(.*title=f?[\"']",
+        'Panel(x, title=f"{name}: failed")',
+        "ft/console/console.py: text of others may be markup",
+        ("harness",),
+    ),
+    "markup": Banned(
+        r"(?m)\[/\]|(?<![\w`])\[/?(?:bold|dim|italic|red|green|yellow|blue|cyan|magenta|default)\b[^]\n]*\](?!Examples|$)",
+        'out.print(f"[red]{name}[/]")',
+        "styled() of ft/console/console.py",
+        ("harness",),
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", BANNED.values(), ids=BANNED)
+def test_no_line_has_what_is_banned(rule: Banned) -> None:
+    assert re.search(rule.pattern, rule.example)
+    wrong = []
+    for path in map(str, [*modules(), *TEST_FILES]):
+        if path.startswith(rule.under) and path not in rule.but:
+            text = (ROOT / path).read_text()
+            wrong += [f"{path}:{text.count(chr(10), 0, each.end()) + 1}" for each in re.finditer(rule.pattern, text)]
+    assert not wrong, f"use {rule.instead}: {', '.join(wrong)}"
+
+
+def test_only_process_copy_copies_between_processes_and_compiled_code_makes_no_other_transfers() -> None:
+    sources = [*(ROOT / "comms/native").rglob("*.[ch]"), *(ROOT / "store/native").rglob("*.[ch]")]
+    transfers = re.compile(r"SYS_process_vm_|\b(?:p?readv?|p?writev?|sendfile|send|recv)\(\w*fd")
+    assert [path.name for path in sources if transfers.search(path.read_text())] == ["process_copy.c"]
+
+
+OWN_PROGRAMS = ("ft/processes/zygote", "ft/launch/proxy_program", "rl/environments/sandbox/inside/")
+"""Programs in which no code but ours runs, so no other part closes descriptors."""
+
+
+def test_descriptors_that_are_kept_are_owned() -> None:
+    """`os.close` is for a number that the same function has opened; what is kept is an `OwnedDescriptor`."""
+    wrong = [
+        f"{path}:{node.lineno}: {ast.unparse(node)}"
+        for path in modules()
+        if path.parts[0] != "harness" and not str(path).startswith(OWN_PROGRAMS) and path.name != "files.py"
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "os.close"
+        if _is_kept(node.args[0], parsed(path))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def _is_kept(number: ast.expr, tree: ast.Module) -> bool:
+    """Whether a number is one of an object, or of a collection that an object has."""
+    if isinstance(number, ast.Name):
+        loops = [node for node in ast.walk(tree) if isinstance(node, ast.For) and number in ast.walk(node)]
+        return any(
+            "self." in ast.unparse(loop.iter) for loop in loops if ast.unparse(loop.target).startswith(number.id)
+        )
+    return isinstance(number, ast.Attribute | ast.Subscript)
+
+
+LISTENERS = {
+    "backends/common/tcp_channel.py": "one connection at a time, closed within a second unless it knows the secret",
+    "ft/control/event_loop.py": "the one that bounds strangers",
+    "comms/rendezvous/tcp.py": "torch's TCPStore accepts",
+    "ft/launch/process_proxies.py": "in a folder of this user alone",
+}
+
+
+def test_every_listener_bounds_strangers() -> None:
+    """A flood of idle connections takes the descriptors of a process unless a `BoundedListener` counts them."""
+    calls = {"listen", "create_server", "start_server", "create_unix_server", "start_unix_server"}
+    wrong = []
+    for path in modules():
+        if path.parts[0] == "harness" or str(path) in LISTENERS:
+            continue
+        called = [node for node in ast.walk(parsed(path)) if isinstance(node, ast.Call)]
+        names = {ast.unparse(node.func).rpartition(".")[2]: node.lineno for node in called}
+        if "BoundedListener" not in names:
+            wrong += [f"{path}:{names[name]}: {name}" for name in calls & names.keys()]
+    assert not wrong, "\n".join(wrong)

@@ -12,24 +12,21 @@ damages = st.tuples(
 
 def mutated(frames_: list[bytes], kind: str, where: int, what: int) -> list[bytes]:
     """The frames after one mutation of this `kind`."""
-    if kind in ("flip", "cut", "remove", "insert"):
-        stream = bytearray(b"".join(frames_))
-        place = where % (len(stream) + (kind == "insert"))
-        match kind:
-            case "flip":
-                stream[place] ^= 1 << what % 8
-            case "cut":
-                del stream[place:]
-            case "remove":
-                del stream[place]
-            case "insert":
-                stream.insert(place, what % 256)
-        return [bytes(stream)]
-    chosen, other = where % len(frames_), what % len(frames_)
-    if kind == "replay":
-        return [*frames_[: other + 1], frames_[chosen], *frames_[other + 1 :]]
-    if kind == "swap":
-        frames_ = list(frames_)
-        frames_[chosen], frames_[other] = frames_[other], frames_[chosen]
-        return frames_
-    return frames_[:chosen] + frames_[chosen + 1 :]
+    stream, frames = bytearray(b"".join(frames_)), list(frames_)
+    chosen, other = where % len(frames), what % len(frames)
+    match kind:
+        case "replay":
+            frames.insert(other + 1, frames[chosen])
+        case "swap":
+            frames[chosen], frames[other] = frames[other], frames[chosen]
+        case "drop":
+            del frames[chosen]
+        case "flip":
+            stream[where % len(stream)] ^= 1 << what % 8
+        case "cut":
+            del stream[where % len(stream) :]
+        case "remove":
+            del stream[where % len(stream)]
+        case "insert":
+            stream.insert(where % (len(stream) + 1), what % 256)
+    return frames if kind in ("replay", "swap", "drop") else [bytes(stream)]

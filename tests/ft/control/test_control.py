@@ -35,7 +35,7 @@ from holdfast.ft.control.errors import (
 from holdfast.ft.control.frames import AuthenticatedSession, DiallerHandshake, ListenerHandshake
 from holdfast.ft.control.rpc import AsyncRpcServer, Handler, RpcConnection, dial_rpc
 from holdfast.ft.listen_address import split_address
-from support.children import Child, children
+from support.children import Child
 from support.leaks import descriptors
 from support.mutations import mutated
 from support.rpc_servers import RpcThread, in_a_loop, rpc_server_thread
@@ -47,19 +47,14 @@ ME = {"key": KEY, "job": "job", "identity": "me"}
 SERVER = {"key": KEY, "job": "job", "identity": "server"}
 
 
-def shake_hands(
-    dialler: DiallerHandshake, listener: ListenerHandshake
-) -> tuple[AuthenticatedSession, AuthenticatedSession]:
+def sessions() -> tuple[AuthenticatedSession, AuthenticatedSession]:
     """The sessions of a successful handshake: the dialler's, the listener's."""
+    dialler, listener = DiallerHandshake(KEY, "job", "me"), ListenerHandshake(KEY, "job", "server")
     welcome = listener.receive(dialler.receive(listener.receive(dialler.hello())))
     assert dialler.receive(welcome) == b""
     assert dialler.session is not None
     assert listener.session is not None
     return dialler.session, listener.session
-
-
-def sessions() -> tuple[AuthenticatedSession, AuthenticatedSession]:
-    return shake_hands(DiallerHandshake(KEY, "job", "me"), ListenerHandshake(KEY, "job", "server"))
 
 
 # The protocol, without I/O.
@@ -443,7 +438,7 @@ async def test_a_call_that_ends_at_its_timeout_or_is_cancelled_cancels_its_handl
 
 
 @in_a_loop
-async def test_the_server_learns_that_a_client_is_gone_and_cancels_its_work() -> None:
+async def test_the_server_learns_that_a_client_is_gone_and_cancels_its_work(start: Callable[..., Child]) -> None:
     lost: list[tuple[RpcConnection, ControlError]] = []
     forever, gone = Forever(), asyncio.Event()
 
@@ -455,14 +450,13 @@ async def test_the_server_learns_that_a_client_is_gone_and_cancels_its_work() ->
         with RpcThread(address, **ME) as client:
             client.call("forever")
 
-    with children() as start:
-        async with serving({"forever": forever}, on_connect=lambda each: each.on_lost(ended)) as server:
-            child = start(body, server.address)
-            await asyncio.wait_for(forever.working.wait(), PATIENCE)
-            child.kill()
-            await asyncio.wait_for(gone.wait(), 5.0)
-            await asyncio.wait_for(forever.cancelled.wait(), 5.0)
-            assert not server.connections
+    async with serving({"forever": forever}, on_connect=lambda each: each.on_lost(ended)) as server:
+        child = start(body, server.address)
+        await asyncio.wait_for(forever.working.wait(), PATIENCE)
+        child.kill()
+        await asyncio.wait_for(gone.wait(), 5.0)
+        await asyncio.wait_for(forever.cancelled.wait(), 5.0)
+        assert not server.connections
     assert [(connection.peer, connection.lost) for connection, _ in lost] == [("me", lost[0][1])]
 
 

@@ -30,7 +30,7 @@ from holdfast.ft.membership.events import (
 from holdfast.ft.membership.view import Job, Member, View, ViewDelta
 from holdfast.ft.node import messages
 from holdfast.ft.ports import OpPosition
-from support.mutations import mutated
+from support.mutations import damages, mutated
 from support.views import detector_context
 
 ME = Member("p0", "x:1", this_process())
@@ -73,20 +73,13 @@ def test_a_notice_is_received_as_it_was_sent(kind: str, data: st.DataObject) -> 
 
 
 @pytest.mark.parametrize("kind", SENT)
-@given(
-    data=st.data(),
-    how=st.sampled_from(["flip", "cut", "remove", "insert"]),
-    where=st.integers(0, 10**4),
-    what=st.integers(0, 10**4),
-)
-def test_a_damaged_notice_is_decoded_or_refused(
-    kind: str, data: st.DataObject, how: str, where: int, what: int
-) -> None:
+@given(data=st.data(), damage=damages)
+def test_a_damaged_notice_is_decoded_or_refused(kind: str, data: st.DataObject, damage: tuple[str, int, int]) -> None:
     sent = data.draw(SENT[kind])
     name, body = messages.notice(sent)
     heard: list[Any] = []
     try:
-        listening(heard)[name]("p9", b"".join(mutated([body], how, where, what)))
+        listening(heard)[name]("p9", b"".join(mutated([body], *damage)))
     except CorruptData as error:
         assert not heard
         assert "p9" in str(error)
@@ -214,20 +207,12 @@ def test_any_bytes_are_accepted_or_refused(peer: str, body: bytes) -> None:
     hears(peer, body)
 
 
-@given(
-    peers,
-    st.sampled_from(SAYINGS),
-    st.lists(
-        st.tuples(st.sampled_from(["flip", "cut", "remove", "insert"]), st.integers(0), st.integers(0)),
-        min_size=1,
-        max_size=3,
-    ),
-)
+@given(peers, st.sampled_from(SAYINGS), st.lists(damages, min_size=1, max_size=3))
 def test_any_change_of_a_message_is_accepted_or_refused(
     peer: str, body: bytes, changes: list[tuple[str, int, int]]
 ) -> None:
-    for kind, where, what in changes:
-        body = mutated([body], kind, where, what)[0] if body else body
+    for damage in changes:
+        body = mutated([body], *damage)[0] if body else body
     hears(peer, body)
 
 

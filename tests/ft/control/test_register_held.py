@@ -17,21 +17,17 @@ from typing import Any
 
 import pytest
 
-from holdfast.comms.errors import Revoked
 from holdfast.ft import Session, Timeouts, faultpoints
-from holdfast.ft.event_lines import event_of
 from holdfast.ft.membership.events import CasFailed, CasWon, ViewRead
 from holdfast.ft.node.register import Register, RegisterClient, RegisterThreads
-from holdfast.ft.node.rendezvous import RendezvousTable
 from holdfast.ft.registers import RegisterAway, RegisterBusy, open_cell, sqlite
 from holdfast.harness import LocalCluster
-from holdfast.harness.invariants import check
 from support.children import Child
 from support.rpc_servers import in_a_loop
+from support.samples.tally import QUICK, assert_invariants
 from support.views import view_of
 from support.waiting import PATIENCE
 
-TIMES = Timeouts(heartbeat=0.1, suspect=1.0, operation=20.0, rebuild=10.0, join=15.0)
 VIEW = view_of("h", 1, "forming")
 
 
@@ -155,48 +151,19 @@ def count(session: Session) -> int:
 
 
 def test_a_member_stopped_while_it_holds_the_lock_is_fenced_and_the_others_continue() -> None:
-    with LocalCluster(4, session={"timeouts": TIMES}, prepare=stop_in_the_lock) as ranks:
+    with LocalCluster(4, session={"timeouts": QUICK}, prepare=stop_in_the_lock) as ranks:
         job = ranks.start(count)
         job.wait_for("committed", step=6)
         job.kill(3)
         assert job.results() == [40, 40]
         events = job.events()
         stopped = float((job.directory / "stopped").read_text())
-    assert check([event_of(event) for event in events]) == []
+    assert_invariants(events)
     fenced = [event for event in events if event["kind"] == "fenced"]
     assert len({event["member"] for event in fenced}) == 1, "nobody else was silent"
     resumed = min(event["time"] for event in events if event["kind"] == "committed" and event["time"] > stopped)
     print(f"resumed {resumed - stopped:.3f} s after the stop")
     assert resumed - stopped < PATIENCE
-
-
-# -- the rendezvous table
-
-
-def test_no_member_is_sent_an_older_value_after_a_newer_one() -> None:
-    """Threads set a key and report it in any order; no sent value is older than the one before."""
-    told: list[tuple[int, tuple[str, ...]]] = []
-    sent: list[int] = []
-    table = RendezvousTable(lambda epoch, keys: told.append((epoch, keys)))
-    rounds = 300
-
-    def add() -> None:
-        for _ in range(rounds):
-            table.add(1, "n", 1)
-
-    threads = [threading.Thread(target=add) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads) or told:
-        if told:
-            sent.append(int(table.values(*told.pop(0))["n"]))
-    for thread in threads:
-        thread.join()
-    assert sent == sorted(sent)
-    assert sent[-1] == 4 * rounds
-    table.drop_before(2)
-    with pytest.raises(Revoked):
-        table.values(1, ("n",))
 
 
 # -- forks

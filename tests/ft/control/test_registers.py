@@ -20,15 +20,14 @@ import pytest
 from msgspec import structs
 
 from holdfast.comms.errors import CorruptData, UsedAfterFork
-from holdfast.comms.plugins.registry import register, unregister
 from holdfast.comms.plugins.spec import hookimpl
 from holdfast.ft.membership.view import View
 from holdfast.ft.node.register import Register
 from holdfast.ft.registers import Cell, RegisterAway, open_cell, schemes, sqlite, tcp
 from holdfast.ft.registers import etcd as etcd_register
 from holdfast.harness.testbed.etcd import EtcdCluster
-from support.children import children
-from support.comms.meeting import in_threads
+from support.children import Child, children
+from support.comms.meeting import in_threads, registered
 from support.linearizability import OperationRecorder, RegisterOperation, unexplained
 from support.views import view_of
 from support.waiting import PATIENCE, eventually
@@ -54,16 +53,12 @@ def url(
     elif request.param == "etcd":
         yield f"{etcd.url}/{tmp_path.name}"
     else:
-        yield register_url(request.param, tmp_path)
+        yield f"memory://{tmp_path.name}" if request.param == "memory" else f"sqlite://{tmp_path}/job.sqlite"
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     return tmp_path / "job.sqlite"
-
-
-def register_url(scheme: str, folder: Path) -> str:
-    return f"memory://{folder.name}" if scheme == "memory" else f"sqlite://{folder}/job.sqlite"
 
 
 @contextlib.contextmanager
@@ -131,14 +126,14 @@ def test_a_closed_handle_is_away_and_its_waiters_wake(url: str) -> None:
             use()
 
 
-def test_a_handle_is_refused_in_a_forked_child(url: str) -> None:
+def test_a_handle_is_refused_in_a_forked_child(url: str, start: Callable[..., Child]) -> None:
     def body(pipe: Connection, cell: Cell) -> None:
         try:
             cell.read()
         except UsedAfterFork as error:
             pipe.send(str(error))
 
-    with cells(url, "view") as [cell], children() as start:
+    with cells(url, "view") as [cell]:
         child = start(body, cell)
         assert "fork" in child.hear()
         child.end()
@@ -158,7 +153,7 @@ def test_writers_in_threads_are_linearizable(url: str, own_handles: bool) -> Non
 
 
 @pytest.mark.parametrize("url", ["sqlite", "tcp", "etcd"], indirect=True)
-def test_writers_in_processes_are_linearizable(url: str) -> None:
+def test_writers_in_processes_are_linearizable(url: str, start: Callable[..., Child]) -> None:
     def body(pipe: Connection, number: int) -> None:
         with cells(url, "view") as [cell]:
             pipe.send("ready")
@@ -167,18 +162,17 @@ def test_writers_in_processes_are_linearizable(url: str) -> None:
             user.work(f"process{number}", 0.3)
             pipe.send(user.history)
 
-    with children() as start:
-        writers = [start(body, number) for number in range(4)]
-        for writer in writers:
-            assert writer.hear() == "ready"
-        for writer in writers:
-            writer.tell("go")
-        histories = [writer.hear() for writer in writers]
-        for writer in writers:
-            writer.end()
-        with cells(url, "view") as [cell]:
-            end = OperationRecorder(cell)
-            end.read()
+    writers = [start(body, number) for number in range(4)]
+    for writer in writers:
+        assert writer.hear() == "ready"
+    for writer in writers:
+        writer.tell("go")
+    histories = [writer.hear() for writer in writers]
+    for writer in writers:
+        writer.end()
+    with cells(url, "view") as [cell]:
+        end = OperationRecorder(cell)
+        end.read()
     assert all(histories)
     assert unexplained([each for history in [*histories, end.history] for each in history]) is None
 
@@ -291,16 +285,10 @@ class Broken:
 
 
 def test_a_plugin_adds_a_scheme_and_a_broken_plugin_is_left_out() -> None:
-    plugins: list[Any] = [Postcards(), Broken()]
-    for plugin in plugins:
-        register(plugin)
-    try:
+    with registered(Postcards()), registered(Broken()):
         assert {"memory", "sqlite", "postcard"} <= set(schemes())
         with cells("postcard://home", "view") as [cell]:
             assert cell.compare_and_set(0, b"wish you were here")
-    finally:
-        for plugin in plugins:
-            unregister(plugin)
     assert "postcard" not in schemes()
 
 
@@ -316,7 +304,7 @@ def test_the_file_is_the_owners_alone_and_nothing_else_stays(file: Path) -> None
     assert list(file.parent.iterdir()) == [file]
 
 
-def test_many_processes_may_create_it_at_the_same_moment(file: Path) -> None:
+def test_many_processes_may_create_it_at_the_same_moment(file: Path, start: Callable[..., Child]) -> None:
     def body(pipe: Connection) -> None:
         pipe.send("ready")
         pipe.recv()
@@ -324,19 +312,18 @@ def test_many_processes_may_create_it_at_the_same_moment(file: Path) -> None:
             pipe.send(cell.compare_and_set(0, str(os.getpid()).encode()))
             pipe.recv()
 
-    with children() as start:
-        for _ in range(3):
-            openers = [start(body) for _ in range(8)]
-            for opener in openers:
-                assert opener.hear() == "ready"
-            for opener in openers:
-                opener.tell("go")
-            assert sorted(opener.hear() for opener in openers) == [False] * 7 + [True]
-            for opener in openers:
-                opener.tell("done")
-                opener.end()
-            assert list(file.parent.iterdir()) == [file]
-            file.unlink()
+    for _ in range(3):
+        openers = [start(body) for _ in range(8)]
+        for opener in openers:
+            assert opener.hear() == "ready"
+        for opener in openers:
+            opener.tell("go")
+        assert sorted(opener.hear() for opener in openers) == [False] * 7 + [True]
+        for opener in openers:
+            opener.tell("done")
+            opener.end()
+        assert list(file.parent.iterdir()) == [file]
+        file.unlink()
 
 
 @pytest.mark.parametrize("reopen", [False, True], ids=["one handle", "a handle a write"])
@@ -531,7 +518,7 @@ def view(epoch: int, reason: str = "test") -> View:
 
 
 def test_the_view_of_each_epoch_replaces_the_one_before(tmp_path: Path) -> None:
-    url = register_url("memory", tmp_path)
+    url = f"memory://{tmp_path.name}"
     with Register.open(url) as mine, Register.open(url) as yours:
         assert mine.read() is None
         assert mine.compare_and_set(0, view(1))
@@ -550,7 +537,7 @@ NO_TEXT = view(1, "reason").encode().replace(b"reason", b"\xff" * 6)
 
 @pytest.mark.parametrize("value", [b"", b"junk", view(7).encode(), view(1).encode() + b"more", NO_TEXT])
 def test_a_value_that_is_no_view_is_corrupt(tmp_path: Path, value: bytes) -> None:
-    url = register_url("memory", tmp_path)
+    url = f"memory://{tmp_path.name}"
     with cells(url, "view") as [cell], Register.open(url) as views:
         cell.compare_and_set(0, value)
         with pytest.raises(CorruptData):
@@ -590,7 +577,7 @@ def _answer_rudely(server: socket.socket) -> None:
                 connection.sendall(b"SSH-2.0-OpenSSH_9.9\r\n")
 
 
-def test_the_first_process_serves_a_tcp_register_while_it_has_it_open(port: int) -> None:
+def test_the_first_process_serves_a_tcp_register_while_it_has_it_open(port: int, start: Callable[..., Child]) -> None:
     url = f"tcp://127.0.0.1:{port}/job"
 
     def body(pipe: Connection) -> None:
@@ -604,18 +591,17 @@ def test_the_first_process_serves_a_tcp_register_while_it_has_it_open(port: int)
             except RegisterAway as error:
                 pipe.send(str(error))
 
-    with children() as start:
-        with cells(url, "view", "view") as [first, second]:
-            assert first.compare_and_set(0, b"first")
-            child = start(body)
-            assert child.hear() == (1, b"first")
-            first.close()
-            child.tell("go")
-            assert child.hear()
-            assert second.read() == (2, b"second")
-        child.tell("its server is gone")
-        assert "does not answer" in child.hear()
-        child.end()
+    with cells(url, "view", "view") as [first, second]:
+        assert first.compare_and_set(0, b"first")
+        child = start(body)
+        assert child.hear() == (1, b"first")
+        first.close()
+        child.tell("go")
+        assert child.hear()
+        assert second.read() == (2, b"second")
+    child.tell("its server is gone")
+    assert "does not answer" in child.hear()
+    child.end()
 
 
 def test_the_server_of_a_tcp_register_warns_that_it_is_open_to_all(caplog: pytest.LogCaptureFixture) -> None:
@@ -624,7 +610,7 @@ def test_the_server_of_a_tcp_register_warns_that_it_is_open_to_all(caplog: pytes
 
 
 def test_calls_to_a_tcp_server_that_is_stopped_end_in_time_and_one_that_was_restarted_is_refused(
-    port: int, monkeypatch: pytest.MonkeyPatch
+    port: int, monkeypatch: pytest.MonkeyPatch, start: Callable[..., Child]
 ) -> None:
     monkeypatch.setattr(tcp, "PATIENCE", 1.0)
 
@@ -633,23 +619,22 @@ def test_calls_to_a_tcp_server_that_is_stopped_end_in_time_and_one_that_was_rest
             pipe.send("ready")
             pipe.recv()
 
-    with children() as start:
-        server = start(serve)
-        server.hear()
-        with cells(f"tcp://127.0.0.1:{port}/job", "view") as [cell]:
-            assert cell.compare_and_set(0, b"first")
-            server.stop()
-            with pytest.raises(RegisterAway, match="does not answer"):
-                cell.read()
-            monkeypatch.undo()
-            server.resume()
-            assert cell.read() == (1, b"first")
-            server.kill()
-            with pytest.raises(RegisterAway, match="does not answer"):
-                cell.read()
-            start(serve).hear()
-            with pytest.raises(RegisterAway, match="another store is at its address"):
-                cell.read()
+    server = start(serve)
+    server.hear()
+    with cells(f"tcp://127.0.0.1:{port}/job", "view") as [cell]:
+        assert cell.compare_and_set(0, b"first")
+        server.stop()
+        with pytest.raises(RegisterAway, match="does not answer"):
+            cell.read()
+        monkeypatch.undo()
+        server.resume()
+        assert cell.read() == (1, b"first")
+        server.kill()
+        with pytest.raises(RegisterAway, match="does not answer"):
+            cell.read()
+        start(serve).hear()
+        with pytest.raises(RegisterAway, match="another store is at its address"):
+            cell.read()
 
 
 @pytest.fixture

@@ -187,6 +187,23 @@ def test_all_threads_share_one_table(store: RendezvousStore) -> None:
     assert store.get("n") == b"200"
 
 
+def test_no_member_is_sent_an_older_value_after_a_newer_one() -> None:
+    """Threads set a key and report it in any order; no sent value is older than the one before."""
+    told: list[tuple[int, tuple[str, ...]]] = []
+    sent: list[int] = []
+    table = RendezvousTable(lambda epoch, keys: told.append((epoch, keys)))
+    with ThreadPoolExecutor(4) as pool:
+        adding = [pool.submit(lambda: [table.add(1, "n", 1) for _ in range(300)]) for _ in range(4)]
+        while not all(each.done() for each in adding) or told:
+            if told:
+                sent.append(int(table.values(*told.pop(0))["n"]))
+    assert sent == sorted(sent)
+    assert sent[-1] == 4 * 300
+    table.drop_before(2)
+    with pytest.raises(Revoked):
+        table.values(1, ("n",))
+
+
 def test_adding_to_a_value_that_is_no_number_is_refused(copies: Copies) -> None:
     with served(copies.first) as client:
         other = RendezvousStore(copies.second, EPOCH, ask=ask_remotely(client.call, 5.0))

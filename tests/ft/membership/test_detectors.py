@@ -7,29 +7,34 @@ import contextlib
 import dataclasses
 import errno
 import functools
+import json
 import logging
 import os
+import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.comms import OpTimeout, ReduceOp
+from holdfast.comms import CorruptData, OpTimeout, PeerFailed, ReduceOp, Unsupported
 from holdfast.comms.plugins.registry import InvalidPlugin, Registry
 from holdfast.comms.plugins.spec import API_VERSION, Available, DetectorInfo, hookimpl
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import is_stopped, this_process
 from holdfast.ft import Session, Timeouts, events
+from holdfast.ft.detectors import nccl_ras
 from holdfast.ft.detectors import plugin as own_detectors
 from holdfast.ft.detectors.detector import Detector, DetectorContext
+from holdfast.ft.detectors.nccl_ras import NcclRasDetector, RasStatus, decode, lost_members, query
 from holdfast.ft.detectors.observers import NOT_LISTENING, Conclusion, ObserversDetector, SuspicionGraph
 from holdfast.ft.detectors.process_watch import (
     HeartbeatPage,
@@ -47,8 +52,9 @@ from holdfast.ft.node.connections import MemberConnections
 from holdfast.ft.node.node import CALM_BEATS, CALM_BEATS_A_MESSAGE
 from holdfast.ft.ports import OpPosition
 from holdfast.harness import LocalCluster
-from support.children import children
+from support.children import Child
 from support.hosts import be_alone_on_host
+from support.rpc_servers import in_a_loop
 from support.views import TIMES, detector_context, view_of
 from support.waiting import PATIENCE, eventually
 
@@ -262,26 +268,27 @@ def test_an_op_of_some_ranks_does_not_show_which_rank_is_behind() -> None:
 # -- heartbeats in shared memory, and looks at processes
 
 
-def test_a_heartbeat_page_is_readable_while_its_process_is_stopped_and_ends_with_it() -> None:
+def test_a_heartbeat_page_is_readable_while_its_process_is_stopped_and_ends_with_it(
+    start: Callable[..., Child],
+) -> None:
     def body(pipe: Connection) -> None:
         pulse = HeartbeatPage()
         pulse.beat(123.5, OpPosition(4, 17, True))
         pipe.send((pulse.fd, this_process()))
         pipe.recv()
 
-    with children() as start:
-        child = start(body)
-        fd, peer = child.hear()
-        child.stop()
-        reader = HeartbeatPageReader(peer, fd)
-        assert reader.read() == (123.5, OpPosition(4, 17, True))
-        assert is_stopped(child.pid)
-        reader.close()
-        with pytest.raises(OSError):
-            HeartbeatPageReader(Peer(peer.host, peer.pid, peer.started + 1), fd)
-        child.kill()
-        with pytest.raises(OSError):
-            HeartbeatPageReader(peer, fd)
+    child = start(body)
+    fd, peer = child.hear()
+    child.stop()
+    reader = HeartbeatPageReader(peer, fd)
+    assert reader.read() == (123.5, OpPosition(4, 17, True))
+    assert is_stopped(child.pid)
+    reader.close()
+    with pytest.raises(OSError):
+        HeartbeatPageReader(Peer(peer.host, peer.pid, peer.started + 1), fd)
+    child.kill()
+    with pytest.raises(OSError):
+        HeartbeatPageReader(peer, fd)
 
 
 @pytest.mark.timeout(20)
@@ -303,7 +310,7 @@ def test_processor_time_moves_while_a_process_computes() -> None:
     assert not is_stopped(os.getpid())
 
 
-def test_a_dying_process_has_the_lowest_priority_while_its_memory_is_freed() -> None:
+def test_a_dying_process_has_the_lowest_priority_while_its_memory_is_freed(start: Callable[..., Child]) -> None:
     def body(pipe: Connection) -> None:
         kept = bytearray(b"x") * (256 << 20)
         threading.Thread(target=time.sleep, args=(60.0,), daemon=True).start()
@@ -322,14 +329,13 @@ def test_a_dying_process_has_the_lowest_priority_while_its_memory_is_freed() -> 
         return policy
 
     policies: list[int] = []
-    with children() as start:
-        while os.SCHED_IDLE not in policies and len(policies) < 20:  # on a busy machine it may be gone before we look
-            child = start(body)
-            peer, threads = child.hear()
-            assert os.sched_getscheduler(child.pid) == os.SCHED_OTHER
-            kill = functools.partial(os.kill, child.pid, signal.SIGKILL)
-            policies.append(asyncio.run(policy_when_told(peer, tuple(threads), kill)))
-            child.kill()
+    while os.SCHED_IDLE not in policies and len(policies) < 20:  # on a busy machine it may be gone before we look
+        child = start(body)
+        peer, threads = child.hear()
+        assert os.sched_getscheduler(child.pid) == os.SCHED_OTHER
+        kill = functools.partial(os.kill, child.pid, signal.SIGKILL)
+        policies.append(asyncio.run(policy_when_told(peer, tuple(threads), kill)))
+        child.kill()
     assert os.SCHED_IDLE in policies
 
 
@@ -476,7 +482,7 @@ LOST = [
 
 @pytest.mark.parametrize(("name", "method"), LOST)
 def test_a_detector_that_is_lost_is_reported_and_other_evidence_takes_its_place(
-    name: str, method: str, monkeypatch: pytest.MonkeyPatch
+    name: str, method: str, monkeypatch: pytest.MonkeyPatch, start: Callable[..., Child]
 ) -> None:
     """Whatever fails in it, and whenever: a process that is stopped or has ended is found, and ended for certain."""
 
@@ -492,7 +498,7 @@ def test_a_detector_that_is_lost_is_reported_and_other_evidence_takes_its_place(
             return dataclasses.replace(info, **{method: forbidden})
         return dataclasses.replace(info, make=make)
 
-    with children() as start, contextlib.closing(asyncio.new_event_loop()) as loop:
+    with contextlib.closing(asyncio.new_event_loop()) as loop:
         child, told, noted = start(live), list[Event](), list[events.Event]()
         away = Member("away", "b:1", Peer("another host", 1, 1))
         members = (Member("me", "a:1", this_process()), Member("child", "a:2", child.hear()), away)
@@ -575,14 +581,214 @@ def test_in_a_calm_epoch_a_mate_gets_one_message_in_five_heartbeats() -> None:
 
 
 @pytest.mark.parametrize("call", ["", "os.pidfd_open", "signal.pidfd_send_signal"])
-def test_a_process_is_ended_and_never_another_one_with_its_number(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_is_ended_and_never_another_one_with_its_number(
+    call: str, monkeypatch: pytest.MonkeyPatch, start: Callable[..., Child]
+) -> None:
     """Also where a call is forbidden."""
-    with children() as start:
-        peer = start(live).hear()
-        if call:
-            monkeypatch.setattr(call, forbidden)
-        HostProcesses().kill(Peer(peer.host, peer.pid, peer.started + 1))
-        assert not HostProcesses.is_gone(peer)
-        HostProcesses().kill(peer)
-        eventually(lambda: HostProcesses.is_gone(peer))
-        HostProcesses().kill(peer)
+    peer = start(live).hear()
+    if call:
+        monkeypatch.setattr(call, forbidden)
+    HostProcesses().kill(Peer(peer.host, peer.pid, peer.started + 1))
+    assert not HostProcesses.is_gone(peer)
+    HostProcesses().kill(peer)
+    eventually(lambda: HostProcesses.is_gone(peer))
+    HostProcesses().kill(peer)
+
+
+# -- nccl_ras: what NCCL's RAS service tells of lost processes, over its socket from a service of these tests
+
+
+PLACES = ((100, "10.0.0.1"), (101, "10.0.0.1"), (100, "10.0.0.2"), (103, "10.0.0.2"))
+MEMBERS = tuple(Member(f"m{i}", f"{host}:7000", Peer(f"boot-{host}", pid, 1)) for i, (pid, host) in enumerate(PLACES))
+OVER_NCCL, OVER_GLOO = (
+    View(3, "running", MEMBERS, Job("job", 4, 2, 4, (backend,), backend), "test") for backend in ("nccl", "gloo")
+)
+
+
+def rank(number: int, pid: int, host: str, **status: bool) -> dict[str, Any]:
+    """A rank as NCCL writes it (src/ras/client_support.cc, 2.30)."""
+    other = {"init_state": 0, "async_error": 0, "finalize_called": False, "destroy_flag": False, "abort_flag": False}
+    line = {"rank": number, "host": host, "pid": pid, "cuda_dev": 0, "nvml_dev": 0, "status": status or other}
+    return line if status else {**line, "collective_counts": {"AllReduce": 7}}
+
+
+def status_of(missing: list[dict[str, Any]], present: int = 100) -> bytes:
+    ranks = [rank(0, present, "10.0.0.1")]
+    communicator = {
+        "hash": "0x1f", "secondary_hash": "0x1:0x2", "size": 4, "ranks_count": 1, "missing_ranks_count": len(missing),
+        "ranks": ranks, "missing_ranks": missing,
+    }  # fmt: skip
+    head = {"nccl_version": "2.30.7", "cuda_runtime_version": 13020, "timestamp": "2026-11-27 01:20:00"}
+    tail = {"ras": {"collection_time_sec": 0.003, "timeouts_count": 0}}
+    return msgspec.json.encode({**head, "communicators_count": 1, "communicators": [communicator], **tail})
+
+
+DEAD = {"unresponsive": True, "considered_dead": True}
+SILENT = {"unresponsive": True, "considered_dead": False}
+
+
+@contextlib.asynccontextmanager
+async def service(
+    answers: dict[str, bytes], asked: list[str] | None = None, keep_open: bool = False
+) -> AsyncIterator[str]:
+    """A RAS service that answers each command as `answers` says, by its first word; yields its address."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.CancelledError, ConnectionError):
+            while line := await reader.readline():
+                command = line.decode().strip()
+                if asked is not None:
+                    asked.append(command)
+                writer.write(answers.get(command.split()[0], b"OK\n"))
+                if command == "STATUS" and not keep_open:
+                    break
+            writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        host, port = server.sockets[0].getsockname()
+        yield f"{host}:{port}"
+
+
+HELLO = {"CLIENT": b"SERVER PROTOCOL 2\n"}
+
+
+@in_a_loop
+async def test_a_query_speaks_the_protocol_of_ncclras() -> None:
+    asked: list[str] = []
+    async with service({**HELLO, "STATUS": status_of([rank(3, 103, "10.0.0.2", **DEAD)])}, asked) as address:
+        status = await query(address)
+    assert asked == ["CLIENT PROTOCOL 2", "TIMEOUT 2", "SET FORMAT json", "STATUS"]
+    assert status.communicators[0].missing_ranks[0].status.considered_dead
+
+
+@pytest.mark.parametrize(
+    ("answers", "error", "words"),
+    [
+        ({"CLIENT": b"HTTP/1.1 400 Bad Request\n"}, CorruptData, "is not NCCL's RAS"),
+        ({"CLIENT": b"x" * 10_000}, CorruptData, "did not answer 'CLIENT PROTOCOL 2' with a line"),
+        ({**HELLO, "SET": b"ERROR: Unknown command SET FORMAT json\n"}, Unsupported, "NCCL 2.28 or later"),
+        ({**HELLO, "TIMEOUT": b"no\n"}, CorruptData, "answers 'no'"),
+        ({**HELLO, "STATUS": b'{"nccl_version": "2.30"'}, CorruptData, "no status"),
+        ({**HELLO, "STATUS": b""}, CorruptData, "0 bytes"),
+        ({**HELLO, "STATUS": b"x" * 70_000}, CorruptData, "more than 65536 bytes"),
+    ],
+)
+@in_a_loop
+async def test_an_answer_that_is_none_is_a_typed_error(
+    answers: dict[str, bytes], error: type[Exception], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl_ras, "MOST_BYTES", 1 << 16)
+    async with service(answers) as address:
+        with pytest.raises(error, match=words):
+            await query(address)
+
+
+@in_a_loop
+async def test_a_service_that_never_ends_its_answer_is_left() -> None:
+    async with service({**HELLO, "STATUS": b"{"}, keep_open=True) as address:
+        with pytest.raises(TimeoutError):
+            await query(address, seconds=0.2)
+
+
+@given(st.binary(max_size=400) | st.integers(0, 700).map(lambda end: status_of([rank(1, 101, "h", **DEAD)])[:end]))
+def test_no_bytes_make_the_decoder_raise_another_error(answer: bytes) -> None:
+    try:
+        status = decode(answer)
+    except (CorruptData, Unsupported):
+        return
+    assert isinstance(status, RasStatus)
+
+
+def test_the_comma_that_nccl_2_28_9_leaves_out_before_a_missing_ranks_status_is_no_error() -> None:
+    """As its service answered on a GPU when one of three ranks had been killed."""
+    sound = status_of([rank(1, 101, "h", **DEAD)])
+    answer = re.sub(rb',(\s*"status")', rb"\n         \1", sound)
+    assert answer != sound
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(answer)
+    assert decode(answer) == decode(sound)
+
+
+def lost(missing: list[dict[str, Any]], *, unresponsive: bool = False, present: int = 100) -> list[str]:
+    status = decode(status_of(missing, present))
+    return [found.id for found, _ in lost_members(status, OVER_NCCL, MEMBERS[0], unresponsive=unresponsive)]
+
+
+def test_a_dead_process_is_found_by_its_number_and_host() -> None:
+    assert lost([rank(3, 103, "10.0.0.2", **DEAD)]) == ["m3"]
+    assert lost([rank(2, 100, "10.0.0.2", **DEAD)]) == ["m2"], "not m0, which has the same number on another host"
+    assert lost([rank(2, 100, "192.168.7.7", **DEAD)]) == [], "two have this number, and no host tells which"
+    assert lost([rank(9, 999, "10.0.0.2", **DEAD), rank(8, -1, "unknown", **DEAD)]) == [], "no member of this view"
+    assert lost([rank(0, 100, "10.0.0.1", **DEAD)]) == [], "this process lives"
+
+
+def test_an_unresponsive_process_is_reported_only_once_an_op_has_failed() -> None:
+    missing = [rank(1, 101, "10.0.0.1", **SILENT)]
+    assert (lost(missing), lost(missing, unresponsive=True)) == ([], ["m1"])
+    assert lost([rank(1, 101, "10.0.0.1", unresponsive=False, considered_dead=False)], unresponsive=True) == []
+
+
+def test_the_service_of_another_job_of_the_host_says_nothing_here() -> None:
+    assert lost([rank(3, 103, "10.0.0.2", **DEAD)], present=555) == []
+
+
+def detector(
+    address: str, suspected: list[tuple[str, str]], loop: asyncio.AbstractEventLoop, me: int = 0
+) -> NcclRasDetector:
+    suspect = {"suspect": lambda who, why: suspected.append((who, why))}
+    found = NcclRasDetector(detector_context(MEMBERS[me], loop, timeouts=Timeouts(), **suspect))
+    found.address = address
+    return found
+
+
+async def settled(found: NcclRasDetector) -> None:
+    if found._query is not None:
+        await found._query
+
+
+@pytest.mark.parametrize("failure", [None, OpTimeout("all_reduce", 3, 1.0), PeerFailed((), "NCCL reports comm error")])
+@in_a_loop
+async def test_what_nccl_considers_dead_is_reported_to_all(failure: Any) -> None:
+    """The first member asks now and then; each one does as soon as an op has failed without a culprit."""
+    suspected: list[tuple[str, str]] = []
+    me = 0 if failure is None else 1
+    answer = status_of([rank(3, 103, "10.0.0.2", **DEAD)], present=MEMBERS[me].peer.pid)
+    async with service({**HELLO, "STATUS": answer}) as address:
+        found = detector(address, suspected, asyncio.get_running_loop(), me)
+        found.follow(OVER_NCCL, MEMBERS)
+        found.look(1.0)
+        if failure is not None:
+            assert found._query is None, "the first member asks"
+            found.failed(OVER_NCCL, failure, 1.0)
+        await settled(found)
+        found.close()
+    ((who, why),) = suspected
+    assert who == "m3" and "considers rank 3" in why and "process 103 of 10.0.0.2, dead" in why
+
+
+@in_a_loop
+async def test_a_job_over_another_backend_or_with_a_culprit_asks_nothing() -> None:
+    asked: list[str] = []
+    async with service(HELLO, asked) as address:
+        found = detector(address, [], asyncio.get_running_loop())
+        found.follow(OVER_GLOO, MEMBERS)
+        found.look(1.0)
+        found.failed(OVER_GLOO, OpTimeout("all_reduce", 3, 1.0), 1.0)
+        found = detector(address, [], asyncio.get_running_loop(), me=1)
+        found.follow(OVER_NCCL, MEMBERS)
+        found.failed(OVER_NCCL, PeerFailed((2,), "the kernel says"), 1.0)
+        assert found._query is None and not asked
+
+
+@in_a_loop
+async def test_a_service_that_is_off_is_said_once_and_breaks_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    async with service(HELLO) as address:
+        pass  # from here on nothing listens there
+    found = detector(address, [], asyncio.get_running_loop())
+    found.follow(OVER_NCCL, MEMBERS)
+    with caplog.at_level(logging.WARNING):
+        for now in (1.0, 100.0):
+            found.look(now)
+            await settled(found)
+    assert caplog.text.count("NCCL's RAS at 127.0.0.1") == 1

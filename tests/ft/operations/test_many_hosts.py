@@ -116,8 +116,7 @@ def test_what_cannot_work_is_refused_before_a_process_starts(
     assert words in done.output
 
 
-def registry(job: str, key: Path | bytes = b"k" * 32, node: str = "a") -> HostRegistry:
-    assert isinstance(key, bytes)
+def registry(job: str, key: bytes = b"k" * 32, node: str = "a") -> HostRegistry:
     return HostRegistry("memory://hosts", job, key, node, "127.0.0.1")
 
 

@@ -22,7 +22,6 @@ from holdfast.comms import StaleEpoch
 from holdfast.ft import AlreadyJoined, Session, StepFailed, settings
 from holdfast.ft.communicators import CommunicatorManager, DefaultGroup
 from holdfast.ft.departure import TERMINATED, Terminated, TerminationRequest, note_error, step_error
-from holdfast.ft.event_lines import event_of
 from holdfast.ft.node.register import Register
 from holdfast.ft.node.runtime import Runtime
 from holdfast.ft.session import OwnSteps
@@ -31,9 +30,8 @@ from holdfast.ft.telemetry.event_log import EventLog
 from holdfast.ft.telemetry.flight.recorder import FlightRecorder
 from holdfast.ft.telemetry.metrics import Metrics
 from holdfast.harness import LocalCluster
-from holdfast.harness.invariants import check
 from support.children import errors_of
-from support.samples.tally import QUICK, Tally, contract_in, start_with_spares
+from support.samples.tally import QUICK, Tally, assert_invariants, contract_in, start_with_spares
 from support.waiting import becomes_true
 
 
@@ -307,7 +305,7 @@ def test_a_repeated_exception_ends_the_job_on_all_ranks_and_consumes_one_spare()
             job.results()
         errors = errors_of(job, job.processes)
         view = job.newest_view()
-        assert check([event_of(event) for event in job.events()]) == []
+        assert_invariants(job.events())
     assert view is not None and view.phase == "failed"
     assert sum(isinstance(error, ValueError) for error in errors) == 2, "one more spare would have been no help"
     told = [error for error in errors if isinstance(error, StepFailed)]
@@ -384,7 +382,7 @@ def test_all_ranks_may_leave_the_steps_early(backend: str) -> None:
         assert job.results() == [5, 5, 5]
         assert errors_of(job, job.processes) == [None] * 4, "the spare is let go too"
         view = job.newest_view()
-        assert check([event_of(event) for event in job.events()]) == []
+        assert_invariants(job.events())
     assert view is not None
     assert (view.phase, view.reason) == ("finished", "all members stopped after 5 of 10 steps")
 

@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ import pytest
 import torch
 
 from holdfast.backends.gloo.connecting import shut_down
-from holdfast.comms import HoldfastError
+from holdfast.comms import HoldfastError, Revoked
+from holdfast.comms.experts import Switch
 from holdfast.ft import Session, Timeouts
-from holdfast.ft.event_lines import event_of
 from holdfast.ft.faultpoints import POINTS
 from holdfast.ft.membership.view import View
 from holdfast.ft.node import node
@@ -30,28 +31,23 @@ from holdfast.ft.node.register import Register
 from holdfast.ft.registers import tcp
 from holdfast.harness import LocalCluster, RankDied
 from holdfast.harness.cluster.job import Job
-from holdfast.harness.invariants import check
 from holdfast.harness.testbed.etcd import EtcdCluster
 from support.hosts import be_alone_on_host
-from support.samples import tally
-from support.samples.tally import QUICK, SHARDS, STEPS, Tally, assert_exact, cluster, contract_in, expected, tally_up
+from support.samples.tally import (
+    QUICK,
+    SHARDS,
+    Tally,
+    assert_exact,
+    assert_invariants,
+    cluster,
+    contract_in,
+    expected,
+    start_with_spares,
+    tally_up,
+)
 from support.waiting import PATIENCE, eventually
 
 BACKENDS = ["ucx", "gloo", "mpi"]
-
-
-def start_with_spares(
-    ranks: LocalCluster, steps: int = STEPS, pause: float = 0.01, strike: Callable[[Job], object] | None = None
-) -> Job:
-    """Start the job, and let it continue past step 3 once all spares are there and `strike` has struck it."""
-    gate = ranks.logs / "gate"
-    job = ranks.start(tally_up, steps, pause, str(gate))
-    job.wait_for_spares()
-    if strike is not None:
-        job.wait_for("committed", step=2)
-        strike(job)
-    gate.touch()
-    return job
 
 
 # -- without faults
@@ -116,7 +112,7 @@ def test_survivors_continue_and_a_spare_takes_the_place_of_a_killed_rank_and_its
             job.kill(rank)
 
     with cluster(size, backend, spares=spares) as ranks:
-        job = start_with_spares(ranks, strike=strike)
+        job = start_with_spares(ranks, tally_up, strike=strike)
         results = job.results()
         assert_exact(job, results, size + spares - len(killed))
     assert {result["size"] for result in results} == {size + spares - len(killed)}
@@ -264,7 +260,7 @@ def each_way() -> Iterator[Any]:
 @pytest.mark.parametrize(("fault", "spares", "left", "backend"), [*each_way()])
 def test_the_job_survives_a_kill_at_each_point(fault: str, spares: int, left: int, backend: str) -> None:
     with cluster(3, backend, spares, fault) as ranks:
-        job = start_with_spares(ranks, 15, 0.002)
+        job = start_with_spares(ranks, tally_up, 15, 0.002)
         assert_exact(job, job.results(), left, 15)
 
 
@@ -280,7 +276,7 @@ def test_the_job_survives_a_kill_on_either_side_of_the_last_barrier(point: str) 
     for process in done:
         committed = [e["step"] for e in events if e["kind"] == "committed" and e["process"] == process]
         assert committed == list(range(15))
-    assert check([event_of(event) for event in events]) == []
+    assert_invariants(events)
 
 
 def test_a_broken_connection_costs_an_epoch_and_no_rank() -> None:
@@ -333,7 +329,7 @@ def test_a_spare_that_is_promoted_after_the_last_step_gets_the_state_before_the_
     fault = {"HOLDFAST_FAULT": "commit.after_barrier:14:1:3"}
     options: dict[str, Any] = {"timeouts": QUICK, "shards": SHARDS}
     with LocalCluster(3, backend, spares=1, environ=fault, session=options, prepare=prepare) as ranks:
-        job = tally.start_with_spares(ranks, tally_up_and_save)
+        job = start_with_spares(ranks, tally_up_and_save)
         assert job.results() == [(rank, 15, list(range(15))) for rank in range(3)]
 
 
@@ -342,7 +338,7 @@ def test_the_job_survives_a_kill_of_the_rank_that_declares_it_finished() -> None
         job = ranks.start(tally_up, 15, 0.002)
         results = job.results()
         assert [(each["steps"], each["total"]) for each in results] == [(list(range(15)), expected(15))] * 2
-        assert check([event_of(event) for event in job.events()]) == []
+        assert_invariants(job.events())
 
 
 def test_a_connection_that_is_reset_in_a_rebuild_costs_no_member() -> None:
@@ -392,7 +388,7 @@ def test_a_spare_without_members_ends_with_the_reason() -> None:
         os.kill(spare.pid, 18)
 
     with cluster(2, spares=1) as ranks:
-        job = start_with_spares(ranks, strike=strike)
+        job = start_with_spares(ranks, tally_up, strike=strike)
         with pytest.raises(HoldfastError, match=r"every member died|no process that is left holds the state"):
             job.results()
 
@@ -415,7 +411,7 @@ def test_an_error_caught_around_an_attempt_ends_that_rank_before_it_repeats_the_
         job = ranks.start(go_on_regardless)
         assert job.results() == [5]
         (left,) = [event["error"] for event in job.events() if event["kind"] == "error"]
-        assert check([event_of(event) for event in job.events()]) == []
+        assert_invariants(job.events())
     assert "step 2 ended here in an error that was caught outside of `with attempt:`" in left
 
 
@@ -498,7 +494,7 @@ def goes_on(job: Job, steps: int = 5) -> None:
 
 def test_a_job_over_tcp_survives_a_death_and_ends_well(tmp_path: Path) -> None:
     with tcp.serving() as server, cluster(3, register=f"{server}/job", timeouts=TIMES) as ranks:
-        job = start_with_spares(ranks, strike=lambda job: job.kill(1))
+        job = start_with_spares(ranks, tally_up, strike=lambda job: job.kill(1))
         assert_exact(job, job.results(), 2)
 
 
@@ -541,10 +537,126 @@ def test_the_first_of_many_ranks_dies_and_the_others_learn_of_the_next_view(spar
     environ = {"HOLDFAST_MESH": "2", "HOLDFAST_FAULT": "commit.before_barrier:9:0:5"}
     options = {"timeouts": QUICK, "shards": SHARDS}
     with LocalCluster(5, spares=spares, environ=environ, session=options) as ranks:
-        job = start_with_spares(ranks)
+        job = start_with_spares(ranks, tally_up)
         assert_exact(job, job.results(), 4 + spares)
         installed = [event["epoch"] for event in job.events() if event["kind"] == "installed"]
     assert installed.count(max(installed)) == 4 + spares
+
+
+# -- a rank dies between dispatch and combine: the living commit the step in its epoch, go on, and rebuild when asked
+
+
+EXCHANGES, KILL_STEP, REBUILD_STEP, VICTIM = 8, 2, 5, 1
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One attempt, as a rank has seen it."""
+
+    step: int
+    epoch: int
+    committed: bool
+    before: tuple[bool, ...]
+    """`Attempt.alive`."""
+    after: tuple[bool, ...]
+    """`Switch.alive`."""
+
+
+def exchange(switch: Switch, dies: bool = False) -> None:
+    rows = switch.dispatch(torch.ones(6, 4), torch.arange(6).view(6, 1), torch.ones(6, 1))
+    if dies:
+        os.kill(os.getpid(), signal.SIGKILL)
+    combined = switch.combine(rows.tokens)
+    living = torch.tensor([switch.alive[expert * switch.size // 6] for expert in range(6)])
+    assert torch.equal(combined, torch.ones(6, 4) * living[:, None])
+
+
+def exchange_rows(session: Session, gate: str = "", *, barrier: bool = False) -> tuple[list[Seen], list[int]]:
+    """Run the steps, in which a rank dies; not before `gate` is there. A `barrier` in the next step needs the dead."""
+    counter, seen = Tally(), []
+    session.attach("counter", counter)
+    switch: Switch | None = None
+    for attempt in session.steps(EXCHANGES):
+        with attempt:
+            if switch is None or switch.epoch != attempt.epoch:
+                switch = Switch(attempt.lasting, 6, top_k=1, hidden=4, max_tokens=6)
+            if gate and attempt.step == KILL_STEP:
+                eventually(Path(gate).exists)
+            dies = (attempt.step, attempt.rank, attempt.comm.size) == (KILL_STEP, VICTIM, 3)
+            exchange(switch, dies)
+            if barrier and attempt.degraded:
+                with pytest.raises(Revoked):
+                    attempt.comm.barrier()
+            if barrier and attempt.step == KILL_STEP + 1:
+                attempt.comm.barrier()
+        assert switch is not None
+        if attempt.committed:
+            counter.steps.append(attempt.step)
+        seen.append(Seen(attempt.step, attempt.epoch, attempt.committed, attempt.alive, switch.alive))
+        if attempt.step == REBUILD_STEP:
+            session.rebuild()
+    return seen, counter.steps
+
+
+ALL, MASKED = (True, True, True), (True, False, True)
+
+
+def test_the_living_commit_in_the_same_epoch_go_on_and_rebuild_when_asked() -> None:
+    with LocalCluster(3, "shm", session={"on_death": "go_on"}) as ranks:
+        outcomes = ranks.start(exchange_rows).results(timeout=PATIENCE)
+    assert len(outcomes) == 2
+    for seen, steps in outcomes:
+        assert steps == list(range(EXCHANGES)), "no step is lost"
+        assert [each.step for each in seen if each.committed] == [each.step for each in seen], "nor done twice"
+        first = seen[0].epoch
+        assert [each.epoch == first for each in seen] == [step <= REBUILD_STEP for step in range(EXCHANGES)]
+        assert [each.before for each in seen] == [ALL] * 3 + [MASKED] * 3 + [(True, True)] * 2
+        assert [each.after for each in seen] == [ALL] * 2 + [MASKED] * 4 + [(True, True)] * 2
+
+
+def test_the_step_is_finished_and_then_a_spare_takes_the_place() -> None:
+    with LocalCluster(3, "shm", spares=1, session={"on_death": "finish_step"}) as ranks:
+        outcomes = start_with_spares(ranks, exchange_rows).results(timeout=PATIENCE)
+    assert [steps for _, steps in outcomes] == [list(range(EXCHANGES))] * 3, "the spare has the state of all steps"
+    for seen, _ in outcomes:
+        assert all(each.committed and each.before == ALL for each in seen)
+    longest = max((seen for seen, _ in outcomes), key=len)
+    assert [each.after for each in longest] == [MASKED if step == KILL_STEP else ALL for step in range(EXCHANGES)]
+
+
+def test_an_op_that_needs_the_dead_ends_the_degraded_epoch_and_harms_nobody() -> None:
+    def body(session: Session) -> list[tuple[int, bool, int]]:
+        seen, steps = exchange_rows(session, barrier=True)
+        assert steps == list(range(EXCHANGES))
+        return [(each.step, each.committed, len(each.before)) for each in seen[: KILL_STEP + 4]]
+
+    with LocalCluster(3, "shm", session={"on_death": "go_on"}) as ranks:
+        for seen in ranks.start(body).results(timeout=PATIENCE):
+            assert seen == [(0, True, 3), (1, True, 3), (2, True, 3), (3, False, 3), (3, True, 2), (4, True, 2)]
+
+
+def test_a_degraded_epoch_ends_where_a_checkpoint_is_due(tmp_path: Path) -> None:
+    """The rank dies in step 2; the checkpoints after 4 steps and after the last one are written by all that live."""
+
+    def body(session: Session) -> list[int]:
+        session.checkpoints(tmp_path, every=4, last=EXCHANGES)
+        return [each.epoch for each in exchange_rows(session)[0]]
+
+    with LocalCluster(3, "shm", session={"on_death": "go_on"}) as ranks:
+        outcomes = ranks.start(body).results(timeout=PATIENCE)
+    assert len(outcomes) == 2
+    for epochs in outcomes:
+        first = epochs[0]
+        assert [epoch == first for epoch in epochs] == [step < 4 for step in range(EXCHANGES)]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["step-000000004", f"step-{EXCHANGES:09d}"]
+
+
+def test_what_a_degraded_epoch_cannot_keep_is_refused_before_anything_begins(tmp_path: Path) -> None:
+    session = Session(**contract_in(tmp_path, size=1, on_death="finish_step"))
+    with pytest.raises(ValueError, match=r"on_death='finish_step' with attach_sharded\(\).* use on_death=\"rebuild\""):
+        session.attach_sharded(lambda mesh: {})
+    with pytest.raises(ValueError, match="'mourn' is none of 'rebuild', 'finish_step', 'go_on'"):
+        Session(size=1, on_death="mourn")  # type: ignore[arg-type]
 
 
 # -- over nccl

@@ -103,25 +103,21 @@ def test_on_another_host_silence_is_a_suspicion_until_a_heartbeat_comes() -> Non
 # -- the epoch guard
 
 
-def view(epoch: int) -> View:
-    return view_of("h", epoch)
-
-
 def test_an_epoch_that_is_over_cannot_be_held() -> None:
     guard = EpochGuard()
-    guard.install(view(1))
+    guard.install(three(1, 0))
     with guard.held(1):
         pass
     assert guard.revoke(1, PeerFailed((1,), "it died"))
     assert not guard.revoke(1, PeerFailed((2,), "it died too"))
     with pytest.raises(PeerFailed, match="rank 1 failed: it died"), guard.held(1):
         pass
-    guard.install(view(2))
+    guard.install(three(2, 0))
     with pytest.raises(PeerFailed, match="rank 1 failed: it died"), guard.held(1):
         pass
     with guard.held(2):
         pass
-    guard.install(view(3))
+    guard.install(three(3, 0))
     for replaced in (1, 2):
         with pytest.raises(Revoked, match="a later epoch has begun"), guard.held(replaced):
             pass
@@ -129,8 +125,8 @@ def test_an_epoch_that_is_over_cannot_be_held() -> None:
 
 def test_a_revoked_epoch_is_not_the_next_one() -> None:
     guard = EpochGuard()
-    guard.install(view(1))
-    guard.install(view(2))
+    guard.install(three(1, 0))
+    guard.install(three(2, 0))
     guard.revoke(2, Revoked(2))
     with pytest.raises(OpTimeout):
         guard.wait(1, 0.01)
@@ -302,7 +298,7 @@ def test_what_must_hear_an_event_at_once_does_so_before_anything_is_held() -> No
     """Nothing but the record is made under the lock of an epoch; an event of an epoch that is over is not recorded."""
     order: list[str] = []
     guard, log = EpochGuard(), EventLog("p1", "")
-    guard.install(view(1))
+    guard.install(three(1, 0))
 
     def note(what: str) -> None:
         ended = threading.Thread(target=guard.why_over, args=(1,), daemon=True)
@@ -392,46 +388,40 @@ def holder(done: int, prepared: bool) -> Vote:
     return Vote(HOLDER, done, prepared, 10)
 
 
+NEW, FOUND, REWOUND = Vote(NEWCOMER, 0, False, 10), Vote(FOUNDER, 0, False, 10), Vote(HOLDER, 4, False, 10, rewinds=1)
+
+
 @pytest.mark.parametrize(
-    ("votes", "committed", "done"),
+    ("votes", "committed", "expected"),
     [
-        ([(4, True), (4, True)], [True, True], 5),
-        ([(4, True), (4, False)], [False, False], 4),
-        ([(5, False), (4, True), (5, True)], [False, True, False], 5),
+        pytest.param([holder(4, True)] * 2, [True] * 2, (5, 0, ()), id="all had prepared the step"),
+        pytest.param([holder(4, True), holder(4, False)], [False] * 2, (4, 0, ()), id="one had not"),
+        pytest.param(
+            [holder(5, False), holder(4, True), holder(5, True)],
+            [False, True, False],
+            (5, 0, ()),
+            id="one has committed it, and prepared the next",
+        ),
+        pytest.param([NEW, *[holder(4, True)] * 2, FOUND], [False, True, True, False], (5, 1, (0, 3)), id="newcomers"),
+        pytest.param([NEW, FOUND, FOUND], [False] * 3, (0, 1, (0, 2)), id="founders alone"),
+        pytest.param([holder(6, True), REWOUND, REWOUND], [False] * 3, (4, 1, (0,)), id="one missed a rollback"),
     ],
 )
-def test_recovery_commits_a_step_that_all_had_prepared_or_one_has_committed(
-    votes: list[tuple[int, bool]], committed: list[bool], done: int
+def test_a_step_that_all_had_prepared_or_one_has_committed_is_committed_and_the_first_gives_the_state(
+    votes: list[Vote], committed: list[bool], expected: tuple[int, int, tuple[int, ...]]
 ) -> None:
-    """Else, it is done again: as is the one after a step that a rank has committed."""
-    decisions = [decide([holder(*vote) for vote in votes], rank) for rank in range(len(votes))]
-    assert ([each.committed for each in decisions], {each.done for each in decisions}) == (committed, {done})
+    """Else, it is done again. Newcomers have no vote; members without the state, or with an older one, take it."""
+    decisions = [decide(votes, rank) for rank in range(len(votes))]
+    assert [each.committed for each in decisions] == committed
+    assert {(each.done, each.source, each.receivers) for each in decisions} == {expected}
 
 
-def test_newcomers_have_no_vote_and_get_the_state_from_the_first_member_that_has_it() -> None:
-    votes = [Vote(NEWCOMER, 0, False, 10), holder(4, True), holder(4, True), Vote(FOUNDER, 0, False, 10)]
-    decision = decide(votes, 1)
-    assert (decision.committed, decision.done) == (True, 5)
-    assert (decision.source, decision.receivers) == (1, (0, 3))
-    assert not decide(votes, 0).committed
-
-
-def test_founders_take_the_state_of_the_first_of_them() -> None:
-    votes = [Vote(NEWCOMER, 0, False, 10), Vote(FOUNDER, 0, False, 10), Vote(FOUNDER, 0, False, 10)]
-    decision = decide(votes, 2)
-    assert (decision.source, decision.receivers) == (1, (0, 2))
-    assert (decision.committed, decision.done) == (False, 0)
-
-
-def test_a_member_that_missed_a_rollback_takes_the_state_of_members_that_did_not() -> None:
-    votes = [holder(6, True), Vote(HOLDER, 4, False, 10, rewinds=1), Vote(HOLDER, 4, False, 10, rewinds=1)]
-    decisions = [decide(votes, rank) for rank in range(3)]
-    assert [(v.committed, v.done, v.source, v.receivers) for v in decisions] == [(False, 4, 1, (0,))] * 3
+def test_a_member_that_missed_a_rollback_takes_it_over() -> None:
     late = CommitState()
     late.standing, late.done, late.total = HOLDER, 6, 10
-    late.settle(decisions[0])
+    late.settle(decide([holder(6, True), REWOUND, REWOUND], 0))
     late.take_over(4)
-    assert late.vote() == votes[1]
+    assert late.vote() == REWOUND
 
 
 @pytest.mark.parametrize("prepared", [False, True])
@@ -443,7 +433,7 @@ def test_a_vote_arrives_as_the_numbers_that_it_was_sent_as(prepared: bool, rewin
 
 def test_a_job_ends_when_no_member_has_the_state() -> None:
     with pytest.raises(HoldfastError, match="everybody who had it died"):
-        decide([Vote(NEWCOMER, 0, False, 10)], 0)
+        decide([NEW], 0)
 
 
 def test_ranks_with_different_steps_are_refused() -> None:

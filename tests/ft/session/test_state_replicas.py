@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ from holdfast import comms
 from holdfast.comms import Communicator, CorruptData, HoldfastError, Mismatch, PeerFailed, Revoked
 from holdfast.comms.memory_plane import MemoryPlane
 from holdfast.ft import Session, Timeouts, faultpoints
-from holdfast.ft.event_lines import event_of
 from holdfast.ft.processes.zygote_client import zygote
 from holdfast.ft.state.boxes import shape_of
 from holdfast.ft.state.checkpoints import Checkpoints
@@ -37,9 +37,9 @@ from holdfast.ft.state.gradients import ShardSums
 from holdfast.ft.state.leaves import Leaf, PartLayout, RankMesh, _cuts, _placements, all_ranks, box_of
 from holdfast.ft.state.restoring import PartStore, assemble, choose, complete_size, needed, shifts
 from holdfast.harness import LocalCluster
-from holdfast.harness.invariants import check
 from support.comms.torch_groups import sharded_model
-from support.samples.tally import Tally, start_with_spares
+from support.samples import tally
+from support.samples.tally import Tally, assert_invariants, start_with_spares
 from support.source_tree import ROOT
 from support.waiting import eventually
 
@@ -325,17 +325,14 @@ def preloaded() -> None:
     zygote().preload("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.checkpoint")
 
 
-def cluster(size: int, spares: int = 0, fault: str = "", **session: Any) -> LocalCluster:
-    options = {"timeouts": QUICK, "shards": SHARDS, **session}
-    environ = {"HOLDFAST_FAULT": fault} if fault else {}
-    return LocalCluster(size, "shm", spares=spares, environ=environ, session=options)
+cluster = partial(tally.cluster, timeouts=QUICK, shards=SHARDS)
 
 
 def run(
     size: int, spares: int = 0, fault: str = "", **train_args: Any
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Start the job, and let it continue past step 1 once all spares are there; its results and its events."""
-    with cluster(size, spares, fault) as ranks:
+    with cluster(size, spares=spares, fault=fault) as ranks:
         job = start_with_spares(ranks, train, **train_args)
         results, events = job.results(), job.events()
     assert_invariants(events)
@@ -359,10 +356,6 @@ def assert_same(results: list[dict[str, Any]], undisturbed: dict[str, Any]) -> N
         assert result["weights"] == undisturbed["weights"], "bit by bit"
         assert result["losses"].items() <= undisturbed["losses"].items()
     assert results[0]["losses"].keys() == undisturbed["losses"].keys()
-
-
-def assert_invariants(events: list[dict[str, Any]]) -> None:
-    assert check([event_of(event) for event in events]) == []
 
 
 def sources(events: list[dict[str, Any]]) -> list[str]:
@@ -582,38 +575,24 @@ def test_the_job_survives_a_kill_at_each_point_of_copying_and_restoring(
 
 
 def test_settings_that_cannot_work_are_refused(tmp_path: Path) -> None:
-    def refusals(session: Session) -> list[str]:
-        found = []
-        for attempt in (
-            lambda: session.attach_sharded(3),  # type: ignore[arg-type]
-            lambda: session.attach_sharded(sharded_model, copies=-1),
-            lambda: session.attach_sharded(sharded_model, copies="1"),  # type: ignore[arg-type]
-            lambda: session.attach_sharded(sharded_model, copies=2),
-            lambda: session.checkpoints(str(tmp_path), every=0),
-            lambda: session.attach_sharded(sharded_model, copies=0),
-            lambda: session.attach_sharded(sharded_model),
-            lambda: session.steps(1),
-        ):
-            try:
-                attempt()
-                found.append("")
-            except (TypeError, ValueError, HoldfastError) as error:
-                found.append(f"{type(error).__name__}: {error}")
-        return found
+    def refused(session: Session) -> None:
+        attach = partial(session.attach_sharded, sharded_model)
+        cases: list[tuple[Any, type[Exception], str]] = [
+            (lambda: session.attach_sharded(3), TypeError, "build must be a function"),  # type: ignore[arg-type]
+            (lambda: attach(copies=-1), ValueError, "copies=-1 is out of range"),
+            (lambda: attach(copies="1"), TypeError, "copies must be a whole number"),  # type: ignore[arg-type]
+            (lambda: attach(copies=2), ValueError, "copies=2: in a job of 1 ranks each has 0 neighbours"),
+            (lambda: session.checkpoints(str(tmp_path), every=0), ValueError, "every=0"),
+            (lambda: (attach(copies=0), attach()), HoldfastError, "something sharded is attached already"),
+            (lambda: session.steps(1), ValueError, r"copies=0 and no checkpoints\(\)"),
+        ]
+        for use, error, words in cases:
+            with pytest.raises(error, match=f"^{words}") as caught:
+                use()
+            assert type(caught.value) is error
 
-    wanted = (
-        "TypeError: build must be a function",
-        "ValueError: copies=-1 is out of range",
-        "TypeError: copies must be a whole number",
-        "ValueError: copies=2: in a job of 1 ranks each has 0 neighbours",
-        "ValueError: every=0",
-        "",
-        "HoldfastError: something sharded is attached already",
-        "ValueError: copies=0 and no checkpoints()",
-    )
     with cluster(1) as ranks:
-        (found,) = ranks.start(refusals).results()
-    assert all(said.startswith(words) for words, said in zip(wanted, found, strict=True))
+        ranks.start(refused).results()
 
 
 def test_a_change_outside_of_an_attempt_is_refused() -> None:
@@ -691,7 +670,7 @@ def run_example(example: str, size: int, spares: int = 0, **asked: Any) -> tuple
         fingerprint: str = module.train(session, 5, **asked)
         return fingerprint
 
-    with LocalCluster(size, "shm", spares=spares, session={"timeouts": QUICK, "shards": SHARDS}) as ranks:
+    with cluster(size, spares=spares) as ranks:
         job = ranks.start(train)
         return job.results(90.0), job.events()
 

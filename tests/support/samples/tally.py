@@ -20,11 +20,7 @@ from holdfast.harness.cluster.job import Job
 from holdfast.harness.invariants import check
 
 QUICK = Timeouts(heartbeat=0.1, suspect=1.0, operation=20.0, rebuild=10.0, join=15.0)
-
-
 SHARDS = 12
-
-
 STEPS = 40
 
 
@@ -101,7 +97,11 @@ def assert_exact(job: Job, results: list[dict[str, Any]], ranks: int, steps: int
     for result in results:
         assert result["steps"] == list(range(steps))
         assert result["total"] == expected(steps)
-    assert check([event_of(event) for event in job.events()]) == []
+    assert_invariants(job.events())
+
+
+def assert_invariants(events: list[dict[str, Any]]) -> None:
+    assert check([event_of(event) for event in events]) == []
 
 
 def contract_in(folder: Path, **more: Any) -> dict[str, Any]:
@@ -112,11 +112,20 @@ def contract_in(folder: Path, **more: Any) -> dict[str, Any]:
     return {"job": "job", "register": f"sqlite://{folder}/job.sqlite", "key_file": key, "backend": "shm", **more}
 
 
-def start_with_spares(ranks: LocalCluster, body: Callable[..., object], *args: Any, **more: Any) -> Job:
-    """Start a job of which the steps wait for the file `gate`, until all spares are there."""
+def start_with_spares(
+    ranks: LocalCluster,
+    body: Callable[..., object],
+    *args: Any,
+    strike: Callable[[Job], object] | None = None,
+    **more: Any,
+) -> Job:
+    """Start a job of which step 3 waits for the file `gate`, until all spares are there and `strike` has struck it."""
     gate = ranks.logs / "gate"
     job = ranks.start(body, *args, gate=str(gate), **more)
     job.wait_for_spares()
+    if strike is not None:
+        job.wait_for("committed", step=2)
+        strike(job)
     gate.touch()
     return job
 
