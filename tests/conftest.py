@@ -6,6 +6,7 @@ the session also no new sockets, pipes or shared memory. A session that leaks fa
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ from holdfast.ft.processes import zygote_client as processes
 from holdfast.harness import LocalCluster
 from support.children import Child, children
 from support.comms.ranks import MPI
+from support.event_loop import run
 from support.leaks import Snapshot, restore_signals, settle
 
 pytest_plugins = ["support.run_record"]
@@ -38,6 +40,25 @@ settings.load_profile("quick")
 
 _leaks: list[str] = []
 _start: list[Snapshot] = []
+
+
+SECONDS = 120.0
+"""What a test may take that has no mark `timeout`."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine in an event loop of its own; it fails if it leaves a task behind."""
+    test, limit = pyfuncitem.obj, pyfuncitem.get_closest_marker("timeout")
+    seconds = (limit.args[0] if limit else SECONDS) - 10
+    if inspect.iscoroutinefunction(test):
+        names = inspect.signature(test).parameters
+        run(test(**{name: pyfuncitem.funcargs[name] for name in names}), seconds)
+        return True
+    property_ = getattr(test, "hypothesis", None)
+    if property_ is not None and inspect.iscoroutinefunction(body := property_.inner_test):
+        property_.inner_test = lambda *args, **kwargs: run(body(*args, **kwargs), seconds)
+    return None
 
 
 @pytest.fixture(params=["inproc", "shm", "gloo", "ucx", MPI])

@@ -1,12 +1,10 @@
-"""Tests of rl may be coroutines: each has an event loop of its own, and fails if it leaves a task behind.
+"""Tests of rl share an engine of each kind, a store, and a warm sandbox for each module.
 
-They share an engine of each kind, a store, and a warm sandbox for each module. Where its walls are not allowed, its
-tests are skipped with the reason.
+Where the walls of a sandbox are not allowed, its tests are skipped with the reason.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,24 +13,7 @@ import pytest
 from holdfast.rl.actors.engine import Engine, LocalEngine
 from holdfast.rl.environments.sandbox import Sandbox, SandboxUnavailable
 from holdfast.store import WeightStore
-from support.rl.event_loop import run, start_monarch_once
-
-SECONDS = 120.0
-"""What a test may take that has no mark `timeout`."""
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that is a coroutine."""
-    if not inspect.iscoroutinefunction(pyfuncitem.obj):
-        return None
-    names = inspect.signature(pyfuncitem.obj).parameters
-    limit = pyfuncitem.get_closest_marker("timeout")
-    run(
-        pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}),
-        (limit.args[0] if limit else SECONDS) - 10,
-    )
-    return True
+from support.event_loop import start_monarch_once
 
 
 @pytest.fixture(params=["local", pytest.param("monarch", marks=pytest.mark.thorough)])

@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import functools
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from holdfast.ft.control.event_loop import LoopThread
 from holdfast.ft.control.rpc import AsyncRpcServer, dial_rpc
 
 _SECONDS = 10.0
-
-
-def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """The test as a function, which runs it in an event loop of its own."""
-
-    @functools.wraps(test)
-    def run(*args: Any, **kwargs: Any) -> None:
-        asyncio.run(test(*args, **kwargs))
-
-    return run
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import importlib
 import mmap
 import os
 import random
+import re
 import resource
 import threading
 import time
@@ -43,7 +44,6 @@ from holdfast.comms.transport import liveness
 from holdfast.harness.conformance.planes import *  # noqa: F403
 from support.children import Child, children
 from support.comms.ranks import on_ranks
-from support.memory import needs_huge_pages, smaps_field
 from support.waiting import eventually
 
 
@@ -134,6 +134,22 @@ def test_reading_counts_as_changing_the_tensor(plane: MemoryPlane) -> None:
         plane.read(region.handle, weight).wait()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+needs_huge_pages = pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists(), reason="needs transparent huge pages"
+)
+
+
+def smaps_field(tensor: torch.Tensor, field: str) -> str:
+    """A field of the mapping in /proc/self/smaps that holds a tensor."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= tensor.data_ptr() < int(found[2], 16)
+        elif inside and line.startswith(f"{field}:"):
+            return line.removeprefix(f"{field}:")
+    raise AssertionError("no such memory")
 
 
 @needs_huge_pages

@@ -16,16 +16,25 @@ from hypothesis import strategies as st
 
 from holdfast.comms import Communicator, PeerFailed, ReduceOp, Revoked
 from holdfast.comms.algorithms.shared_memory import channels
-from holdfast.comms.algorithms.shared_memory.board import IN_PLACE_BITS, NEAR, UNSTAGED
+from holdfast.comms.algorithms.shared_memory.board import IN_PLACE_BITS, NEAR, UNSTAGED, Board
 from holdfast.comms.algorithms.shared_memory.channels import Channels
+from holdfast.comms.algorithms.shared_memory.direct import DirectTransport
 from holdfast.comms.errors import Mismatch
 from holdfast.harness import LocalCluster
 from support.comms.collectives import COLLECTIVES, collective
 from support.comms.ranks import on_ranks, on_ranks_of, running, shared_ranks
-from support.memory import ALL_CLASSES, board_of
 from support.waiting import PATIENCE
 
 SENDER, RECEIVER = 0, 1
+ALL_CLASSES = (1 << 32) - 1
+"""The IN_PLACE_BITS of a rank that prefers to read the inputs of every large op in place."""
+
+
+def board_of(comm: Communicator) -> Board:
+    """The board under a communicator of `shm` or `inproc`."""
+    transport = comm._transport
+    assert isinstance(transport, DirectTransport)
+    return transport._board
 
 
 class Schedules:

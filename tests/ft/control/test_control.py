@@ -38,7 +38,7 @@ from holdfast.ft.listen_address import split_address
 from support.children import Child
 from support.leaks import descriptors
 from support.mutations import mutated
-from support.rpc_servers import RpcThread, in_a_loop, rpc_server_thread
+from support.rpc_servers import RpcThread, rpc_server_thread
 from support.waiting import PATIENCE
 
 KEY = bytes(range(32))
@@ -284,7 +284,6 @@ async def serving(handlers: dict[str, Handler] | None = None, **options: Any) ->
         await server.close()
 
 
-@in_a_loop
 async def test_a_connection_to_a_peer_that_never_reads_is_closed() -> None:
     connected: asyncio.Queue[RpcConnection] = asyncio.Queue()
     async with serving(on_connect=connected.put_nowait) as server:
@@ -296,7 +295,6 @@ async def test_a_connection_to_a_peer_that_never_reads_is_closed() -> None:
 
 
 @pytest.mark.parametrize(("wrong", "error"), [({"key": OTHER_KEY}, WrongKey), ({"job": "other"}, WrongJob)])
-@in_a_loop
 async def test_a_dialler_with_a_wrong_key_or_job_gets_the_error_promptly(
     wrong: dict[str, Any], error: type[ControlError]
 ) -> None:
@@ -308,7 +306,6 @@ async def test_a_dialler_with_a_wrong_key_or_job_gets_the_error_promptly(
         assert not server.connections
 
 
-@in_a_loop
 async def test_dialling_a_port_without_a_listener_or_that_never_answers_ends_in_time() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
@@ -321,7 +318,6 @@ async def test_dialling_a_port_without_a_listener_or_that_never_answers_ends_in_
 
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\0\0\0\2\1\0", b""])
-@in_a_loop
 async def test_dialling_another_protocol_raises_a_typed_error(answer: bytes) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1000)
@@ -335,7 +331,6 @@ async def test_dialling_another_protocol_raises_a_typed_error(answer: bytes) -> 
 
 
 @pytest.mark.parametrize("host", ["", "0.0.0.0", "::"])
-@in_a_loop
 async def test_a_server_never_listens_on_every_interface(host: str) -> None:
     with pytest.raises(ValueError, match="every interface"):
         await AsyncRpcServer(**SERVER, handlers={}).start(host, 0)
@@ -347,7 +342,6 @@ def test_a_malformed_address_is_refused(address: str) -> None:
         split_address(address)
 
 
-@in_a_loop
 async def test_a_silent_dialler_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rpc, "HANDSHAKE_SECONDS", 0.2)
     async with serving() as server:
@@ -357,7 +351,6 @@ async def test_a_silent_dialler_is_refused_in_time(monkeypatch: pytest.MonkeyPat
         writer.close()
 
 
-@in_a_loop
 async def test_a_frame_changed_on_the_way_drops_the_connection_on_both_sides() -> None:
     connected: asyncio.Queue[RpcConnection] = asyncio.Queue()
     async with serving(on_connect=connected.put_nowait) as server:
@@ -375,7 +368,6 @@ async def test_a_frame_changed_on_the_way_drops_the_connection_on_both_sides() -
 # Remote calls.
 
 
-@in_a_loop
 async def test_a_failed_handler_raises_at_the_caller_and_the_connection_stays_open() -> None:
     async with serving() as server:
         mine = await dial_rpc(server.address, **ME)
@@ -390,7 +382,6 @@ async def test_a_failed_handler_raises_at_the_caller_and_the_connection_stays_op
         assert await mine.call("echo", b"still here") == b"still here"
 
 
-@in_a_loop
 async def test_calls_in_flight_do_not_wait_for_each_other() -> None:
     answered: list[bytes] = []
     async with serving() as server:
@@ -419,7 +410,6 @@ class Forever:
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-@in_a_loop
 async def test_a_call_that_ends_at_its_timeout_or_is_cancelled_cancels_its_handler(cancelled: bool) -> None:
     forever = Forever()
     async with serving(HANDLERS | {"forever": forever}) as server:
@@ -437,7 +427,6 @@ async def test_a_call_that_ends_at_its_timeout_or_is_cancelled_cancels_its_handl
         assert await mine.call("echo", b"next") == b"next"
 
 
-@in_a_loop
 async def test_the_server_learns_that_a_client_is_gone_and_cancels_its_work(start: Callable[..., Child]) -> None:
     lost: list[tuple[RpcConnection, ControlError]] = []
     forever, gone = Forever(), asyncio.Event()
@@ -460,7 +449,6 @@ async def test_the_server_learns_that_a_client_is_gone_and_cancels_its_work(star
     assert [(connection.peer, connection.lost) for connection, _ in lost] == [("me", lost[0][1])]
 
 
-@in_a_loop
 async def test_closing_a_connection_ends_its_calls() -> None:
     async with serving() as server:
         mine = await dial_rpc(server.address, **ME)
@@ -495,7 +483,6 @@ def serve_until_killed(pipe: Pipe, forks: bool = False) -> None:
 
 
 @pytest.mark.parametrize("forks", [False, True])
-@in_a_loop
 async def test_calls_that_wait_on_a_server_that_is_killed_end_at_once(start: Callable[..., Child], forks: bool) -> None:
     """Children of its own do not hide its death."""
     child = start(serve_until_killed, forks)
@@ -529,7 +516,6 @@ def test_a_server_that_is_stopped_delays_no_call_beyond_its_timeout(start: Calla
         assert client.call("echo", b"awake") == b"awake"
 
 
-@in_a_loop
 async def test_a_malformed_message_drops_only_the_connection_of_its_sender() -> None:
     async with serving() as server:
         mine = await dial_rpc(server.address, **ME)
@@ -541,7 +527,6 @@ async def test_a_malformed_message_drops_only_the_connection_of_its_sender() -> 
             assert await mine.call("echo", b"unharmed") == b"unharmed"
 
 
-@in_a_loop
 async def test_a_server_that_cannot_start_leaves_no_socket_and_no_address() -> None:
     async with serving() as running:
         host, port = split_address(running.address)
@@ -558,7 +543,6 @@ async def test_a_server_that_cannot_start_leaves_no_socket_and_no_address() -> N
         await mine.wait_closed()
 
 
-@in_a_loop
 async def test_either_side_of_a_connection_may_call_the_other() -> None:
     connected: asyncio.Queue[RpcConnection] = asyncio.Queue()
     noted: asyncio.Queue[bytes] = asyncio.Queue()
@@ -581,7 +565,6 @@ async def test_either_side_of_a_connection_may_call_the_other() -> None:
         await mine.wait_closed()
 
 
-@in_a_loop
 async def test_a_server_that_closes_ends_calls_and_notices() -> None:
     async with serving() as server:
         mine = await dial_rpc(server.address, **ME)

@@ -23,7 +23,6 @@ from holdfast.ft.node.register import Register, RegisterClient, RegisterThreads
 from holdfast.ft.registers import RegisterAway, RegisterBusy, open_cell, sqlite
 from holdfast.harness import LocalCluster
 from support.children import Child
-from support.rpc_servers import in_a_loop
 from support.samples.tally import QUICK, assert_invariants
 from support.views import view_of
 from support.waiting import PATIENCE
@@ -84,7 +83,6 @@ async def some(answers: list[Any]) -> None:
         await asyncio.sleep(0.01)
 
 
-@in_a_loop
 async def test_an_event_loop_is_not_blocked_while_the_register_is_busy(register: Register, tmp_path: Path) -> None:
     answers: list[Any] = []
     with asking(tmp_path / "job.sqlite", 10.0, answers) as client:
@@ -97,7 +95,6 @@ async def test_an_event_loop_is_not_blocked_while_the_register_is_busy(register:
     assert answers == [CasWon(VIEW)]
 
 
-@in_a_loop
 async def test_a_request_to_a_busy_register_fails_in_time(register: Register, tmp_path: Path) -> None:
     answers: list[Any] = []
     with asking(tmp_path / "job.sqlite", 0.2, answers) as client, held(tmp_path / "job.sqlite"):
@@ -107,7 +104,6 @@ async def test_a_request_to_a_busy_register_fails_in_time(register: Register, tm
     assert "did not answer within 0.2 s" in answers[0].reason
 
 
-@in_a_loop
 async def test_a_view_that_another_process_writes_is_shown_at_once_while_the_job_is_formed(
     register: Register, tmp_path: Path
 ) -> None:

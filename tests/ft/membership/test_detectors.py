@@ -54,7 +54,6 @@ from holdfast.ft.ports import OpPosition
 from holdfast.harness import LocalCluster
 from support.children import Child
 from support.hosts import be_alone_on_host
-from support.rpc_servers import in_a_loop
 from support.views import TIMES, detector_context, view_of
 from support.waiting import PATIENCE, eventually
 
@@ -653,7 +652,6 @@ async def service(
 HELLO = {"CLIENT": b"SERVER PROTOCOL 2\n"}
 
 
-@in_a_loop
 async def test_a_query_speaks_the_protocol_of_ncclras() -> None:
     asked: list[str] = []
     async with service({**HELLO, "STATUS": status_of([rank(3, 103, "10.0.0.2", **DEAD)])}, asked) as address:
@@ -674,7 +672,6 @@ async def test_a_query_speaks_the_protocol_of_ncclras() -> None:
         ({**HELLO, "STATUS": b"x" * 70_000}, CorruptData, "more than 65536 bytes"),
     ],
 )
-@in_a_loop
 async def test_an_answer_that_is_none_is_a_typed_error(
     answers: dict[str, bytes], error: type[Exception], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -684,7 +681,6 @@ async def test_an_answer_that_is_none_is_a_typed_error(
             await query(address)
 
 
-@in_a_loop
 async def test_a_service_that_never_ends_its_answer_is_left() -> None:
     async with service({**HELLO, "STATUS": b"{"}, keep_open=True) as address:
         with pytest.raises(TimeoutError):
@@ -748,7 +744,6 @@ async def settled(found: NcclRasDetector) -> None:
 
 
 @pytest.mark.parametrize("failure", [None, OpTimeout("all_reduce", 3, 1.0), PeerFailed((), "NCCL reports comm error")])
-@in_a_loop
 async def test_what_nccl_considers_dead_is_reported_to_all(failure: Any) -> None:
     """The first member asks now and then; each one does as soon as an op has failed without a culprit."""
     suspected: list[tuple[str, str]] = []
@@ -767,7 +762,6 @@ async def test_what_nccl_considers_dead_is_reported_to_all(failure: Any) -> None
     assert who == "m3" and "considers rank 3" in why and "process 103 of 10.0.0.2, dead" in why
 
 
-@in_a_loop
 async def test_a_job_over_another_backend_or_with_a_culprit_asks_nothing() -> None:
     asked: list[str] = []
     async with service(HELLO, asked) as address:
@@ -781,7 +775,6 @@ async def test_a_job_over_another_backend_or_with_a_culprit_asks_nothing() -> No
         assert found._query is None and not asked
 
 
-@in_a_loop
 async def test_a_service_that_is_off_is_said_once_and_breaks_nothing(caplog: pytest.LogCaptureFixture) -> None:
     async with service(HELLO) as address:
         pass  # from here on nothing listens there

@@ -33,7 +33,6 @@ from holdfast.ft.node.table_sharing import (
     neighbour_ranks,
 )
 from holdfast.ft.ports import MemberLinks
-from support.rpc_servers import in_a_loop
 from support.views import view_of
 
 SPARSE = Shape(mesh=1)
@@ -352,7 +351,6 @@ def members_of(view: View) -> dict[str, FakeLinks]:
 
 
 @given(hosts=st.lists(st.integers(1, 12), min_size=1, max_size=6), seed=st.integers(0, 1000))
-@in_a_loop
 async def test_every_copy_gets_every_key_also_over_connections_that_break(hosts: list[int], seed: int) -> None:
     """Members install the view at different times; a connection that comes back brings what was lost."""
     dice = random.Random(seed)
@@ -391,7 +389,6 @@ async def test_every_copy_gets_every_key_also_over_connections_that_break(hosts:
 
 
 @given(hosts=st.lists(st.integers(1, 12), min_size=1, max_size=6))
-@in_a_loop
 async def test_what_several_members_change_goes_up_to_the_first_copy_and_down_to_all(hosts: list[int]) -> None:
     view = view_on(hosts)
     async with asyncio.timeout(20.0):

@@ -40,7 +40,7 @@ from holdfast.rl.actors.service import (
 from holdfast.rl.generators.errors import GenerationTimeout, VersionGone
 from holdfast.rl.run.services import service_metrics
 from holdfast.store import StoreTimeout
-from support.rl.event_loop import start_monarch_once, until
+from support.event_loop import start_monarch_once, until
 from support.samples.actors import Counter, Hoarder, Late, Stillborn
 from support.source_tree import ROOT, TESTS
 from support.waiting import PATIENCE, becomes_true

@@ -35,7 +35,7 @@ from holdfast.ft.launch.guardian import descendants
 from holdfast.rl.actors.errors import ActorDied, ActorStartFailed, ActorHostAway
 from holdfast.rl.actors.monarch import MonarchEngine
 from holdfast.rl.actors.service import ServiceOptions
-from support.rl.event_loop import until
+from support.event_loop import until
 from support.samples.actors import Counter, Stillborn
 
 def family(parent):

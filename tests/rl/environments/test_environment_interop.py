@@ -24,9 +24,9 @@ from holdfast.rl.environments.client import EnvironmentClient, EnvironmentPool
 from holdfast.rl.environments.environment import Action
 from holdfast.rl.environments.registry import environment_factory
 from holdfast.rl.errors import EnvironmentBusy, EnvironmentDied, EnvironmentRefused
+from support.event_loop import run
 from support.leaks import children
 from support.rl.environment_servers import ServerProcess, guess
-from support.rl.event_loop import run
 from support.source_tree import ROOT, TESTS
 
 pytestmark = pytest.mark.thorough  # each server takes seconds to import its library

@@ -31,8 +31,8 @@ from holdfast.rl.environments.server import EnvironmentServer
 from holdfast.rl.environments.session import EnvironmentSession
 from holdfast.rl.telemetry import FOLD_SECONDS, WorkLog
 from support.children import Child
+from support.event_loop import until
 from support.rl.environment_servers import LIES, Misbehaving, ServerProcess, guess
-from support.rl.event_loop import until
 from support.waiting import PATIENCE
 
 

@@ -26,8 +26,8 @@ from holdfast.rl.environments.play import Act, play
 from holdfast.rl.environments.registry import check_environment, environment_factory, names, register
 from holdfast.rl.errors import EnvironmentDied, EnvironmentFailed, EnvironmentHung, EnvironmentLied, UnknownEnvironment
 from holdfast.rl.grpo.batch import BatchColumns, counted_tokens
+from support.event_loop import run
 from support.rl.environment_servers import Misbehaving
-from support.rl.event_loop import run
 from support.rl.small_batches import completion, group_of, objective
 from support.source_tree import ROOT
 

@@ -28,7 +28,7 @@ from holdfast.rl.generators.models import ModelSource
 from holdfast.rl.generators.vllm.vllm_generator import VllmGenerator
 from holdfast.rl.telemetry import WorkReport
 from holdfast.store import WeightStore
-from support.rl.event_loop import until
+from support.event_loop import until
 from support.rl.small_batches import tiny_llama
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(600)]

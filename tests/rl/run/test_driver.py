@@ -38,7 +38,7 @@ from holdfast.rl.run.run_events import CopiesRestored, Event, WeightsServed
 from holdfast.rl.run.services import RunServices
 from holdfast.rl.run.telemetry import Observer, RunTelemetry
 from holdfast.store import WeightStore
-from support.rl.event_loop import until
+from support.event_loop import until
 from support.rl.small_batches import completion, tiny_llama
 from support.rl.training_runs import configured
 

@@ -37,10 +37,10 @@ from holdfast.rl.run.saved_versions import SavedVersions
 from holdfast.rl.run.trainer_processes import ask_trainer
 from holdfast.rl.trainers.trainer_actor import TrainerEnded, TrainerLeftOut
 from holdfast.rl.trainers.training import weights_digest
+from support.event_loop import start_monarch_once
 from support.programs.forked_programs import run_holdfast
 from support.rl import training_runs
 from support.rl.environment_servers import ServerProcess
-from support.rl.event_loop import start_monarch_once
 from support.rl.small_batches import tiny_llama
 from support.rl.training_runs import SMALL, SPARED, Killer, invoke, run
 from support.samples.actors import Counter
