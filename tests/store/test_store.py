@@ -42,7 +42,7 @@ from holdfast.store.data.manifest import PIECE_BYTES, CopyPiece
 from holdfast.store.data.packing import PartBlock, pack
 from holdfast.store.holding.memory_pool import AHEAD
 from holdfast.store.read.version_reader import VersionReader
-from support.children import Child
+from support.children import Start
 from support.samples.store_processes import Holders, a_holder
 from support.waiting import eventually
 from support.weights.state_dicts import value_in, value_of, weights
@@ -240,7 +240,7 @@ def test_calls_of_a_closed_store_are_refused_and_one_without_references_is_close
         assert fresh.versions() == []
 
 
-def test_a_store_is_not_carried_over_a_fork(store: WeightStore, start: Callable[..., Child]) -> None:
+def test_a_store_is_not_carried_over_a_fork(store: WeightStore, start: Start) -> None:
     def child(pipe: Connection) -> None:
         try:
             store.latest()
@@ -268,7 +268,7 @@ def test_the_layout_of_a_part_reads_tensors_in_few_pieces() -> None:
 # -- several processes
 
 
-def test_a_holder_that_closes_hands_over_its_replicas(url: str, start: Callable[..., Child]) -> None:
+def test_a_holder_that_closes_hands_over_its_replicas(url: str, start: Start) -> None:
     with WeightStore(url, replicas=1) as store:
         store.publish(1, weights(6))
         holder = start(a_holder, url)
@@ -279,7 +279,7 @@ def test_a_holder_that_closes_hands_over_its_replicas(url: str, start: Callable[
         assert reader.latest() == 1 and value_in(reader, 1) == 6
 
 
-def test_readers_never_see_a_mixture(url: str, holders: Holders, start: Callable[..., Child]) -> None:
+def test_readers_never_see_a_mixture(url: str, holders: Holders, start: Start) -> None:
     """Each version is filled with its number, so every read must have one number in all elements."""
 
     def reader(pipe: Connection) -> None:
@@ -309,7 +309,7 @@ def test_readers_never_see_a_mixture(url: str, holders: Holders, start: Callable
             child.end()
 
 
-def test_an_idle_holder_costs_little(url: str, start: Callable[..., Child]) -> None:
+def test_an_idle_holder_costs_little(url: str, start: Start) -> None:
     def idler(pipe: Connection) -> None:
         with WeightStore(url):
             before = time.process_time()
@@ -350,7 +350,7 @@ def a_first_publish_and_get(pipe: Connection, url: str, warmed: bool) -> None:
         pipe.send(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
-def test_first_calls_take_fewer_page_faults(start: Callable[..., Child], url: str) -> None:
+def test_first_calls_take_fewer_page_faults(start: Start, url: str) -> None:
     cold, warm = (start(a_first_publish_and_get, f"{url}-{warmed}", warmed) for warmed in (False, True))
     assert warm.hear() < 0.85 * cold.hear()
     for child in (cold, warm):

@@ -34,7 +34,7 @@ from holdfast.store.catalog.client import Cancellation
 from holdfast.store.catalog.records import Catalog, Shard
 from holdfast.store.errors import CallCancelled
 from holdfast.store.holding.watchers import DeathWatcher
-from support.children import Child
+from support.children import Start
 from support.samples.store_processes import Holders, a_publisher
 from support.waiting import PATIENCE, eventually
 from support.weights.state_dicts import value_in, weights
@@ -68,7 +68,7 @@ def test_a_death_is_reported_where_descriptors_run_out() -> None:
 
 @pytest.mark.parametrize("point", ["copied", "announced"])
 def test_a_publisher_that_dies_leaves_nothing_and_the_next_may_publish(
-    url: str, holders: Holders, start: Callable[..., Child], point: str
+    url: str, holders: Holders, start: Start, point: str
 ) -> None:
     """The publisher asks for more replicas than there are processes, so it dies before the version is visible."""
     holders(1)
@@ -83,7 +83,7 @@ def test_a_publisher_that_dies_leaves_nothing_and_the_next_may_publish(
 
 
 def test_publishers_die_one_after_the_other_and_those_who_start_anew_complete_the_version(
-    url: str, holders: Holders, start: Callable[..., Child]
+    url: str, holders: Holders, start: Start
 ) -> None:
     """The first dies after its part was published, the second before; a third brings the second's bytes."""
     living = holders(2)
@@ -165,7 +165,7 @@ def test_wrong_bytes_are_found_and_the_replica_is_made_anew(url: str, holders: H
         assert value_in(store, 1) == 4.0, "what was wrong was copied anew"
 
 
-def test_a_dead_process_pins_nothing(url: str, start: Callable[..., Child]) -> None:
+def test_a_dead_process_pins_nothing(url: str, start: Start) -> None:
     def pinner(pipe: Connection) -> None:
         with WeightStore(url, hold=False) as mine:
             mine.pin(1)
@@ -184,7 +184,7 @@ def test_a_dead_process_pins_nothing(url: str, start: Callable[..., Child]) -> N
         eventually(lambda: store.versions() == [4, 5])
 
 
-def test_one_of_several_processes_that_disagree_about_a_version_wins(url: str, start: Callable[..., Child]) -> None:
+def test_one_of_several_processes_that_disagree_about_a_version_wins(url: str, start: Start) -> None:
     def publisher(pipe: Connection, value: float) -> None:
         with WeightStore(url) as mine:
             pipe.recv()
@@ -455,7 +455,7 @@ def a_part(number: int) -> dict[str, torch.Tensor]:
     return {f"part {number}": torch.full((300,), float(number))}
 
 
-def publish_and_reach(start: Callable[..., Child], url: str, point: str, hold: bool) -> None:
+def publish_and_reach(start: Start, url: str, point: str, hold: bool) -> None:
     """Let a process publish part 0 of version 1, and reach a point of its end."""
     publisher = start(partial(a_publisher, parts=2, hold=hold), url, 1, partial(a_part, 0), point)
     assert publisher.hear() == point
@@ -477,7 +477,7 @@ def publish_and_reach(start: Callable[..., Child], url: str, point: str, hold: b
     ],
 )
 def test_a_part_whose_publish_has_returned_outlives_its_store(
-    url: str, holders: Holders, start: Callable[..., Child], point: str, hold: bool
+    url: str, holders: Holders, start: Start, point: str, hold: bool
 ) -> None:
     holders(2)
     publish_and_reach(start, url, point, hold)
@@ -492,7 +492,7 @@ def test_a_part_whose_publish_has_returned_outlives_its_store(
 
 @pytest.mark.parametrize("point", ["closed", "returned"])
 def test_a_part_without_a_publisher_outlives_its_holders_one_after_the_other(
-    url: str, holders: Holders, start: Callable[..., Child], point: str
+    url: str, holders: Holders, start: Start, point: str
 ) -> None:
     """A replica that dies leaves one, which is copied before the version is complete."""
     living = holders(2)
@@ -514,7 +514,7 @@ def _part(store: WeightStore) -> Shard:
 
 
 def test_a_part_that_is_still_being_published_is_withdrawn_when_its_store_closes(
-    url: str, holders: Holders, start: Callable[..., Child]
+    url: str, holders: Holders, start: Start
 ) -> None:
     """The publishing thread must not announce the part after that: no process could retract it."""
     announced, failures = threading.Event(), []

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from holdfast.harness.cli import store as store_commands
 from holdfast.harness.cli.store import NOTHING_TO_VERIFY, byte_progress
 from holdfast.store import WeightStore
 from holdfast.store.retention import DiskRetention
-from support.children import Child
+from support.children import Start
 from support.comms.torch_groups import ENVIRON, in_group
 from support.programs import forked_programs as programs
 from support.samples.store_processes import a_holder
@@ -62,7 +61,7 @@ def publish_in_boxes(url: str, folder: Path) -> None:
         in_group(cluster, folder, body)
 
 
-def test_ls_shows_versions_replicas_pins_and_the_memory_of_each_holder(url: str, start: Callable[..., Child]) -> None:
+def test_ls_shows_versions_replicas_pins_and_the_memory_of_each_holder(url: str, start: Start) -> None:
     start(a_holder, url).hear()
     with WeightStore(url, limit=5 << 20) as store:
         store.publish(3, weights(3.0))
@@ -103,7 +102,7 @@ def test_ls_shows_what_is_on_disk_of_a_store_by_its_name_in_the_register_of_the_
         assert (listed("actor")["latest"], as_json("ls", "--register", url)["latest"]) == (2, None)
 
 
-def test_a_killed_holder_is_shown_as_dead_and_reported_as_unreachable(url: str, start: Callable[..., Child]) -> None:
+def test_a_killed_holder_is_shown_as_dead_and_reported_as_unreachable(url: str, start: Start) -> None:
     holder = start(a_holder, url)
     holder.hear()
     with WeightStore(url) as store:
@@ -139,7 +138,7 @@ def test_inspect_lists_tensors_digests_values_and_ties(url: str) -> None:
     assert [each["name"] for each in tied["tensors"]] == [source]
 
 
-def test_verify_reads_every_replica_and_finds_the_one_that_is_wrong(url: str, start: Callable[..., Child]) -> None:
+def test_verify_reads_every_replica_and_finds_the_one_that_is_wrong(url: str, start: Start) -> None:
     start(a_holder, url).hear()
     with WeightStore(url) as store:
         store.publish(1, weights(1.0))
@@ -222,9 +221,7 @@ def test_what_ranks_published_in_boxes_is_inspected_and_exported_as_one_tensor(u
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "dcp"])
-def test_export_and_import_carry_a_version_to_another_store(
-    url: str, tmp_path: Path, kind: str, start: Callable[..., Child]
-) -> None:
+def test_export_and_import_carry_a_version_to_another_store(url: str, tmp_path: Path, kind: str, start: Start) -> None:
     state = weights(3.0)
     with WeightStore(url, replicas=1) as store:
         store.publish(5, state)

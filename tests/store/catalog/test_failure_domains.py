@@ -5,7 +5,6 @@ Hosts notice by their own turns that another one no longer beats; no clock is co
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 import pytest
@@ -27,7 +26,7 @@ from holdfast.store.catalog.failure_domains import (
     with_beat,
 )
 from holdfast.store.catalog.records import Catalog, Holder, Reader, Version
-from support.children import Child
+from support.children import Start
 from support.samples.store_processes import move_to_host
 from support.weights.catalogs import DIGEST, announced, copied, joined, replica
 
@@ -224,7 +223,7 @@ def a_holder_elsewhere(pipe: Connection, url: str) -> None:
 
 
 def test_publishing_for_several_hosts_fails_where_there_is_one_and_succeeds_where_there_are_two(
-    url: str, start: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
+    url: str, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The failure says why, and leaves nothing behind."""
     other = start(a_holder_elsewhere, url)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 
@@ -38,7 +38,7 @@ from holdfast.store.catalog.fan_out import (
 from holdfast.store.catalog.records import Catalog, Holder, Reader
 from holdfast.store.data.manifest import Manifest
 from holdfast.store.read.part_source import PartSource, sources_for
-from support.children import Child
+from support.children import Start
 from support.mutations import damages, mutated
 from support.samples.store_processes import move_to_host
 from support.waiting import eventually
@@ -211,7 +211,7 @@ def two_hosts(in_one_group: bool) -> tuple[str, str]:
 class Fleet:
     """One reader on a host, two on another; a publisher in this process."""
 
-    def __init__(self, url: str, start: Callable[..., Child], in_one_group: bool) -> None:
+    def __init__(self, url: str, start: Start, in_one_group: bool) -> None:
         south, west = two_hosts(in_one_group)
         self.children = [start(a_reader, url, host) for host in (south, west, west)]
         self.groups = 1 if in_one_group else 2
@@ -243,7 +243,7 @@ class Fleet:
 
 @pytest.fixture(params=[True, pytest.param(False, marks=pytest.mark.thorough)], ids=["one group", "two groups"])
 def fleet_of_readers(
-    url: str, start: Callable[..., Child], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    url: str, start: Start, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Iterator[Fleet]:
     monkeypatch.setenv("UCX_TLS", "tcp,self")
     found = Fleet(url, start, request.param)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,7 +24,7 @@ from holdfast.store.casts import cast_reader
 from holdfast.store.casts.cast_reader import CastVersionReader
 from holdfast.store.casts.wire_cast import CastName, EncodedTensor, WireCast
 from holdfast.store.catalog import part_casts
-from support.children import Child
+from support.children import Child, Start
 from support.samples.store_processes import count_reads, move_to_host
 from support.waiting import eventually
 from support.weights.layouts import as_rank
@@ -441,7 +441,7 @@ def a_holder(pipe: Connection, url: str) -> None:
 
 
 @pytest.fixture
-def holder(url: str, start: Callable[..., Child], monkeypatch: pytest.MonkeyPatch) -> Child:
+def holder(url: str, start: Start, monkeypatch: pytest.MonkeyPatch) -> Child:
     monkeypatch.setenv("UCX_TLS", "tcp,self")
     monkeypatch.setattr(cast_reader, "PACK_SECONDS", 0.3)
     child = start(a_holder, url)

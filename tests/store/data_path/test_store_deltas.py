@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
@@ -41,7 +41,7 @@ from holdfast.store.data.delta import (
     to_eight,
 )
 from holdfast.store.publication import pays
-from support.children import Child
+from support.children import Start
 from support.mutations import damages, mutated
 from support.samples.store_processes import count_reads, move_to_host
 from support.weights.peers import site_of
@@ -507,7 +507,7 @@ def a_far_holder(pipe: Connection, url: str) -> None:
 
 
 def test_a_holder_on_another_host_makes_its_replica_from_the_one_before(
-    start: Callable[..., Child], url: str, monkeypatch: pytest.MonkeyPatch
+    start: Start, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp,self")
     far = start(a_far_holder, url)
@@ -537,7 +537,7 @@ def a_far_reader(pipe: Connection, url: str) -> None:
 
 
 def test_a_process_on_another_host_that_only_reads_gets_deltas_too(
-    start: Callable[..., Child], url: str, monkeypatch: pytest.MonkeyPatch
+    start: Start, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its first get notes the host in the catalogue, so the next version has a delta for it."""
     monkeypatch.setenv("UCX_TLS", "tcp,self")

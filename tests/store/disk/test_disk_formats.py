@@ -32,7 +32,7 @@ from holdfast.store.interop import dcp, import_version, safetensors
 from holdfast.store.interop.dcp import DcpDirectory
 from holdfast.store.interop.disk_copy import shares
 from holdfast.store.interop.safetensors import INDEX, SafetensorsDirectory
-from support.children import Child
+from support.children import Start
 from support.mutations import damages, mutated
 from support.weights.state_dicts import a_llama, content, of_many_dtypes, same
 
@@ -152,7 +152,7 @@ def killed_while_exporting(pipe: Connection, url: str, directory: Path, at: int)
 
 @pytest.mark.parametrize("at", [1, 4_000_000], ids=["first", "last"])
 def test_a_killed_export_leaves_no_version_and_the_next_one_removes_what_it_left(
-    url: str, tmp_path: Path, start: Callable[..., Child], at: int
+    url: str, tmp_path: Path, start: Start, at: int
 ) -> None:
     state = {f"{number}": torch.randn(100_000) for number in range(10)}
     with WeightStore(url, replicas=1) as store:
@@ -190,7 +190,7 @@ def private_bytes() -> int:
     return int(line.split()[1]) << 10
 
 
-def test_an_export_needs_memory_for_one_batch_only(url: str, tmp_path: Path, start: Callable[..., Child]) -> None:
+def test_an_export_needs_memory_for_one_batch_only(url: str, tmp_path: Path, start: Start) -> None:
     state = {f"{number}": torch.ones(2 << 20) for number in range(24)}
     with WeightStore(url, replicas=1) as store:
         store.publish(1, state)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,7 +20,7 @@ from holdfast.store.catalog.records import Catalog, Holder, Retainer
 from holdfast.store.interop.disk_copy import read_record
 from holdfast.store.interop.safetensors import export_version
 from holdfast.store.retention import DiskRetention, copies, copy_path, restore
-from support.children import Child
+from support.children import Start
 from support.waiting import eventually
 from support.weights.catalogs import announced
 from support.weights.state_dicts import value_in, weights
@@ -129,7 +128,7 @@ def retains(pipe: Connection, url: str, directory: Path, slow: bool) -> None:
         pipe.recv()
 
 
-def test_one_of_several_processes_writes_each_copy(url: str, tmp_path: Path, start: Callable[..., Child]) -> None:
+def test_one_of_several_processes_writes_each_copy(url: str, tmp_path: Path, start: Start) -> None:
     children = [start(retains, url, tmp_path / "copies", False) for _ in range(3)]
     for child in children:
         assert child.hear() == "ready"
@@ -150,7 +149,7 @@ def test_one_of_several_processes_writes_each_copy(url: str, tmp_path: Path, sta
 
 
 def test_a_writer_is_killed_in_the_middle_and_another_one_writes_the_copy(
-    url: str, other: WeightStore, tmp_path: Path, start: Callable[..., Child]
+    url: str, other: WeightStore, tmp_path: Path, start: Start
 ) -> None:
     directory = tmp_path / "copies"
     first = start(retains, url, directory, True)

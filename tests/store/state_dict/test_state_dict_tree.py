@@ -28,7 +28,7 @@ from holdfast.store import WeightStore
 from holdfast.store.data.manifest import TensorEntry
 from holdfast.store.data.state_dicts import decode, flatten, flatten_targets, rebuild
 from holdfast.store.read.targets import assign, check_targets, check_writable
-from support.children import Child
+from support.children import Start
 from support.samples.scaled_tensor import Rounding, scaled
 from support.samples.store_processes import Holders, a_publisher
 from support.weights.state_dicts import bits, named_leaves, odd_targets, odd_tensors, same, state_dicts, values
@@ -185,9 +185,7 @@ def test_all_faults_are_in_one_error_and_its_class_is_that_of_the_worst() -> Non
     assert "'a8'" not in str(caught.value) and not isinstance(caught.value, Mismatch)
 
 
-def test_odd_tensors_outlive_their_publisher_bit_for_bit(
-    url: str, holders: Holders, start: Callable[..., Child]
-) -> None:
+def test_odd_tensors_outlive_their_publisher_bit_for_bit(url: str, holders: Holders, start: Start) -> None:
     holders(2)
     publisher = start(a_publisher, url, 1, partial(odd_tensors, 1), "published")
     publisher.hear()

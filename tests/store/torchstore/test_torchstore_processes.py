@@ -12,7 +12,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,7 +26,7 @@ from holdfast.ft.launch.held_directory import HeldDirectory
 from holdfast.store.errors import NotInitialized
 from holdfast.store.torchstore import home
 from holdfast.store.torchstore.client import LocalClient
-from support.children import Child
+from support.children import Child, Start
 from support.source_tree import TESTS
 from support.waiting import eventually
 
@@ -62,7 +61,6 @@ def a_caller(pipe: Connection) -> None:
 
 
 run = asyncio.run
-Start = Callable[..., Child]
 LARGE = 8 << 20
 
 
