@@ -7,8 +7,6 @@ import os
 import re
 import select
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,7 +44,7 @@ from holdfast.harness.links.policy import LinkTraffic
 from holdfast.harness.report.model import FaultRecord, RecoveryStage
 from support.browser import dom, needs_chromium, pictures
 from support.event_records import an_event
-from support.programs.forked_programs import said
+from support.programs.forked_programs import run_python, said
 from support.source_tree import ROOT
 
 LIBRARY = "HOLDFAST_CHAOS_LIBRARY"
@@ -538,10 +536,8 @@ def test_the_example_in_the_readme_runs_unchanged() -> None:
     example = ROOT / "examples" / "test_my_training.py"
     _, begun, rest = example.read_text().partition("import torch")
     assert begun + rest in (ROOT / "README.md").read_text()
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), str(example)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, cwd=ROOT)
-    assert done.returncode == 0, done.stdout
-    assert "1 passed" in done.stdout
+    arguments = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", ROOT, example)
+    assert "1 passed" in run_python(*arguments, cwd=ROOT)
 
 
 @pytest.mark.thorough

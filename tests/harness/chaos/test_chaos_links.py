@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -25,6 +23,7 @@ from holdfast.harness import LocalCluster
 from holdfast.harness.links.client import Links
 from holdfast.harness.links.policy import BULK, CLEAR, LinkPolicy, LinkRule, combined
 from holdfast.harness.links.proxy import Direction
+from support.programs.forked_programs import run_python
 
 policies = st.builds(
     LinkPolicy,
@@ -231,7 +230,7 @@ assert os.waitpid(child, 0)[1] == 0
 @pytest.mark.thorough
 def test_links_need_no_privilege() -> None:
     """A user without any capability leads a connection to another address by seccomp."""
-    subprocess.run([sys.executable, "-c", UNPRIVILEGED], check=True, timeout=60)
+    run_python("-c", UNPRIVILEGED)
 
 
 def steady(session: Session, steps: int) -> tuple[int, int | None]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -50,7 +48,7 @@ from holdfast.harness.simulate.known_bugs.reproduce import KNOWN_BUGS, reproduce
 from holdfast.harness.simulate.run import simulate as run
 from holdfast.harness.simulate.show import known_bug_named
 from holdfast.harness.simulate.shrink import shrink
-from support.programs.forked_programs import said
+from support.programs.forked_programs import run_python, said
 
 TRACES = """
 import sys
@@ -74,11 +72,7 @@ def test_equal_seeds_give_equal_traces_in_other_processes_too() -> None:
     here = [run(draw(seed)).trace for seed in (3, 10, 21)]
     here.append(run(scenario("host-loss", 256, 32, 7)).trace)
     assert len(set(here)) == 4
-    environment = {**os.environ, "PYTHONHASHSEED": "12345"}
-    other = subprocess.run(
-        [sys.executable, "-c", TRACES], env=environment, capture_output=True, text=True, timeout=60, check=True
-    )
-    assert other.stdout.split() == here
+    assert run_python("-c", TRACES, environ={**os.environ, "PYTHONHASHSEED": "12345"}).split() == here
 
 
 def test_a_trace_has_one_line_for_each_event() -> None:

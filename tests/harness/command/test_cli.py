@@ -34,7 +34,7 @@ from holdfast.harness.command_line import (
 from holdfast.harness.training.driver import run_interruptible
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import ProcessStarted
-from support.programs.forked_programs import run_holdfast, said, write_plugins
+from support.programs.forked_programs import run_holdfast, run_python, said, write_plugins
 from support.programs.snippets import blocks
 from support.source_tree import ROOT
 from support.waiting import becomes_true, next_line
@@ -685,18 +685,11 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]
     """The exit status and output of each command, started in forks of one process that finds core dependencies only."""
     folder = tmp_path_factory.mktemp("core")
     (folder / "task.toml").write_text("")
-    done = subprocess.run(
-        [sys.executable, "-c", CORE_ONLY, json.dumps(list(WITHOUT_EXTRAS))],
-        cwd=folder,
-        env=os.environ | {"COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=True,
-    )
+    program = ("-c", CORE_ONLY, json.dumps(list(WITHOUT_EXTRAS)))
+    statuses = run_python(*program, cwd=folder, environ=os.environ | {"COLUMNS": "200"}, timeout=280.0).split()
     assert not (folder / "figures").exists(), "it is said before anything is measured or written"
     texts = [(folder / f"{number}.txt").read_text() for number in range(len(WITHOUT_EXTRAS))]
-    return dict(zip(WITHOUT_EXTRAS, zip(map(int, done.stdout.split()), texts, strict=True), strict=True))
+    return dict(zip(WITHOUT_EXTRAS, zip(map(int, statuses), texts, strict=True), strict=True))
 
 
 @pytest.mark.timeout(300)

@@ -1,4 +1,4 @@
-"""`holdfast bench`: definitions, the check of results, whole runs on tiny sizes, the page, and when processes recovered."""
+"""`holdfast bench`: definitions, the check of results, runs on tiny sizes, the page, and when processes recovered."""
 
 from __future__ import annotations
 

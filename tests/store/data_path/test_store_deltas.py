@@ -7,8 +7,6 @@ where reads are slow, and what cannot be trusted is read whole.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -43,6 +41,7 @@ from holdfast.store.data.delta import (
 from holdfast.store.publication import pays
 from support.children import Start
 from support.mutations import damages, mutated
+from support.programs.forked_programs import run_python
 from support.samples.store_processes import count_reads, move_to_host
 from support.weights.peers import site_of
 
@@ -295,15 +294,7 @@ def test_the_kernel_for_checksums_gives_the_bits_of_xxhash() -> None:
     """In Triton's interpreter, which has to be chosen before triton is imported: so in a process of its own."""
     path = os.pathsep.join(filter(None, [site_of("triton"), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"TRITON_INTERPRET": "1"} | ({"PYTHONPATH": path} if path else {})
-    done = subprocess.run(
-        [sys.executable, "-c", TRITON_DIGESTS],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=880,
-        check=False,
-    )
-    assert done.stdout == "equal\n", done.stderr
+    assert run_python("-c", TRITON_DIGESTS, environ=environment, timeout=880.0) == "equal\n"
 
 
 # -- updates by delta

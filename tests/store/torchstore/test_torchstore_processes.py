@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
-import subprocess
-import sys
 import threading
 from itertools import count
 from multiprocessing.connection import Connection
@@ -27,6 +25,7 @@ from holdfast.store.errors import NotInitialized
 from holdfast.store.torchstore import home
 from holdfast.store.torchstore.client import LocalClient
 from support.children import Child, Start
+from support.programs.forked_programs import run_python
 from support.source_tree import TESTS
 from support.waiting import eventually
 
@@ -229,16 +228,9 @@ if "group" in sys.argv:
 def test_ranks_that_torchrun_starts_share_a_store(tmp_path: Path, arguments: list[str]) -> None:
     """They meet in the store of their group, or without one at the job's master address."""
     (tmp_path / "program.py").write_text(PROGRAM)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    found = subprocess.run(
-        [*launch, str(tmp_path / "program.py"), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert found.returncode == 0, found.stdout + found.stderr
-    assert sorted(found.stdout.split("\n")) == ["", "0 [0, 1]", "0 [10, 11]", "1 [0, 1]", "1 [10, 11]"]
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", tmp_path / "program.py")
+    shown = run_python(*launch, *arguments, environ=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert sorted(shown.split("\n")) == ["", "0 [0, 1]", "0 [10, 11]", "1 [0, 1]", "1 [10, 11]"]
 
 
 def test_the_environment_of_torchrun_is_read_and_a_job_of_several_hosts_refused(
@@ -309,14 +301,8 @@ os._exit(0)
 def drive(body: str) -> None:
     """Run `body` in the coroutine of a Monarch driver; fails with the driver's output unless it ends well."""
     program = DRIVER.format(body="\n".join(f"    {line}" for line in body.strip().splitlines()))
-    found = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(TESTS), "MONARCH_FILE_LOG": "error", "OMP_NUM_THREADS": "1"},
-    )
-    assert found.returncode == 0 and found.stdout.endswith("done\n"), found.stdout + found.stderr
+    environ = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(TESTS), "MONARCH_FILE_LOG": "error", "OMP_NUM_THREADS": "1"}
+    assert run_python("-c", program, environ=environ, timeout=280.0).endswith("done\n")
 
 
 @pytest.mark.thorough

@@ -1,7 +1,8 @@
 """Runs Python programs in processes forked from the zygote, which has imported torch: 0.1 s instead of 2.5.
 
-For tests of what a program does, not of how an interpreter starts. A program has its own process group, environment,
-directory, `__main__` and exit status; only modules that the zygote has imported are imported already.
+For tests of what a program does, not of how an interpreter starts, for which there is `run_python`. A program has its
+own process group, environment, directory, `__main__` and exit status; only modules that the zygote has imported are
+imported already.
 """
 
 from __future__ import annotations
@@ -81,6 +82,16 @@ def run_forked(
     """Run the text of a program to its end, in this process's environment unless `environ` is given."""
     with ForkedProgram(text, arguments, cwd, os.environ if environ is None else environ) as program:
         return program.communicate(timeout)
+
+
+def run_python(
+    *arguments: str | Path, cwd: Path | None = None, environ: Mapping[str, str] | None = None, timeout: float = 100.0
+) -> str:
+    """Run an interpreter of its own, which must succeed; what it wrote to stdout."""
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environ, timeout=timeout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def run_holdfast(
