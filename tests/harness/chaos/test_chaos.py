@@ -69,6 +69,11 @@ rebuilds = [1, 1]
 """
 
 
+SMALL_STORE = Scenario(
+    name="store", title="a store", summary="", workload=StoreWorkload(versions=2, readers=1, megabytes=0.01)
+)
+
+
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a report on two runs: one kills at a point of the protocol, one expects the impossible."""
@@ -128,10 +133,7 @@ def test_a_store_process_that_ends_without_a_fault_fails_the_run(
         return read(*args)
 
     monkeypatch.setitem(BODIES, "reader", reader)
-    scenario = Scenario(
-        name="store", title="a store", summary="", workload=StoreWorkload(versions=2, readers=1, megabytes=0.01)
-    )
-    (failure,) = chaos_module.run_scenario(scenario, compare=False).failures
+    (failure,) = chaos_module.run_scenario(SMALL_STORE, compare=False).failures
     assert failure == "reader-0 exited with status 1, and nobody had struck it"
 
 
@@ -140,10 +142,7 @@ def test_a_run_may_end_before_a_recurring_fault_comes_again(again: bool, came: b
     raw = history()
     raw.faults = [RunFault(msgspec.structs.replace(each.planned, again=again)) for each in raw.faults]
     raw.faults[0].time = 1.0 if came else None
-    scenario = Scenario(
-        name="faster", title="", summary="", workload=StoreWorkload(versions=2, readers=1, megabytes=0.01)
-    )
-    told = failures(scenario, raw, [], injected_faults(raw), Speed(steps=9, rate=1.0), None, 0)
+    told = failures(SMALL_STORE, raw, [], injected_faults(raw), Speed(steps=9, rate=1.0), None, 0)
     assert any("never struck: its moment (5.00 s)" in each for each in told) == (not again or not came)
 
 
