@@ -23,13 +23,7 @@ from holdfast.ft.events import FaultInjected
 from holdfast.ft.faultpoints import Arrival, GateAddress, GateAgent, PointFilter
 from holdfast.ft.telemetry.event_log import EventLog
 from holdfast.harness import chaos as chaos_module
-from holdfast.harness.chaos.outcome.checks import (
-    EverySampleOnce,
-    OnlyFaultyMembersLeave,
-    failures,
-    growth,
-    same_weights,
-)
+from holdfast.harness.chaos.outcome import checks
 from holdfast.harness.chaos.outcome.measure import injected_faults, percentiles
 from holdfast.harness.chaos.outcome.record import ChaosReport, ChaosRun, Speed, compared, load_report
 from holdfast.harness.chaos.outcome.show import figures_of, write_report
@@ -142,7 +136,7 @@ def test_a_run_may_end_before_a_recurring_fault_comes_again(again: bool, came: b
     raw = history()
     raw.faults = [RunFault(msgspec.structs.replace(each.planned, again=again)) for each in raw.faults]
     raw.faults[0].time = 1.0 if came else None
-    told = failures(SMALL_STORE, raw, [], injected_faults(raw), Speed(steps=9, rate=1.0), None, 0)
+    told = checks.failures(SMALL_STORE, raw, [], injected_faults(raw), Speed(steps=9, rate=1.0), None, 0)
     assert any("never struck: its moment (5.00 s)" in each for each in told) == (not again or not came)
 
 
@@ -210,7 +204,7 @@ def link_faults(**traffic: int) -> list[str]:
     ]
     raw.too_long = True
     scenario = Scenario(name="links", title="", summary="", workload=AllReduce())
-    return failures(scenario, raw, [], injected_faults(raw), Speed(steps=9, rate=1.0), None, 0)
+    return checks.failures(scenario, raw, [], injected_faults(raw), Speed(steps=9, rate=1.0), None, 0)
 
 
 def test_a_fault_of_links_that_changed_nothing_and_a_cut_that_stalled_a_run_are_named() -> None:
@@ -396,7 +390,7 @@ def test_a_workload_that_fails_without_a_fault_is_reported_in_a_line(
 
 
 def test_a_shard_without_a_worker_or_with_two_is_found() -> None:
-    checker = EverySampleOnce(Bounds())
+    checker = checks.EverySampleOnce(Bounds())
     for step, (mine, yours) in enumerate([([0], [1]), ([0], []), ([0, 1], [1])]):
         checker.observe(an_event("samples", "a", step=step, epoch=1, shards=mine))
         checker.observe(an_event("samples", "b", step=step, epoch=1, shards=yours))
@@ -409,7 +403,7 @@ def test_a_shard_without_a_worker_or_with_two_is_found() -> None:
 
 
 def test_an_eviction_without_a_fault_is_found() -> None:
-    checker = OnlyFaultyMembersLeave(Bounds())
+    checker = checks.OnlyFaultyMembersLeave(Bounds())
     checker.observe(an_event("installed", epoch=1, members=["a", "b", "c"]))
     checker.observe(an_event("fault", what="kill", target="b"))
     checker.observe(an_event("installed", epoch=2, members=["a", "c"]))
@@ -428,10 +422,10 @@ def after_rebuilds(descriptors: list[int]) -> list[Event]:
 
 
 def test_descriptors_that_grow_with_rebuilds_are_found_and_not_those_of_members_that_come_and_go() -> None:
-    (violation,) = growth(after_rebuilds([30, 40, 50, 60, 70, 80, 90])).violations
+    (violation,) = checks.growth(after_rebuilds([30, 40, 50, 60, 70, 80, 90])).violations
     assert "descriptors grew from 40 to 80 over 8 rebuilds" in violation.message
 
-    finding = growth(after_rebuilds([30, 62, 48, 62, 48, 62, 62]))
+    finding = checks.growth(after_rebuilds([30, 62, 48, 62, 48, 62, 62]))
     assert finding.looked
     assert not finding.violations
 
@@ -449,7 +443,7 @@ def test_descriptors_that_grow_with_rebuilds_are_found_and_not_those_of_members_
 def test_results_are_compared_with_those_without_faults_else_with_each_other(
     digests: dict[str, str], reference: str, invariant: str, compared: int, differ: list[str]
 ) -> None:
-    finding = same_weights(digests, reference)
+    finding = checks.same_weights(digests, reference)
     assert (finding.invariant, finding.looked) == (invariant, compared)
     assert [violation.process for violation in finding.violations] == differ
 

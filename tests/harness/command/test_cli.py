@@ -22,15 +22,8 @@ import typer
 
 from holdfast.ft.launch.launcher import StartFailed
 from holdfast.ft.launch.local_launcher import Grace, LaunchPlan, launch, python_command
+from holdfast.harness import command_line
 from holdfast.harness.cli.app import app
-from holdfast.harness.command_line import (
-    BROKEN_PIPE,
-    CANNOT_BEGIN,
-    INTERNAL_ERROR,
-    GuardedCommand,
-    check_file,
-    plain_brackets,
-)
 from holdfast.harness.training.driver import run_interruptible
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import ProcessStarted
@@ -117,7 +110,7 @@ def test_every_documented_command_has_the_options_that_it_is_shown_with() -> Non
 
 @pytest.mark.parametrize("command", list(_commands(COMMANDS)), ids=" ".join)
 def test_each_command_has_examples_and_is_guarded(command: tuple[str, ...]) -> None:
-    assert isinstance(_found(command), GuardedCommand)
+    assert isinstance(_found(command), command_line.GuardedCommand)
     done = said(*command, "--help")
     assert done.exit_code == 0
     assert f"holdfast {' '.join(command)}" in done.stdout.partition("Examples")[2]
@@ -197,7 +190,7 @@ def test_what_cannot_be_done_is_said_before_anything_starts(
 ) -> None:
     monkeypatch.chdir(ROOT)
     done = said(*command.split())
-    assert done.exit_code == CANNOT_BEGIN
+    assert done.exit_code == command_line.CANNOT_BEGIN
     assert words in " ".join(done.stderr.replace("│", " ").split())
     assert "Traceback" not in done.stderr
 
@@ -218,9 +211,9 @@ def test_an_unwritable_trace_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("error", "status"),
     [
-        (RuntimeError("a fault of ours"), INTERNAL_ERROR),
-        (OSError(28, "No space left on device"), INTERNAL_ERROR),
-        (StartFailed("the zygote died"), CANNOT_BEGIN),
+        (RuntimeError("a fault of ours"), command_line.INTERNAL_ERROR),
+        (OSError(28, "No space left on device"), command_line.INTERNAL_ERROR),
+        (StartFailed("the zygote died"), command_line.CANNOT_BEGIN),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -234,13 +227,13 @@ def test_an_unexpected_exception_ends_without_a_verdict(
     done = said("bench", "copy")
     assert done.exit_code == status
     assert str(error) in done.stderr
-    assert ("Traceback" in done.stderr) == (status == INTERNAL_ERROR)
+    assert ("Traceback" in done.stderr) == (status == command_line.INTERNAL_ERROR)
 
 
 def test_trying_an_output_leaves_no_file_and_removes_none(tmp_path: Path) -> None:
     (tmp_path / "old").write_text("kept")
     for name in ("old", "new"):
-        check_file(tmp_path / name, "--out")
+        command_line.check_file(tmp_path / name, "--out")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("old", "kept")]
 
 
@@ -250,7 +243,7 @@ def test_a_closed_pipe_has_a_status_of_its_own(options: list[str]) -> None:
     os.close(reading)
     done = subprocess.run([COMMAND, "backends", *options], stdout=writing, stderr=subprocess.PIPE, timeout=60)
     os.close(writing)
-    assert done.returncode == BROKEN_PIPE
+    assert done.returncode == command_line.BROKEN_PIPE
     assert b"Traceback" not in done.stderr
 
 
@@ -613,22 +606,22 @@ def test_a_signal_ends_a_run_and_all_its_processes(
 WITHOUT_EXTRAS = {
     "backends": 0,
     "bench all_reduce --backends inproc -n 2 --sizes 8 --json": 0,
-    "bench copy --report figures": CANNOT_BEGIN,
-    "bench store --workloads model --size 1M --starts 1 --rounds 1": CANNOT_BEGIN,
+    "bench copy --report figures": command_line.CANNOT_BEGIN,
+    "bench store --workloads model --size 1M --starts 1 --rounds 1": command_line.CANNOT_BEGIN,
     "blame nowhere": 1,
     "chaos list": 0,
-    "chaos run kill-rank --report here": CANNOT_BEGIN,
-    "conformance --backend shm": CANNOT_BEGIN,
-    "demo": CANNOT_BEGIN,
-    "gate HEAD~1 HEAD": CANNOT_BEGIN,
+    "chaos run kill-rank --report here": command_line.CANNOT_BEGIN,
+    "conformance --backend shm": command_line.CANNOT_BEGIN,
+    "demo": command_line.CANNOT_BEGIN,
+    "gate HEAD~1 HEAD": command_line.CANNOT_BEGIN,
     "new-plugin mine": 0,
-    "rl environment": CANNOT_BEGIN,
-    "rl report run": CANNOT_BEGIN,
-    "rl train task.toml": CANNOT_BEGIN,
-    "run -n 1 nowhere.py": CANNOT_BEGIN,
+    "rl environment": command_line.CANNOT_BEGIN,
+    "rl report run": command_line.CANNOT_BEGIN,
+    "rl train task.toml": command_line.CANNOT_BEGIN,
+    "run -n 1 nowhere.py": command_line.CANNOT_BEGIN,
     "simulate --seeds 2": 0,
-    "store ls sqlite:///nowhere/job.sqlite": CANNOT_BEGIN,
-    "top": CANNOT_BEGIN,
+    "store ls sqlite:///nowhere/job.sqlite": command_line.CANNOT_BEGIN,
+    "top": command_line.CANNOT_BEGIN,
     "tune --help": 0,
 }
 """What is started, and its exit status."""
@@ -714,4 +707,4 @@ def test_every_command_is_started() -> None:
     ],
 )
 def test_help_keeps_words_in_brackets(text: str, shown: str) -> None:
-    assert plain_brackets(text) == shown
+    assert command_line.plain_brackets(text) == shown

@@ -22,32 +22,8 @@ from holdfast.comms.transport import liveness
 from holdfast.comms.transport.base import Peer
 from holdfast.ft.registers import open_cell
 from holdfast.store import StoreTimeout, WeightStore
-from holdfast.store.catalog import fan_out, fleet, transitions
+from holdfast.store.catalog import failure_domains, fan_out, fleet, transitions
 from holdfast.store.catalog.client import GroupClient
-from holdfast.store.catalog.failure_domains import (
-    AWAY_TURNS,
-    BeatCounter,
-    HostBeats,
-    candidates,
-    why_unsafe,
-    with_beat,
-)
-from holdfast.store.catalog.fan_out import (
-    AT_ONCE,
-    COPIES,
-    FEW_HOSTS,
-    GROUPS,
-    LEAD,
-    LEADERS,
-    GroupPart,
-    ReaderGroup,
-    ServingCopy,
-    announce_copy,
-    group_of,
-    remove_readers,
-    request_copy,
-    withdraw_copy,
-)
 from holdfast.store.catalog.records import Catalog, Holder, Reader, Version
 from holdfast.store.data.manifest import Manifest
 from holdfast.store.read.part_source import PartSource, sources_for
@@ -64,15 +40,15 @@ class World:
     """Three hosts that take turns: each beats, and looks which others are away."""
 
     def __init__(self) -> None:
-        self.beats = HostBeats()
-        self.counters = {host: BeatCounter() for host in HOSTS}
+        self.beats = failure_domains.HostBeats()
+        self.counters = {host: failure_domains.BeatCounter() for host in HOSTS}
 
     def turn(self, host: str) -> frozenset[str]:
-        self.beats = HostBeats.decode(with_beat(self.beats, host, HOSTS).encode())
+        self.beats = failure_domains.HostBeats.decode(failure_domains.with_beat(self.beats, host, HOSTS).encode())
         return self.counters[host].turn(self.beats, set(HOSTS) - {host})
 
 
-@given(rounds=st.lists(st.permutations(HOSTS), max_size=40), slow=st.integers(1, AWAY_TURNS - 2))
+@given(rounds=st.lists(st.permutations(HOSTS), max_size=40), slow=st.integers(1, failure_domains.AWAY_TURNS - 2))
 def test_a_host_that_beats_now_and_then_is_not_away(rounds: list[list[str]], slow: int) -> None:
     """One of them beats once in `slow` rounds only; the order differs from round to round."""
     world = World()
@@ -92,18 +68,18 @@ def test_each_host_finds_by_its_own_turns_that_another_is_silent(before: int, si
             world.turn(host)
     for host in (one, other):
         assert world.turn(host) == frozenset()
-    for number in range(1, AWAY_TURNS + 1):
+    for number in range(1, failure_domains.AWAY_TURNS + 1):
         found = [world.turn(one) for _ in range(fast)]
         slow = world.turn(other)
-        assert slow == (frozenset({silent}) if number >= AWAY_TURNS else frozenset())
-        assert found[-1] == (frozenset({silent}) if number * fast >= AWAY_TURNS else frozenset())
+        assert slow == (frozenset({silent}) if number >= failure_domains.AWAY_TURNS else frozenset())
+        assert found[-1] == (frozenset({silent}) if number * fast >= failure_domains.AWAY_TURNS else frozenset())
     world.turn(silent)
     assert world.turn(one) == world.turn(other) == frozenset(), "it is back"
 
 
 def test_beats_of_hosts_without_holders_are_forgotten() -> None:
-    beats = HostBeats(numbers={"old": 7, "south": 3})
-    assert with_beat(beats, "north", {"north", "south"}).numbers == {"south": 3, "north": 1}
+    beats = failure_domains.HostBeats(numbers={"old": 7, "south": 3})
+    assert failure_domains.with_beat(beats, "north", {"north", "south"}).numbers == {"south": 3, "north": 1}
 
 
 # -- what follows in the catalogue
@@ -130,7 +106,7 @@ def missed_by(catalog: Catalog, holder: str) -> list[int]:
 
 def turns(catalog: Catalog) -> dict[str, int]:
     version = catalog.versions[0]
-    return {holder.id: turn for holder, turn in candidates(catalog, version, version.shards[0])}
+    return {holder.id: turn for holder, turn in failure_domains.candidates(catalog, version, version.shards[0])}
 
 
 def test_replicas_of_a_host_that_is_away_are_made_elsewhere_and_dropped_then() -> None:
@@ -192,7 +168,7 @@ def test_a_part_is_published_once_it_is_on_as_many_hosts_as_its_spread_asks_for(
 
 
 def lack(catalog: Catalog) -> str:
-    return why_unsafe(catalog, catalog.versions[0], catalog.versions[0].shards[0])
+    return failure_domains.why_unsafe(catalog, catalog.versions[0], catalog.versions[0].shards[0])
 
 
 def test_what_a_part_lacks_is_said_with_what_would_help() -> None:
@@ -307,49 +283,55 @@ def reader(number: int, host: str = "") -> Holder:
     return Holder(f"reader{number}", Peer(host or f"host{number}", 1000 + number, 1), leaving=True)
 
 
-def requested(group: ReaderGroup, *readers: Holder, seeds: Sequence[str] = SEEDS) -> ReaderGroup:
+def requested(group: fan_out.ReaderGroup, *readers: Holder, seeds: Sequence[str] = SEEDS) -> fan_out.ReaderGroup:
     for each in readers:
-        group = request_copy(group, KEY, each, seeds)
+        group = fan_out.request_copy(group, KEY, each, seeds)
     return group
 
 
-def announced_by(group: ReaderGroup, *readers: Holder) -> ReaderGroup:
+def announced_by(group: fan_out.ReaderGroup, *readers: Holder) -> fan_out.ReaderGroup:
     for each in readers:
-        group = announce_copy(group, KEY, each.id, replica(each.id).handle)
+        group = fan_out.announce_copy(group, KEY, each.id, replica(each.id).handle)
     return group
 
 
-def sources(group: ReaderGroup) -> dict[str, str]:
+def sources(group: fan_out.ReaderGroup) -> dict[str, str]:
     """The source of each reader that waits or reads."""
     return {each.reader: each.source for each in group.part(KEY).copies if each.handle is None}
 
 
 def test_the_first_readers_read_from_replicas_or_elsewhere_and_the_next_from_them() -> None:
     readers = [reader(number) for number in range(6)]
-    group = requested(ReaderGroup(), *readers)
+    group = requested(fan_out.ReaderGroup(), *readers)
     assert sorted(sources(group).values()) == ["", "", "", "", "north", "south"], "one reader of each at a time"
     first = [each for each in readers if sources(group)[each.id]]
     group = announced_by(group, first[0])
     assert sorted(sources(group).values())[:3] == ["", "", ""] and first[0].id in sources(group).values()
     leader, other, third = (reader(number) for number in (1, 2, 3))
-    group = requested(ReaderGroup(), leader, other, third, seeds=[LEAD])
-    assert sources(group) == {leader.id: LEAD, other.id: "", third.id: ""}
+    group = requested(fan_out.ReaderGroup(), leader, other, third, seeds=[fan_out.LEAD])
+    assert sources(group) == {leader.id: fan_out.LEAD, other.id: "", third.id: ""}
     assert sources(announced_by(group, leader)) == {other.id: leader.id, third.id: ""}, "one at a time"
 
 
 def test_a_host_asks_for_one_copy_and_their_number_is_bounded() -> None:
-    once = requested(ReaderGroup(), reader(1, "west"))
+    once = requested(fan_out.ReaderGroup(), reader(1, "west"))
     assert requested(once, reader(2, "west")) is once, "another process of that host is at it"
-    copies = tuple(ServingCopy(each.id, each.peer) for each in map(reader, range(COPIES - 1)))
-    group = requested(ReaderGroup(parts=(GroupPart(KEY, SEEDS, copies),)), reader(COPIES), reader(COPIES + 1))
-    assert len(group.part(KEY).copies) == COPIES
+    copies = tuple(fan_out.ServingCopy(each.id, each.peer) for each in map(reader, range(fan_out.COPIES - 1)))
+    group = requested(
+        fan_out.ReaderGroup(parts=(fan_out.GroupPart(KEY, SEEDS, copies),)),
+        reader(fan_out.COPIES),
+        reader(fan_out.COPIES + 1),
+    )
+    assert len(group.part(KEY).copies) == fan_out.COPIES
 
 
 def test_a_group_forgets_the_version_before() -> None:
     one, two, newer = reader(1), reader(2), (2, 0, b"y" * 16)
-    group = announced_by(requested(ReaderGroup(), one, two, seeds=[LEAD]), one)
-    assert {each.key for each in request_copy(group, newer, one).parts} == {KEY, newer}, "a reader still reads it"
-    assert {each.key for each in request_copy(announced_by(group, two), newer, one).parts} == {newer}
+    group = announced_by(requested(fan_out.ReaderGroup(), one, two, seeds=[fan_out.LEAD]), one)
+    assert {each.key for each in fan_out.request_copy(group, newer, one).parts} == {KEY, newer}, (
+        "a reader still reads it"
+    )
+    assert {each.key for each in fan_out.request_copy(announced_by(group, two), newer, one).parts} == {newer}
 
 
 def test_only_readers_on_many_hosts_or_several_on_one_share_a_copy() -> None:
@@ -386,7 +368,7 @@ def test_a_reader_tries_its_own_memory_then_its_host_and_all_spread_over_the_oth
 def test_no_source_serves_more_than_its_share_and_no_free_source_is_left_idle(
     steps: list[tuple[str, int]], seeds: tuple[str, ...]
 ) -> None:
-    group = ReaderGroup()
+    group = fan_out.ReaderGroup()
     for step, number in steps:
         who = reader(number)
         before = {each.reader: each for each in group.part(KEY).copies}
@@ -395,16 +377,16 @@ def test_no_source_serves_more_than_its_share_and_no_free_source_is_left_idle(
         elif step == "announce" and sources(group).get(who.id):
             group = announced_by(group, who)
         elif step == "withdraw":
-            group = withdraw_copy(group, KEY, who.id)
+            group = fan_out.withdraw_copy(group, KEY, who.id)
         elif step in ("close", "die"):
-            group = remove_readers(group, {who.id if step == "close" else who.peer})
+            group = fan_out.remove_readers(group, {who.id if step == "close" else who.peer})
         copies = group.part(KEY).copies
         assert step in ("ask", "announce") or who.id not in {each.reader for each in copies}
         complete = {each.reader for each in copies if each.handle is not None}
         load = Counter(each.source for each in copies if each.handle is None and each.source)
-        assert set(load) <= complete | set(seeds) and all(count <= AT_ONCE for count in load.values())
+        assert set(load) <= complete | set(seeds) and all(count <= fan_out.AT_ONCE for count in load.values())
         if any(each.handle is None and not each.source for each in copies):
-            assert all(load[each] == AT_ONCE for each in complete)
+            assert all(load[each] == fan_out.AT_ONCE for each in complete)
             assert len(complete) + load.total() >= len(seeds)
         for each in copies:  # a reader keeps its source as long as that is there
             known = before.get(each.reader)
@@ -413,17 +395,17 @@ def test_no_source_serves_more_than_its_share_and_no_free_source_is_left_idle(
 
 
 def test_hosts_are_spread_over_groups() -> None:
-    sizes = Counter(group_of(f"host {number}") for number in range(GROUPS * 40))
-    assert len(sizes) == GROUPS and max(sizes.values()) < 80
+    sizes = Counter(fan_out.group_of(f"host {number}") for number in range(fan_out.GROUPS * 40))
+    assert len(sizes) == fan_out.GROUPS and max(sizes.values()) < 80
 
 
 @given(damages)
 def test_a_damaged_group_is_read_as_a_group_or_refused(damage: tuple[str, int, int]) -> None:
-    group = announced_by(requested(ReaderGroup(), reader(1), reader(2)), reader(1))
-    assert ReaderGroup.decode(group.encode()) == group
+    group = announced_by(requested(fan_out.ReaderGroup(), reader(1), reader(2)), reader(1))
+    assert fan_out.ReaderGroup.decode(group.encode()) == group
     (damaged,) = mutated([group.encode()], *damage)
     try:
-        assert isinstance(ReaderGroup.decode(damaged), ReaderGroup)
+        assert isinstance(fan_out.ReaderGroup.decode(damaged), fan_out.ReaderGroup)
     except CorruptData:
         assert damaged != group.encode()
 
@@ -459,8 +441,10 @@ def a_reader(pipe: Connection, url: str, host: str) -> None:
 def two_hosts(in_one_group: bool) -> tuple[str, str]:
     """Names of two hosts with readers in one group, or in two."""
     first, *others = (f"host {number}" for number in range(1000))
-    group = group_of(f"{liveness.this_host()}/{first}")
-    return first, next(each for each in others if (group_of(f"{liveness.this_host()}/{each}") == group) == in_one_group)
+    group = fan_out.group_of(f"{liveness.this_host()}/{first}")
+    return first, next(
+        each for each in others if (fan_out.group_of(f"{liveness.this_host()}/{each}") == group) == in_one_group
+    )
 
 
 class ReaderFleet:
@@ -483,9 +467,9 @@ class ReaderFleet:
         value, source = self.children[number].hear()
         return value, source
 
-    def copies(self, version: int) -> list[ServingCopy]:
+    def copies(self, version: int) -> list[fan_out.ServingCopy]:
         """The copies that leaders have of a version."""
-        with contextlib.closing(GroupClient(self.store.url, self.store.name, LEADERS)) as group:
+        with contextlib.closing(GroupClient(self.store.url, self.store.name, fan_out.LEADERS)) as group:
             return [each for part in group.read()[1].parts if part.key[0] == version for each in part.copies]
 
     def follow(self, hosts: int) -> None:
@@ -513,11 +497,11 @@ def fleet_of_readers(
 @pytest.mark.parametrize("fleet_of_readers", [True, False], ids=["one group", "two groups"], indirect=True)
 def test_the_first_reader_reads_from_the_publisher_and_serves_the_next(fleet_of_readers: ReaderFleet) -> None:
     readers = fleet_of_readers
-    readers.follow(FEW_HOSTS)
+    readers.follow(fan_out.FEW_HOSTS)
     readers.publish(1)
     assert readers.get(0, 1) == readers.get(1, 1) == (1.0, readers.publisher), "few read straight from the replicas"
     assert readers.copies(1) == []
-    readers.follow(FEW_HOSTS + 1)
+    readers.follow(fan_out.FEW_HOSTS + 1)
     readers.publish(2)
     assert readers.get(0, 2) == (2.0, readers.publisher)
     assert readers.get(1, 2) == (2.0, readers.ids[0])
@@ -536,7 +520,7 @@ def test_the_first_reader_reads_from_the_publisher_and_serves_the_next(fleet_of_
 @pytest.fixture
 def readers(fleet_of_readers: ReaderFleet) -> ReaderFleet:
     """A fleet in which it pays to share copies, and version 1."""
-    fleet_of_readers.follow(FEW_HOSTS + 1)
+    fleet_of_readers.follow(fan_out.FEW_HOSTS + 1)
     fleet_of_readers.publish(1)
     return fleet_of_readers
 
@@ -561,9 +545,9 @@ def test_the_copy_of_a_killed_reader_is_made_anew_on_its_host(readers: ReaderFle
 def test_a_leader_whose_host_is_listed_among_the_leaders_leaves_no_request(readers: ReaderFleet) -> None:
     """Another process of its host was withdrawn from their group, and not from the group of leaders."""
     readers.get(1, 1)
-    number = group_of(readers.copies(1)[0].peer.host)
+    number = fan_out.group_of(readers.copies(1)[0].peer.host)
     with contextlib.closing(GroupClient(readers.store.url, readers.store.name, number)) as group:
-        group.change(lambda now: remove_readers(now, {readers.ids[1]}))
+        group.change(lambda now: fan_out.remove_readers(now, {readers.ids[1]}))
         assert readers.get(2, 1) == (1.0, readers.ids[1])
         assert group.read()[1].parts == ()
 
@@ -582,7 +566,7 @@ def test_a_group_removes_readers_of_this_host_whose_process_has_ended(url: str) 
     readers = [Holder(name, peer) for name, peer in (("living", here), ("dead", dead), ("elsewhere", elsewhere))]
     with contextlib.closing(GroupClient(url, "weights", 0)) as group:
         for part, reader in enumerate(readers):
-            group.change(partial(request_copy, key=(1, part, b"d" * 16), reader=reader))
+            group.change(partial(fan_out.request_copy, key=(1, part, b"d" * 16), reader=reader))
 
         def left() -> list[str]:
             return [copy.reader for part in group.read()[1].parts for copy in part.copies]
