@@ -723,19 +723,15 @@ def test_tied_weights_are_published_once_and_tied_again(store: WeightStore) -> N
     assert all(torch.equal(each, weight) for each in apart.values())
 
 
-def corrupted(store: WeightStore) -> None:
-    """Spoil the last piece of the only part."""
-    (kept,) = store._replica_holder._kept.values()
-    kept.memory[kept.region.handle.nbytes // 2 : kept.region.handle.nbytes // 2 + 8] ^= 255
-
-
 @pytest.mark.parametrize("atomic", [True, False])
 def test_a_get_that_fails_changes_nothing_if_atomic_and_else_says_what_is_mixed(
     store: WeightStore, atomic: bool
 ) -> None:
     state = {name: torch.full((1 << 20,), 2.0) for name in ("first", "second", "third")}
     store.publish(1, state)
-    corrupted(store)
+    (kept,) = store._replica_holder._kept.values()
+    middle = kept.region.handle.nbytes // 2
+    kept.memory[middle : middle + 8] ^= 255
     into = {name: torch.zeros(1 << 20, requires_grad=True) for name in state}
     loss = sum((each * each).sum() for each in into.values())
     with pytest.raises(CorruptData, match="wrong bytes") as failed:

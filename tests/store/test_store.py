@@ -337,21 +337,20 @@ def test_a_store_leaves_no_descriptor_thread_or_shared_memory(url: str, holders:
     assert not [name for name in os.listdir("/dev/shm") if "holdfast-regions" in name]  # noqa: PTH208
 
 
-def a_first_publish_and_get(pipe: Connection, url: str, warmed: bool) -> None:
-    if not warmed:
-        weight_store._publish_and_get = lambda plane: None
-    state = {f"layers.{number}.weight": torch.ones(1024) for number in range(300)}
-    into = {name: torch.zeros_like(each) for name, each in state.items()}
-    with WeightStore(url, replicas=1, expect=4 << 20) as store:
-        eventually(lambda: len(store._replica_holder.pool._spare) == AHEAD)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        store.publish(1, state)
-        store.get(1, into)
-        pipe.send(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-
-
 def test_first_calls_take_fewer_page_faults(start: Start, url: str) -> None:
-    cold, warm = (start(a_first_publish_and_get, f"{url}-{warmed}", warmed) for warmed in (False, True))
+    def publish_and_get(pipe: Connection, warmed: bool) -> None:
+        if not warmed:
+            weight_store._publish_and_get = lambda plane: None
+        state = {f"layers.{number}.weight": torch.ones(1024) for number in range(300)}
+        into = {name: torch.zeros_like(each) for name, each in state.items()}
+        with WeightStore(f"{url}-{warmed}", replicas=1, expect=4 << 20) as store:
+            eventually(lambda: len(store._replica_holder.pool._spare) == AHEAD)
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            store.publish(1, state)
+            store.get(1, into)
+            pipe.send(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+
+    cold, warm = (start(publish_and_get, warmed) for warmed in (False, True))
     assert warm.hear() < 0.85 * cold.hear()
     for child in (cold, warm):
         child.end()

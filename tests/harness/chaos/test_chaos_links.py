@@ -233,18 +233,17 @@ def test_links_need_no_privilege() -> None:
     run_python("-c", UNPRIVILEGED)
 
 
-def steady(session: Session, steps: int) -> tuple[int, int | None]:
-    """Run steps of some milliseconds; returns the number of steps, and of ranks at the end."""
-    for attempt in session.steps(steps):
-        with attempt:
-            time.sleep(0.002)
-            attempt.comm.all_reduce(torch.ones(8))
-    return session.step, session.size
-
-
 def test_a_partitioned_job_commits_no_step_and_goes_on_once_healed() -> None:
+    def work(session: Session) -> tuple[int, int | None]:
+        """Run steps of some milliseconds; returns the number of steps, and of ranks at the end."""
+        for attempt in session.steps(100):
+            with attempt:
+                time.sleep(0.002)
+                attempt.comm.all_reduce(torch.ones(8))
+        return session.step, session.size
+
     with LocalCluster(2, "gloo", links=True) as cluster:
-        job = cluster.start(steady, 100)
+        job = cluster.start(work)
         job.wait_for("committed", step=10)
         job.partition([0], [1])
         time.sleep(0.2)

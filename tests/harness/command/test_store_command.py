@@ -39,28 +39,6 @@ def weights(value: float) -> dict[str, torch.Tensor]:
     return {"big": torch.full((300, 500), value), "step": torch.tensor(3), "half": torch.ones(7, dtype=torch.bfloat16)}
 
 
-def spoil(store: WeightStore, version: int) -> None:
-    """Change some bytes of this process's replica of a version."""
-    for (number, *_), kept in store._replica_holder._kept.items():
-        if number == version:
-            kept.memory[1000:1004] = 99
-
-
-def publish_in_boxes(url: str, folder: Path) -> None:
-    """Publish version 1, a tensor of 4 x 5, from two ranks with two rows each; other processes hold it."""
-
-    def body(rank: int, size: int) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor import Shard, distribute_tensor
-
-        tensor = distribute_tensor(torch.arange(20.0).view(4, 5), init_device_mesh("cpu", (2,)), [Shard(0)])
-        with WeightStore(url, replicas=1, hold=False) as store:
-            store.publish(1, {"a": tensor})
-
-    with LocalCluster(2, "shm", environ=ENVIRON) as cluster:
-        in_group(cluster, folder, body)
-
-
 def test_ls_shows_versions_replicas_pins_and_the_memory_of_each_holder(url: str, start: Start) -> None:
     start(a_holder, url).hear()
     with WeightStore(url, limit=5 << 20) as store:
@@ -148,7 +126,8 @@ def test_verify_reads_every_replica_and_finds_the_one_that_is_wrong(url: str, st
             (version, holder.pid) for version in (1, 2) for holder in store.holders(version)
         }
         assert {each["result"] for each in checks} == {"right"}
-        spoil(store, 1)
+        (mine,) = (kept for (version, *_), kept in store._replica_holder._kept.items() if version == 1)
+        mine.memory[1000:1004] = 99
         done = said("verify", "1", "--register", url, "--json")
         assert done.exit_code == 1
         results = {each["pid"]: each["result"] for each in json.loads(done.stdout)}
@@ -204,8 +183,19 @@ def test_a_register_that_does_not_exist_is_an_error_and_is_not_made(command: tup
 
 
 def test_what_ranks_published_in_boxes_is_inspected_and_exported_as_one_tensor(url: str, tmp_path: Path) -> None:
+    """A tensor of 4 x 5, from two ranks with two rows each; this process holds it."""
+
+    def publish(rank: int, size: int) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        tensor = distribute_tensor(torch.arange(20.0).view(4, 5), init_device_mesh("cpu", (2,)), [Shard(0)])
+        with WeightStore(url, replicas=1, hold=False) as store:
+            store.publish(1, {"a": tensor})
+
     with WeightStore(url, replicas=1):
-        publish_in_boxes(url, tmp_path)
+        with LocalCluster(2, "shm", environ=ENVIRON) as cluster:
+            in_group(cluster, tmp_path, publish)
         found = as_json("inspect", "1", "--register", url)
         shown = said("inspect", "1", "--register", url).stdout
         done = said("export", "1", tmp_path / "copy", "--register", url)

@@ -50,7 +50,6 @@ from holdfast.harness.measure.worker import WorkerBarrier
 from holdfast.harness.measure.workers import WorkerFailed
 from holdfast.harness.recovery import NotRecovered, recovery_of, wait_for_recovery
 from holdfast.harness.report import charts
-from holdfast.harness.report.plot import Chart
 from holdfast.harness.simulate.compare import RecoveryMoments, moments_of
 from support.browser import pictures
 from support.event_records import an_event
@@ -442,20 +441,13 @@ def test_a_failure_of_ours_is_shown_at_the_top_and_is_not_well() -> None:
     assert "it &lt;broke&gt;" in text
 
 
-def drawn(chart: Chart) -> ElementTree.Element:
-    return ElementTree.fromstring(chart.svg("a chart", standalone=True))
-
-
-def tips(drawing: ElementTree.Element) -> list[str]:
-    return [each.text or "" for each in drawing.iter() if each.tag.endswith("title")]
-
-
 def test_lines_of_a_chart_stay_inside_and_their_names_apart() -> None:
     series = [
         charts.Series(f"number {index}", ((8.0, 1e-3 * (index + 1)), (1e6, 50.0 + index / 100)), index)
         for index in range(6)
     ]
-    drawing = drawn(charts.draw_lines("many", series, str, str, "GB/s"))
+    chart = charts.draw_lines("many", series, str, str, "GB/s")
+    drawing = ElementTree.fromstring(chart.svg("a chart", standalone=True))
     names = [each for each in drawing.iter() if (each.text or "").startswith("number") and each.tag.endswith("text")]
     heights = sorted(float(each.get("y", "nan")) for each in names)
     assert len(heights) == 6
@@ -463,7 +455,7 @@ def test_lines_of_a_chart_stay_inside_and_their_names_apart() -> None:
     width, height = map(float, drawing.attrib["viewBox"].split()[2:])
     dots = [each for each in drawing.iter() if each.tag.endswith("use")]
     assert all(0 < float(dot.get("x", 0)) < width and 0 < float(dot.get("y", 0)) < height for dot in dots)
-    assert "number 3, 8.0: 0.004" in tips(drawing)
+    assert "number 3, 8.0: 0.004" in [each.text for each in drawing.iter() if each.tag.endswith("title")]
     with pytest.raises(ValueError, match="nothing to draw"):
         charts.draw_lines("none", [], str, str, "")
 

@@ -173,20 +173,15 @@ def test_the_reproducible_workload_adds_exactly(tmp_path: Path, monkeypatch: pyt
 # Whole runs ------------------------------------------------------------------------------------------------------
 
 
-def _copy(into: Path) -> Path:
-    for name in PACKAGES:
-        shutil.copytree(ROOT / name, into / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "constraints.txt", "setup.py", "LICENSE"):
-        shutil.copy(ROOT / name, into / name)
-    return into
-
-
 @pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_the_gate_finds_the_workload_that_became_slower_and_no_other(tmp_path: Path) -> None:
     slow = tmp_path / "slow"
-    slow.mkdir()
-    execution = _copy(slow) / "comms" / "executor.py"
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, slow / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "constraints.txt", "setup.py", "LICENSE"):
+        shutil.copy(ROOT / name, slow)
+    execution = slow / "comms" / "executor.py"
     code = execution.read_text()
     head = "    def issue("
     assert head in code

@@ -217,19 +217,19 @@ def test_a_holder_departs_when_its_part_is_on_another_host_again_or_no_other_can
 # -- stores on hosts, which an environment variable tells apart, over a memory plane that crosses hosts
 
 
-def a_holder_elsewhere(pipe: Connection, url: str) -> None:
-    move_to_host("south")
-    pipe.recv()
-    with WeightStore(url, plane="ucx"):
-        pipe.send("open")
-        pipe.recv()
-
-
 def test_publishing_for_several_hosts_fails_where_there_is_one_and_succeeds_where_there_are_two(
     url: str, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The failure says why, and leaves nothing behind."""
-    other = start(a_holder_elsewhere, url)
+
+    def hold_elsewhere(pipe: Connection) -> None:
+        move_to_host("south")
+        pipe.recv()
+        with WeightStore(url, plane="ucx"):
+            pipe.send("open")
+            pipe.recv()
+
+    other = start(hold_elsewhere)
     monkeypatch.setenv("UCX_TLS", "tcp,self")
     with WeightStore(url, spread="hosts", plane="ucx") as store:
         with pytest.raises(StoreTimeout, match=r"1 of 2 processes keep part 0.*on 1 host, and spread='hosts' needs 2"):

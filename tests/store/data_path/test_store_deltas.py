@@ -48,17 +48,13 @@ from support.weights.peers import site_of
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def record_bytes(piece: ElementPiece, changes: int) -> int:
-    """The size of a record of so many changes."""
-    blocks = -(-piece.nbytes // piece.itemsize // BLOCK)
-    return to_eight(4 * blocks) + to_eight(2 * changes) + to_eight(piece.itemsize * changes)
-
-
 def size_of(old: torch.Tensor, new: torch.Tensor, piece: ElementPiece) -> int:
     """What a delta takes for a piece: one entry for each element that torch's comparison finds changed."""
     dtype = INTEGERS[piece.itemsize]
     changes = int((piece.of(old).view(dtype) != piece.of(new).view(dtype)).sum())
-    size = record_bytes(piece, changes) if changes else 0
+    blocks = -(-piece.nbytes // piece.itemsize // BLOCK)
+    record = to_eight(4 * blocks) + to_eight(2 * changes) + to_eight(piece.itemsize * changes)
+    size = record if changes else 0
     return size if size <= most_of(piece) else WHOLE
 
 
@@ -482,26 +478,25 @@ def test_no_delta_is_made_where_parts_are_mapped() -> None:
         assert alike(state, into)
 
 
-def a_far_holder(pipe: Connection, url: str) -> None:
-    """Keep replicas on another host; send how many bytes have been read so far after each one."""
-
-    def tell(kind: str, fields: dict[str, object]) -> None:
-        if kind == "replica_made":
-            pipe.send(sum(sizes))
-
-    move_to_host("south")
-    pipe.recv()
-    with WeightStore(url, plane="ucx", observe=tell) as store:
-        sizes = count_reads(store._plane)
-        pipe.send("open")
-        pipe.recv()
-
-
 def test_a_holder_on_another_host_makes_its_replica_from_the_one_before(
     start: Start, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It sends how many bytes it has read so far after each replica."""
+
+    def hold_far_away(pipe: Connection) -> None:
+        def tell(kind: str, fields: dict[str, object]) -> None:
+            if kind == "replica_made":
+                pipe.send(sum(sizes))
+
+        move_to_host("south")
+        pipe.recv()
+        with WeightStore(url, plane="ucx", observe=tell) as store:
+            sizes = count_reads(store._plane)
+            pipe.send("open")
+            pipe.recv()
+
     monkeypatch.setenv("UCX_TLS", "tcp,self")
-    far = start(a_far_holder, url)
+    far = start(hold_far_away)
     with WeightStore(url, plane="ucx") as store:
         far.tell("open")
         assert far.hear() == "open"
@@ -516,23 +511,25 @@ def test_a_holder_on_another_host_makes_its_replica_from_the_one_before(
         far.end()
 
 
-def a_far_reader(pipe: Connection, url: str) -> None:
-    """Get the versions that `pipe` names; send how many bytes each took."""
-    move_to_host("south")
-    with WeightStore(url, plane="ucx", hold=False) as store:
-        into, sizes = weights(), count_reads(store._plane)
-        while (version := pipe.recv()) != "end":
-            sizes.clear()
-            store.get(version, into)
-            pipe.send((sum(sizes), into["large"].float().sum().item()))
-
-
 def test_a_process_on_another_host_that_only_reads_gets_deltas_too(
     start: Start, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its first get notes the host in the catalogue, so the next version has a delta for it."""
+    """Its first get notes the host in the catalogue, so the next version has a delta for it.
+
+    It sends how many bytes each version took.
+    """
+
+    def read_far_away(pipe: Connection) -> None:
+        move_to_host("south")
+        with WeightStore(url, plane="ucx", hold=False) as store:
+            into, sizes = weights(), count_reads(store._plane)
+            while (version := pipe.recv()) != "end":
+                sizes.clear()
+                store.get(version, into)
+                pipe.send((sum(sizes), into["large"].float().sum().item()))
+
     monkeypatch.setenv("UCX_TLS", "tcp,self")
-    far = start(a_far_reader, url)
+    far = start(read_far_away)
     with WeightStore(url, plane="ucx", replicas=1) as store:
         state = weights()
         for version in (1, 2, 3):

@@ -138,26 +138,25 @@ def test_an_index_cannot_name_files_elsewhere(store: WeightStore, tmp_path: Path
 # -- deaths, and memory
 
 
-def killed_while_exporting(pipe: Connection, url: str, directory: Path, at: int) -> None:
-    """Export version 1, and die by SIGKILL after `at` bytes."""
-
-    def progress(done: int, total: int) -> None:
-        if done >= at:
-            pipe.send("dying")
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    with WeightStore(url, hold=False) as store:
-        safetensors.export_version(store, 1, directory, shard_bytes=1 << 20, progress=progress)
-
-
 @pytest.mark.parametrize("at", [1, 4_000_000], ids=["first", "last"])
 def test_a_killed_export_leaves_no_version_and_the_next_one_removes_what_it_left(
     url: str, tmp_path: Path, start: Start, at: int
 ) -> None:
+    """It dies by SIGKILL after `at` bytes."""
+
+    def export(pipe: Connection) -> None:
+        def progress(done: int, total: int) -> None:
+            if done >= at:
+                pipe.send("dying")
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        with WeightStore(url, hold=False) as store:
+            safetensors.export_version(store, 1, tmp_path / "copies" / "1", shard_bytes=1 << 20, progress=progress)
+
     state = {f"{number}": torch.randn(100_000) for number in range(10)}
     with WeightStore(url, replicas=1) as store:
         store.publish(1, state)
-        child = start(killed_while_exporting, url, tmp_path / "copies" / "1", at)
+        child = start(export)
         child.hear()
         child.kill()
         (left,) = (tmp_path / "copies").iterdir()

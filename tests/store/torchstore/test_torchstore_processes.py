@@ -30,18 +30,6 @@ from support.source_tree import TESTS
 from support.waiting import eventually
 
 
-def an_overwriter(pipe: Connection, key: str, nbytes: int) -> None:
-    """Overwrite a key with 1, 2, 3, ... and send the key after the first; ends by SIGKILL."""
-
-    async def overwrite() -> None:
-        for value in count():
-            await ts.put(key, torch.full((nbytes,), value % 200 + 1, dtype=torch.uint8))
-            if not value:
-                pipe.send(key)
-
-    asyncio.run(overwrite())
-
-
 def a_filler_that_stops(pipe: Connection, nbytes: int) -> None:
     """Take memory of the store as a put does, send where it lies, and wait to be killed."""
     client = asyncio.run(ts.client())
@@ -74,7 +62,16 @@ def call(child: Child, name: str, *args: Any, **kwargs: Any) -> Any:
 def test_a_reader_of_a_key_that_is_overwritten_gets_one_value_whole_also_after_its_writers_are_killed(
     start: Start,
 ) -> None:
-    writers = [start(an_overwriter, "k", LARGE) for _ in range(2)]
+    def overwrite(pipe: Connection) -> None:
+        async def put_all() -> None:
+            for value in count():
+                await ts.put("k", torch.full((LARGE,), value % 200 + 1, dtype=torch.uint8))
+                if not value:
+                    pipe.send("k")
+
+        asyncio.run(put_all())
+
+    writers = [start(overwrite) for _ in range(2)]
     for writer in writers:
         assert writer.hear() == "k"
     target, seen = torch.zeros(LARGE, dtype=torch.uint8), set()
