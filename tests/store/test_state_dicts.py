@@ -12,7 +12,7 @@ import mmap
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -207,17 +207,14 @@ def test_odd_tensors_outlive_their_publisher_bit_for_bit(url: str, holders: Hold
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
-def test_targets_are_filled_in_whatever_mode_they_and_the_caller_are(
-    tmp_path: Path, mode: Callable[..., object]
-) -> None:
-    with WeightStore(f"memory://{tmp_path}") as store:
-        store.publish(1, odd_tensors(1))
-        into, expected = odd_targets(), odd_tensors(1)
-        with mode():  # type: ignore[attr-defined]
-            store.publish(2, odd_tensors(1))
-            for version in (1, 2):
-                store.get(version, into)
-        assert [name for name in expected if bits(into[name]) != bits(expected[name])] == []
+def test_targets_are_filled_in_whatever_mode_they_and_the_caller_are(store: WeightStore, mode: Any) -> None:
+    store.publish(1, odd_tensors(1))
+    into, expected = odd_targets(), odd_tensors(1)
+    with mode():
+        store.publish(2, odd_tensors(1))
+        for version in (1, 2):
+            store.get(version, into)
+    assert [name for name in expected if bits(into[name]) != bits(expected[name])] == []
 
 
 # -- targets

@@ -99,7 +99,13 @@ def test_publishers_die_one_after_the_other_and_those_who_start_anew_complete_th
         eventually(lambda: pids(reader, 1) == {holder.pid for holder in living})
 
 
-def test_a_read_survives_the_death_of_a_holder(url: str, holders: Holders) -> None:
+def kill_later(_: Connection, pid: int, seconds: float) -> None:
+    """The body of a process that sends SIGKILL after a while: threads of the reader would delay it."""
+    time.sleep(seconds)
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_a_read_survives_the_death_of_a_holder(url: str, holders: Holders, start: Start) -> None:
     size = 8 << 20
     living = holders(2)
     with WeightStore(url, hold=False) as store:
@@ -110,28 +116,14 @@ def test_a_read_survives_the_death_of_a_holder(url: str, holders: Holders) -> No
             began = time.monotonic()
             store.get(1, into)
             seconds = time.monotonic() - began
-            killer = Killer(holder.pid, 0.4 * seconds)
+            killer = start(kill_later, holder.pid, 0.4 * seconds)
             for tensor in into.values():
                 tensor.fill_(-1)
             store.get(1, into)
-            killer.join()
+            killer.end()
             assert all(bool((tensor == 3.0).all()) for tensor in into.values())
             eventually(lambda dead=holder.pid: len(pids(store, 1) - {dead}) == 2)
         assert pids(store, 1) == {holder.pid for holder in preferred}
-
-
-class Killer:
-    """Sends SIGKILL after a while from a process of its own: threads of the reader would delay it."""
-
-    def __init__(self, pid: int, seconds: float) -> None:
-        self._child = os.fork()
-        if self._child == 0:
-            time.sleep(seconds)
-            os.kill(pid, signal.SIGKILL)
-            os._exit(0)
-
-    def join(self) -> None:
-        os.waitpid(self._child, 0)
 
 
 def test_a_stopped_holder_can_still_be_read_and_the_next_in_turn_makes_the_replica(url: str, holders: Holders) -> None:
@@ -214,7 +206,7 @@ def test_one_of_several_processes_that_disagree_about_a_version_wins(url: str, s
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.thorough)])
-def test_holders_die_at_random_and_no_version_is_lost(url: str, holders: Holders, seed: int) -> None:
+def test_holders_die_at_random_and_no_version_is_lost(url: str, holders: Holders, start: Start, seed: int) -> None:
     """Holders are killed and replaced at random moments while versions are published and read.
 
     Published versions stay, and are never a mixture.
@@ -225,10 +217,10 @@ def test_holders_die_at_random_and_no_version_is_lost(url: str, holders: Holders
     with WeightStore(url, hold=False) as store:
         for version in range(8):
             victim = living.pop(dice.randrange(3))
-            killer = Killer(victim.pid, dice.random() * 0.01)
+            killer = start(kill_later, victim.pid, dice.random() * 0.01)
             store.publish(version, weights(version, size), timeout=10)
             assert value_in(store, version, size) == version
-            killer.join()
+            killer.end()
             assert value_in(store, version, size) == version
             living += holders(1)
             eventually(lambda number=version: len(pids(store, number)) >= 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from pathlib import Path
@@ -24,7 +23,7 @@ from holdfast.harness.simulate.known_bugs.reproduce import KNOWN_BUGS, reproduce
 from holdfast.harness.simulate.run import simulate as run
 from holdfast.harness.simulate.show import known_bug_named
 from holdfast.harness.simulate.shrink import shrink
-from support.programs.forked_programs import run_python, said
+from support.programs.forked_programs import run_python, said, said_as_json
 
 TRACES = """
 import sys
@@ -334,17 +333,15 @@ def test_shrinking_deletes_events_that_do_not_matter() -> None:
 def test_the_command_finds_shrinks_and_replays_a_bug(tmp_path: Path) -> None:
     found = tmp_path / "found.json"
     bug = ["--bug", "one accuser is enough"]
-    result = said("simulate", *bug, "--seed", "8", "--seeds", "200", "--shrink", "--out", found, "--json")
-    assert result.exit_code == 1, result.output
-    outcome = json.loads(result.stdout)["outcomes"][-1]
+    search = ("--seed", "8", "--seeds", "200", "--shrink", "--out", found)
+    outcome = said_as_json("simulate", *bug, *search, status=1)["outcomes"][-1]
     assert outcome["violation"]["invariant"] == "nobody healthy is evicted"
     assert len(load(found).faults) <= 8
     summary = found.with_suffix(".txt").read_text()
     assert "epoch 2 begins" in summary and "BROKEN" in summary and "nobody healthy is evicted" in summary
     trace = tmp_path / "trace.txt"
-    again = said("simulate", *bug, "--schedule", found, "--trace", trace, "--json")
-    assert again.exit_code == 1
-    assert json.loads(again.stdout)["outcomes"][0]["trace"] == outcome["trace"]
+    again = said_as_json("simulate", *bug, "--schedule", found, "--trace", trace, status=1)
+    assert again["outcomes"][0]["trace"] == outcome["trace"]
     assert trace.read_text().count("\n") > 10
     assert said("simulate", "--schedule", found).exit_code == 0
 
@@ -352,9 +349,7 @@ def test_the_command_finds_shrinks_and_replays_a_bug(tmp_path: Path) -> None:
 @pytest.mark.parametrize("scenario", ["swarm", "crash"])
 @pytest.mark.parametrize("ranks", [MOST_WITH_STEPS, MOST_WITH_STEPS + 1])
 def test_each_scenario_runs_below_and_above_the_most_ranks_with_steps(ranks: int, scenario: str) -> None:
-    result = said("simulate", "--ranks", str(ranks), "--scenario", scenario, "--json")
-    assert result.exit_code == 0, result.output
-    shown = json.loads(result.stdout)
+    shown = said_as_json("simulate", "--ranks", str(ranks), "--scenario", scenario)
     if ranks > MOST_WITH_STEPS:
         assert [run["ranks"] for run in (shown if scenario == "swarm" else [shown])] == [ranks]
     else:
@@ -424,9 +419,7 @@ def test_what_a_machine_costs_is_not_negative() -> None:
 
 @pytest.mark.thorough  # it starts a job of four processes for each fault, and measures the machine first
 def test_the_command_compares_with_real_processes() -> None:
-    run = said("simulate", "--compare", "--ranks", "4", "--repeats", "1", "--json")
-    assert run.exit_code == 0, run.output
-    result = json.loads(run.stdout)
+    result = said_as_json("simulate", "--compare", "--ranks", "4", "--repeats", "1")
     planned = [case["fault"] for case in result["cases"]]
     assert planned[:2] == ["kill", "stop"]
     assert "host" in planned or "loss of a host" in result["left_out"][0]

@@ -27,7 +27,7 @@ from holdfast.harness.cli.app import app
 from holdfast.harness.training.driver import run_interruptible
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import ProcessStarted
-from support.programs.forked_programs import run_holdfast, run_python, said, write_plugins
+from support.programs.forked_programs import run_holdfast, run_python, said, said_as_json, write_plugins
 from support.programs.snippets import blocks
 from support.source_tree import ROOT
 from support.waiting import becomes_true, next_line
@@ -264,7 +264,7 @@ def test_backends_says_which_can_run_here_what_a_launcher_can_start_and_which_hi
     assert set(rows) >= {"gloo", "inproc", "shm"}
     assert all(rows[name].split()[3] == "yes" for name in ("gloo", "inproc", "shm"))
     assert re.search(r"│ mpi +│ by\b.*\n│ +│ launcher", done.output)
-    found = json.loads(said("backends", "--json").stdout)
+    found = said_as_json("backends")
     assert found["broken"] == {}
     assert [name for name, backend in found["backends"].items() if backend["by_launcher"]] == ["mpi"]
     shm = found["backends"]["shm"]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,12 +25,7 @@ from support.samples.store_processes import a_holder
 from support.waiting import eventually, next_line
 
 said = partial(programs.said, "store")
-
-
-def as_json(*arguments: str | Path) -> Any:
-    done = said(*arguments, "--json")
-    assert done.exit_code in (0, 1), done.output
-    return json.loads(done.stdout)
+as_json = partial(programs.said_as_json, "store")
 
 
 def weights(value: float) -> dict[str, torch.Tensor]:
@@ -68,16 +61,14 @@ def test_ls_shows_versions_replicas_pins_and_the_memory_of_each_holder(url: str,
 def test_ls_shows_what_is_on_disk_of_a_store_by_its_name_in_the_register_of_the_environment(
     url: str, tmp_path: Path
 ) -> None:
-    def listed(name: str) -> Any:
-        return json.loads(said("ls", "--name", name, "--json", HOLDFAST_REGISTER=url).stdout)
-
+    listed = partial(as_json, "ls", HOLDFAST_REGISTER=url)
     with WeightStore(url, name="actor", replicas=1) as store:
         with DiskRetention(store, tmp_path / "copies", every=5):
             store.publish(1, weights(1.0))
-            eventually(lambda: listed("actor")["versions"][0]["disk"] == "written")
+            eventually(lambda: listed("--name", "actor")["versions"][0]["disk"] == "written")
         store.publish(2, weights(2.0))
-        assert [each["disk"] for each in listed("actor")["versions"]] == ["written", ""]
-        assert (listed("actor")["latest"], as_json("ls", "--register", url)["latest"]) == (2, None)
+        assert [each["disk"] for each in listed("--name", "actor")["versions"]] == ["written", ""]
+        assert (listed("--name", "actor")["latest"], as_json("ls", "--register", url)["latest"]) == (2, None)
 
 
 def test_a_killed_holder_is_shown_as_dead_and_reported_as_unreachable(url: str, start: Start) -> None:
@@ -88,11 +79,10 @@ def test_a_killed_holder_is_shown_as_dead_and_reported_as_unreachable(url: str, 
         store._replica_holder._deaths.close()  # no process is left that would notice the death
         holder.kill()
         found = as_json("ls", "--register", url)
-        done = said("verify", "latest", "--register", url, "--json")
+        checks = as_json("verify", "latest", "--register", url, status=1)
     assert {each["pid"]: each["alive"] for each in found["holders"]} == {os.getpid(): True, holder.pid: False}
     assert found["versions"][0]["lacking"] == 1
-    assert done.exit_code == 1
-    assert {each["pid"]: each["result"] for each in json.loads(done.stdout)}[holder.pid] == "unreachable"
+    assert {each["pid"]: each["result"] for each in checks}[holder.pid] == "unreachable"
 
 
 def test_inspect_lists_tensors_digests_values_and_ties(url: str) -> None:
@@ -128,9 +118,8 @@ def test_verify_reads_every_replica_and_finds_the_one_that_is_wrong(url: str, st
         assert {each["result"] for each in checks} == {"right"}
         (mine,) = (kept for (version, *_), kept in store._replica_holder._kept.items() if version == 1)
         mine.memory[1000:1004] = 99
-        done = said("verify", "1", "--register", url, "--json")
-        assert done.exit_code == 1
-        results = {each["pid"]: each["result"] for each in json.loads(done.stdout)}
+        wrong = as_json("verify", "1", "--register", url, status=1)
+        results = {each["pid"]: each["result"] for each in wrong}
         assert results.pop(os.getpid()) == "wrong" and list(results.values()) == ["right"]
         assert "1 of 4 replicas wrong" in said("verify", "--register", url).stdout
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import itertools
-import json
 import os
 import re
 import subprocess
@@ -53,7 +52,7 @@ from holdfast.harness.report import charts
 from holdfast.harness.simulate.compare import RecoveryMoments, moments_of
 from support.browser import pictures
 from support.event_records import an_event
-from support.programs.forked_programs import said
+from support.programs.forked_programs import said, said_as_json
 
 
 def summing(ranks: int) -> Any:
@@ -330,10 +329,8 @@ def test_a_rank_that_dies_is_reported_and_the_rest_of_its_group_is_ended() -> No
 
 def test_the_command_prints_json_and_writes_a_plot(tmp_path: Path) -> None:
     picture = tmp_path / "plot.png"
-    asked = ["copy", "-n", "1", "--sizes", "8,1K", "--seconds", "0.02", "--rounds", "1", "--json"]
-    result = said("bench", *asked, "--plot", picture)
-    assert result.exit_code == 0, result.output
-    bench = json.loads(result.stdout)
+    asked = ["copy", "-n", "1", "--sizes", "8,1K", "--seconds", "0.02", "--rounds", "1"]
+    bench = said_as_json("bench", *asked, "--plot", picture)
     assert [row["nbytes"] for row in bench["rows"]] == [8, 1024]
     assert bench["machine"]["cpus"] >= 1
     assert picture.read_bytes().startswith(b"\x89PNG")

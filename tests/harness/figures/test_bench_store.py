@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from holdfast.harness.bench.store import data, drivers, workloads
 from holdfast.harness.bench.store.run import StoreBench, StorePlan, run
 from holdfast.harness.bench.store.worker import Digests, StoreWorker, Took
 from holdfast.harness.bench.store.workloads import missing
-from support.programs.forked_programs import said
+from support.programs.forked_programs import said, said_as_json
 
 SHAPES = data.equal_shapes(3, 4096)
 
@@ -155,11 +154,11 @@ def test_a_size_that_no_model_has_is_refused() -> None:
 
 @pytest.mark.thorough
 def test_the_command_prints_json() -> None:
-    done = said(
-        *("bench", "store", "--workloads", "small", "--peers", "memcpy", "--starts", "1", "--rounds", "1", "--json"),
-    )
-    assert done.exit_code == 0, done.stderr
-    assert {row["contestant"] for row in json.loads(done.stdout)["rows"]} == {drivers.HOLDFAST, drivers.MEMCPY}
+    options = ("--workloads", "small", "--peers", "memcpy", "--starts", "1", "--rounds", "1")
+    assert {row["contestant"] for row in said_as_json("bench", "store", *options)["rows"]} == {
+        drivers.HOLDFAST,
+        drivers.MEMCPY,
+    }
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="a GPU is here")

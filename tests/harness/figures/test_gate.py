@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import random
 import shutil
@@ -26,7 +25,7 @@ from holdfast.harness.gate.pairs import PairLauncher, RunningSide, SideFailed
 from holdfast.harness.gate.sides import NoSuchSide, Side, build, differing_pins
 from holdfast.harness.measure.stats import paired_ratio, t_cdf, t_quantile
 from holdfast.harness.measure.workers import OpFailed, WorkerFailed
-from support.programs.forked_programs import said
+from support.programs.forked_programs import said_as_json
 from support.source_tree import PACKAGES, ROOT
 from support.waiting import eventually
 
@@ -188,9 +187,8 @@ def test_the_gate_finds_the_workload_that_became_slower_and_no_other(tmp_path: P
     body = code.index('"""', code.index('"""', code.index(head)) + 3) + 3
     execution.write_text(f"{code[:body]}\n        sum(range(2000))\n{code[body:]}")
     only = ["--only", "long-way", "--only", "membership", "--most", "6"]
-    result = said("gate", ROOT, slow, *only, "--json")
-    assert result.exit_code == 1, result.output
-    verdicts = {finding["workload"]: finding["verdict"] for finding in json.loads(result.stdout)["findings"]}
+    findings = said_as_json("gate", ROOT, slow, *only, status=1)["findings"]
+    verdicts = {finding["workload"]: finding["verdict"] for finding in findings}
     assert verdicts["long-way"] == "slower"
     assert verdicts["membership"] != "slower"
 

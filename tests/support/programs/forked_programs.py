@@ -8,6 +8,7 @@ imported already.
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import shutil
 import subprocess
@@ -105,6 +106,13 @@ def run_holdfast(
 def said(*arguments: str | Path, **environ: str) -> Result:
     """Run the command in this process: wide, without colours, and for what has no process of its own to show."""
     return CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1", **environ}).invoke(app, [*map(str, arguments)])
+
+
+def said_as_json(*arguments: str | Path, status: int = 0, **environ: str) -> Any:
+    """What the command prints with `--json`, which has to end with this status."""
+    done = said(*arguments, "--json", **environ)
+    assert done.exit_code == status, done.output
+    return json.loads(done.stdout)
 
 
 def write_plugins(folder: Path, **sources: str) -> None:
