@@ -44,6 +44,7 @@ from support.mutations import damages, mutated
 from support.programs.forked_programs import run_python
 from support.samples.store_processes import count_reads, move_to_host
 from support.weights.peers import site_of
+from support.weights.state_dicts import same
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -143,8 +144,8 @@ def test_a_delta_is_never_larger_than_half_of_the_part_and_its_index(
     part = sum(piece.nbytes for piece in pieces)
     assert packed.nbytes <= (part - packed.whole_bytes) // 2 + 56 + 4 * len(pieces)
     for piece, size in zip(pieces, packed.sizes, strict=True):
-        same = torch.equal(piece.of(old), piece.of(new))
-        assert (size == 0) == same
+        unchanged = torch.equal(piece.of(old), piece.of(new))
+        assert (size == 0) == unchanged
         assert size == WHOLE or size <= most_of(piece)
 
 
@@ -382,10 +383,6 @@ def step(state: dict[str, torch.Tensor], share: float = 0.01) -> None:
     state["small"] += 1
 
 
-def alike(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(one[name].view(torch.uint8), other[name].view(torch.uint8)) for name in one)
-
-
 def offered(store: WeightStore, version: int) -> DeltaOffer | None:
     shard = store._catalog_client.read()[1].shard(version, 0)
     assert isinstance(shard, Shard)
@@ -415,7 +412,7 @@ def test_a_reader_of_the_version_before_reads_what_changed_there_or_in_its_own_t
         step(state)
         store.publish(version, state)
         store.get("latest", into)
-        assert alike(state, into)
+        assert same(state, into)
         assert wire.take() < nbytes(state) * share
 
 
@@ -431,7 +428,7 @@ def test_a_reader_without_the_base_gets_the_whole(store: WeightStore, wire: Wire
     assert offered(store, 2) is not None
     wire.take()
     store.get(2, into)
-    assert alike(state, into)
+    assert same(state, into)
     assert wire.take() > nbytes(state)
 
 
@@ -444,8 +441,8 @@ def test_a_prefetching_reader_makes_the_next_version_beside_the_one_it_serves(st
         store.publish(version, state)
         wire.take()
         store.get(version, buffers[1 - version % 2])
-        assert alike(buffers[1 - version % 2], state)
-        assert alike(buffers[version % 2], served), "the served weights have changed"
+        assert same(buffers[1 - version % 2], state)
+        assert same(buffers[version % 2], served), "the served weights have changed"
         assert wire.take() < nbytes(state) / 20
 
 
@@ -465,7 +462,7 @@ def test_a_damaged_delta_is_never_taken_for_the_new_version(store: WeightStore, 
     wire.deltas.append(delta.handle)
     wire.damage = damage
     store.get(2, into)
-    assert alike(state, into)
+    assert same(state, into)
 
 
 def test_no_delta_is_made_where_parts_are_mapped() -> None:
@@ -475,7 +472,7 @@ def test_no_delta_is_made_where_parts_are_mapped() -> None:
         store.publish(2, state)
         assert offered(store, 2) is None
         store.get(2, into)
-        assert alike(state, into)
+        assert same(state, into)
 
 
 def test_a_holder_on_another_host_makes_its_replica_from_the_one_before(
@@ -576,4 +573,4 @@ def test_a_part_takes_the_room_of_deltas(wire: Wire, request: pytest.FixtureRequ
             store.publish(version, state, timeout=5.0)
             assert store._replica_holder.pool.used <= room
             store.get(version, into)
-            assert alike(state, into)
+            assert same(state, into)

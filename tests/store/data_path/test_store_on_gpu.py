@@ -13,7 +13,7 @@ import torch
 from holdfast.store import WeightStore
 from holdfast.store.data.cuda_copies import digests, registrations
 from support.waiting import next_line
-from support.weights.state_dicts import same
+from support.weights.state_dicts import same, value_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
@@ -108,10 +108,6 @@ def targets() -> dict[str, torch.Tensor]:
     }
 
 
-def values(into: dict[str, torch.Tensor]) -> set[float]:
-    return {value for each in into.values() for value in each.unique().tolist()}
-
-
 @pytest.mark.parametrize("publisher", [(False, 1), (True, 1)], indirect=True, ids=["the host", "the device"])
 def test_another_process_gets_them_into_its_own(url: str, publisher: Publisher, request: pytest.FixtureRequest) -> None:
     device_copies = "the device" in request.node.name
@@ -120,7 +116,7 @@ def test_another_process_gets_them_into_its_own(url: str, publisher: Publisher, 
         for number in range(5):
             version = publisher.version()
             assert store.get("latest", into, atomic=number == 4) == version
-            assert values(into) == {version}
+            assert value_of(into) == version
             publisher.go_on()
         assert store.device_reads.unused == 0
         assert store.device_reads.read == (4 if device_copies else 0), "an atomic get goes by way of the host"
@@ -139,7 +135,7 @@ def test_a_publisher_killed_while_its_copies_are_open(url: str, publisher: Publi
         for each in into.values():
             each.zero_()
         assert store.get(version, into, timeout=20) == version
-        assert values(into) == {version}
+        assert value_of(into) == version
         assert store.device_reads.read == 1
 
 
