@@ -175,9 +175,7 @@ def test_a_pinned_version_stays_until_it_is_released(store: WeightStore) -> None
     lease.release()
 
 
-def test_a_rollback_lasts_until_a_publish_and_a_deleted_version_can_be_published_anew(
-    store: WeightStore,
-) -> None:
+def test_a_rollback_lasts_until_a_publish_and_a_deleted_version_can_be_published_anew(store: WeightStore) -> None:
     for version in (1, 2):
         store.publish(version, weights(version))
     store.rollback(1)

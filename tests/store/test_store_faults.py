@@ -509,22 +509,14 @@ def test_a_part_that_is_still_being_published_is_withdrawn_when_its_store_closes
     url: str, holders: Holders, start: Start
 ) -> None:
     """The publishing thread must not announce the part after that: no process could retract it."""
-    announced, failures = threading.Event(), []
-
-    def publish() -> None:
-        try:
-            publishing.publish(1, a_part(0))
-        except HoldfastError as error:
-            failures.append(error)
-
+    announced = threading.Event()
     holders(1)
     publishing = WeightStore(url, replicas=3, observe=lambda kind, _: announced.set() if kind == "announced" else None)
-    thread = threading.Thread(target=publish)
-    thread.start()
-    assert announced.wait(10)
-    publishing.close()
-    thread.join(10)
-    assert len(failures) == 1
+    with ThreadPoolExecutor(1) as pool:
+        publish = pool.submit(publishing.publish, 1, a_part(0))
+        assert announced.wait(10)
+        publishing.close()
+        assert isinstance(publish.exception(10), HoldfastError)
     with WeightStore(url) as store:
         assert store._catalog_client.read()[1].versions == ()
         store.publish(1, a_part(2))

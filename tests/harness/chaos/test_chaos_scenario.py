@@ -430,9 +430,7 @@ def run(name: str) -> Any:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["register-tcp-stopped", "register-etcd-stopped"])
-def test_a_register_that_is_stopped_delays_a_rebuild_and_breaks_nothing(
-    name: str,
-) -> None:
+def test_a_register_that_is_stopped_delays_a_rebuild_and_breaks_nothing(name: str) -> None:
     away, kill = run(name).strikes
     (seconds,) = [stage.seconds for stage in kill.stages if stage.name == "rebuilt"]
     assert away.time < kill.time < away.healed < kill.time + seconds

@@ -95,9 +95,7 @@ def test_a_delete_ignores_what_is_not_there_and_leaves_the_rest_of_a_batch() -> 
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 1), st.sets(st.integers(0, 90), min_size=1)), max_size=20))
-def test_processes_that_look_at_different_times_see_what_a_dict_would(
-    steps: list[tuple[bool, int, set[int]]],
-) -> None:
+def test_processes_that_look_at_different_times_see_what_a_dict_would(steps: list[tuple[bool, int, set[int]]]) -> None:
     url = f"memory://{next(_urls)}"
     with (
         closing(record.RecordClient(url)) as one,
