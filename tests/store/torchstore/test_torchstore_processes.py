@@ -207,7 +207,8 @@ async def main():
     for turn in range(2):
         await ts.initialize_spmd(strategy=getattr(ts, sys.argv[1])())
         await ts.put(f"rank{rank}", torch.full((2000,), 10 * turn + rank))
-        print(rank, [await value(f"rank{other}") for other in range(size)], flush=True)
+        found = [await value(f"rank{other}") for other in range(size)]
+        print(f"{rank} {found}\\n", end="", flush=True)  # in one write: torchrun's ranks are not buffered
         await ts.put(f"read{rank}", torch.tensor([1]))
         if rank == 0:  # the store ends with its owner: the others have to be done by then
             assert [await value(f"read{other}") for other in range(size)] == [1] * size
