@@ -86,7 +86,7 @@ def run_forked(
 
 
 def run_python(
-    *arguments: str | Path, cwd: Path | None = None, environ: Mapping[str, str] | None = None, timeout: float = 100.0
+    *arguments: str | Path, cwd: Path | None = None, environ: Mapping[str, str] | None = None, timeout: float = 110.0
 ) -> str:
     """Run an interpreter of its own, which must succeed; what it wrote to stdout."""
     command = [sys.executable, *arguments]
