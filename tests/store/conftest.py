@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import holdfast.store.torchstore as ts
 from holdfast.store import WeightStore
-from support.children import Child
+from support.children import Child, Start
 from support.samples.store_processes import Holders, a_holder
 
 
@@ -35,7 +35,7 @@ def other(tmp_path: Path) -> Iterator[WeightStore]:
 
 
 @pytest.fixture
-def holders(url: str, start: Callable[..., Child]) -> Holders:
+def holders(url: str, start: Start) -> Holders:
     """A function that starts processes which keep replicas, and waits until they do."""
 
     def started(count: int) -> list[Child]:

@@ -42,7 +42,7 @@ from holdfast.store.data.manifest import PIECE_BYTES, CopyPiece
 from holdfast.store.data.packing import PartBlock, pack
 from holdfast.store.holding.memory_pool import AHEAD
 from holdfast.store.read.version_reader import VersionReader
-from support.children import Child
+from support.children import Start
 from support.samples.store_processes import Holders, a_holder
 from support.waiting import eventually
 from support.weights.state_dicts import value_in, value_of, weights
@@ -175,9 +175,7 @@ def test_a_pinned_version_stays_until_it_is_released(store: WeightStore) -> None
     lease.release()
 
 
-def test_a_rollback_lasts_until_a_publish_and_a_deleted_version_can_be_published_anew(
-    store: WeightStore,
-) -> None:
+def test_a_rollback_lasts_until_a_publish_and_a_deleted_version_can_be_published_anew(store: WeightStore) -> None:
     for version in (1, 2):
         store.publish(version, weights(version))
     store.rollback(1)
@@ -240,7 +238,7 @@ def test_calls_of_a_closed_store_are_refused_and_one_without_references_is_close
         assert fresh.versions() == []
 
 
-def test_a_store_is_not_carried_over_a_fork(store: WeightStore, start: Callable[..., Child]) -> None:
+def test_a_store_is_not_carried_over_a_fork(store: WeightStore, start: Start) -> None:
     def child(pipe: Connection) -> None:
         try:
             store.latest()
@@ -268,7 +266,7 @@ def test_the_layout_of_a_part_reads_tensors_in_few_pieces() -> None:
 # -- several processes
 
 
-def test_a_holder_that_closes_hands_over_its_replicas(url: str, start: Callable[..., Child]) -> None:
+def test_a_holder_that_closes_hands_over_its_replicas(url: str, start: Start) -> None:
     with WeightStore(url, replicas=1) as store:
         store.publish(1, weights(6))
         holder = start(a_holder, url)
@@ -279,7 +277,7 @@ def test_a_holder_that_closes_hands_over_its_replicas(url: str, start: Callable[
         assert reader.latest() == 1 and value_in(reader, 1) == 6
 
 
-def test_readers_never_see_a_mixture(url: str, holders: Holders, start: Callable[..., Child]) -> None:
+def test_readers_never_see_a_mixture(url: str, holders: Holders, start: Start) -> None:
     """Each version is filled with its number, so every read must have one number in all elements."""
 
     def reader(pipe: Connection) -> None:
@@ -309,7 +307,7 @@ def test_readers_never_see_a_mixture(url: str, holders: Holders, start: Callable
             child.end()
 
 
-def test_an_idle_holder_costs_little(url: str, start: Callable[..., Child]) -> None:
+def test_an_idle_holder_costs_little(url: str, start: Start) -> None:
     def idler(pipe: Connection) -> None:
         with WeightStore(url):
             before = time.process_time()
@@ -337,21 +335,20 @@ def test_a_store_leaves_no_descriptor_thread_or_shared_memory(url: str, holders:
     assert not [name for name in os.listdir("/dev/shm") if "holdfast-regions" in name]  # noqa: PTH208
 
 
-def a_first_publish_and_get(pipe: Connection, url: str, warmed: bool) -> None:
-    if not warmed:
-        weight_store._publish_and_get = lambda plane: None
-    state = {f"layers.{number}.weight": torch.ones(1024) for number in range(300)}
-    into = {name: torch.zeros_like(each) for name, each in state.items()}
-    with WeightStore(url, replicas=1, expect=4 << 20) as store:
-        eventually(lambda: len(store._replica_holder.pool._spare) == AHEAD)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        store.publish(1, state)
-        store.get(1, into)
-        pipe.send(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+def test_first_calls_take_fewer_page_faults(start: Start, url: str) -> None:
+    def publish_and_get(pipe: Connection, warmed: bool) -> None:
+        if not warmed:
+            weight_store._publish_and_get = lambda plane: None
+        state = {f"layers.{number}.weight": torch.ones(1024) for number in range(300)}
+        into = {name: torch.zeros_like(each) for name, each in state.items()}
+        with WeightStore(f"{url}-{warmed}", replicas=1, expect=4 << 20) as store:
+            eventually(lambda: len(store._replica_holder.pool._spare) == AHEAD)
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            store.publish(1, state)
+            store.get(1, into)
+            pipe.send(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
-
-def test_first_calls_take_fewer_page_faults(start: Callable[..., Child], url: str) -> None:
-    cold, warm = (start(a_first_publish_and_get, f"{url}-{warmed}", warmed) for warmed in (False, True))
+    cold, warm = (start(publish_and_get, warmed) for warmed in (False, True))
     assert warm.hear() < 0.85 * cold.hear()
     for child in (cold, warm):
         child.end()

@@ -34,7 +34,7 @@ from holdfast.store.catalog.client import Cancellation
 from holdfast.store.catalog.records import Catalog, Shard
 from holdfast.store.errors import CallCancelled
 from holdfast.store.holding.watchers import DeathWatcher
-from support.children import Child
+from support.children import Start
 from support.samples.store_processes import Holders, a_publisher
 from support.waiting import PATIENCE, eventually
 from support.weights.state_dicts import value_in, weights
@@ -68,7 +68,7 @@ def test_a_death_is_reported_where_descriptors_run_out() -> None:
 
 @pytest.mark.parametrize("point", ["copied", "announced"])
 def test_a_publisher_that_dies_leaves_nothing_and_the_next_may_publish(
-    url: str, holders: Holders, start: Callable[..., Child], point: str
+    url: str, holders: Holders, start: Start, point: str
 ) -> None:
     """The publisher asks for more replicas than there are processes, so it dies before the version is visible."""
     holders(1)
@@ -83,7 +83,7 @@ def test_a_publisher_that_dies_leaves_nothing_and_the_next_may_publish(
 
 
 def test_publishers_die_one_after_the_other_and_those_who_start_anew_complete_the_version(
-    url: str, holders: Holders, start: Callable[..., Child]
+    url: str, holders: Holders, start: Start
 ) -> None:
     """The first dies after its part was published, the second before; a third brings the second's bytes."""
     living = holders(2)
@@ -99,7 +99,13 @@ def test_publishers_die_one_after_the_other_and_those_who_start_anew_complete_th
         eventually(lambda: pids(reader, 1) == {holder.pid for holder in living})
 
 
-def test_a_read_survives_the_death_of_a_holder(url: str, holders: Holders) -> None:
+def kill_later(_: Connection, pid: int, seconds: float) -> None:
+    """The body of a process that sends SIGKILL after a while: threads of the reader would delay it."""
+    time.sleep(seconds)
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_a_read_survives_the_death_of_a_holder(url: str, holders: Holders, start: Start) -> None:
     size = 8 << 20
     living = holders(2)
     with WeightStore(url, hold=False) as store:
@@ -110,28 +116,14 @@ def test_a_read_survives_the_death_of_a_holder(url: str, holders: Holders) -> No
             began = time.monotonic()
             store.get(1, into)
             seconds = time.monotonic() - began
-            killer = Killer(holder.pid, 0.4 * seconds)
+            killer = start(kill_later, holder.pid, 0.4 * seconds)
             for tensor in into.values():
                 tensor.fill_(-1)
             store.get(1, into)
-            killer.join()
+            killer.end()
             assert all(bool((tensor == 3.0).all()) for tensor in into.values())
             eventually(lambda dead=holder.pid: len(pids(store, 1) - {dead}) == 2)
         assert pids(store, 1) == {holder.pid for holder in preferred}
-
-
-class Killer:
-    """Sends SIGKILL after a while from a process of its own: threads of the reader would delay it."""
-
-    def __init__(self, pid: int, seconds: float) -> None:
-        self._child = os.fork()
-        if self._child == 0:
-            time.sleep(seconds)
-            os.kill(pid, signal.SIGKILL)
-            os._exit(0)
-
-    def join(self) -> None:
-        os.waitpid(self._child, 0)
 
 
 def test_a_stopped_holder_can_still_be_read_and_the_next_in_turn_makes_the_replica(url: str, holders: Holders) -> None:
@@ -165,7 +157,7 @@ def test_wrong_bytes_are_found_and_the_replica_is_made_anew(url: str, holders: H
         assert value_in(store, 1) == 4.0, "what was wrong was copied anew"
 
 
-def test_a_dead_process_pins_nothing(url: str, start: Callable[..., Child]) -> None:
+def test_a_dead_process_pins_nothing(url: str, start: Start) -> None:
     def pinner(pipe: Connection) -> None:
         with WeightStore(url, hold=False) as mine:
             mine.pin(1)
@@ -184,7 +176,7 @@ def test_a_dead_process_pins_nothing(url: str, start: Callable[..., Child]) -> N
         eventually(lambda: store.versions() == [4, 5])
 
 
-def test_one_of_several_processes_that_disagree_about_a_version_wins(url: str, start: Callable[..., Child]) -> None:
+def test_one_of_several_processes_that_disagree_about_a_version_wins(url: str, start: Start) -> None:
     def publisher(pipe: Connection, value: float) -> None:
         with WeightStore(url) as mine:
             pipe.recv()
@@ -214,7 +206,7 @@ def test_one_of_several_processes_that_disagree_about_a_version_wins(url: str, s
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.thorough)])
-def test_holders_die_at_random_and_no_version_is_lost(url: str, holders: Holders, seed: int) -> None:
+def test_holders_die_at_random_and_no_version_is_lost(url: str, holders: Holders, start: Start, seed: int) -> None:
     """Holders are killed and replaced at random moments while versions are published and read.
 
     Published versions stay, and are never a mixture.
@@ -225,10 +217,10 @@ def test_holders_die_at_random_and_no_version_is_lost(url: str, holders: Holders
     with WeightStore(url, hold=False) as store:
         for version in range(8):
             victim = living.pop(dice.randrange(3))
-            killer = Killer(victim.pid, dice.random() * 0.01)
+            killer = start(kill_later, victim.pid, dice.random() * 0.01)
             store.publish(version, weights(version, size), timeout=10)
             assert value_in(store, version, size) == version
-            killer.join()
+            killer.end()
             assert value_in(store, version, size) == version
             living += holders(1)
             eventually(lambda number=version: len(pids(store, number)) >= 2)
@@ -455,7 +447,7 @@ def a_part(number: int) -> dict[str, torch.Tensor]:
     return {f"part {number}": torch.full((300,), float(number))}
 
 
-def publish_and_reach(start: Callable[..., Child], url: str, point: str, hold: bool) -> None:
+def publish_and_reach(start: Start, url: str, point: str, hold: bool) -> None:
     """Let a process publish part 0 of version 1, and reach a point of its end."""
     publisher = start(partial(a_publisher, parts=2, hold=hold), url, 1, partial(a_part, 0), point)
     assert publisher.hear() == point
@@ -477,7 +469,7 @@ def publish_and_reach(start: Callable[..., Child], url: str, point: str, hold: b
     ],
 )
 def test_a_part_whose_publish_has_returned_outlives_its_store(
-    url: str, holders: Holders, start: Callable[..., Child], point: str, hold: bool
+    url: str, holders: Holders, start: Start, point: str, hold: bool
 ) -> None:
     holders(2)
     publish_and_reach(start, url, point, hold)
@@ -492,7 +484,7 @@ def test_a_part_whose_publish_has_returned_outlives_its_store(
 
 @pytest.mark.parametrize("point", ["closed", "returned"])
 def test_a_part_without_a_publisher_outlives_its_holders_one_after_the_other(
-    url: str, holders: Holders, start: Callable[..., Child], point: str
+    url: str, holders: Holders, start: Start, point: str
 ) -> None:
     """A replica that dies leaves one, which is copied before the version is complete."""
     living = holders(2)
@@ -514,25 +506,17 @@ def _part(store: WeightStore) -> Shard:
 
 
 def test_a_part_that_is_still_being_published_is_withdrawn_when_its_store_closes(
-    url: str, holders: Holders, start: Callable[..., Child]
+    url: str, holders: Holders, start: Start
 ) -> None:
     """The publishing thread must not announce the part after that: no process could retract it."""
-    announced, failures = threading.Event(), []
-
-    def publish() -> None:
-        try:
-            publishing.publish(1, a_part(0))
-        except HoldfastError as error:
-            failures.append(error)
-
+    announced = threading.Event()
     holders(1)
     publishing = WeightStore(url, replicas=3, observe=lambda kind, _: announced.set() if kind == "announced" else None)
-    thread = threading.Thread(target=publish)
-    thread.start()
-    assert announced.wait(10)
-    publishing.close()
-    thread.join(10)
-    assert len(failures) == 1
+    with ThreadPoolExecutor(1) as pool:
+        publish = pool.submit(publishing.publish, 1, a_part(0))
+        assert announced.wait(10)
+        publishing.close()
+        assert isinstance(publish.exception(10), HoldfastError)
     with WeightStore(url) as store:
         assert store._catalog_client.read()[1].versions == ()
         store.publish(1, a_part(2))

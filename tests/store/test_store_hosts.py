@@ -24,7 +24,7 @@ from holdfast.harness.testbed import netns
 from holdfast.harness.testbed.etcd import EtcdCluster
 from holdfast.harness.testbed.netns import EnterNamespace, Network
 from holdfast.store import Follower, WeightStore
-from support.children import Child
+from support.children import Start
 from support.waiting import eventually
 
 pytestmark = [
@@ -398,7 +398,7 @@ def test_a_host_that_is_cut_off_from_register_and_stores_comes_back(
 
 @pytest.mark.parametrize("plane", ["ucx"], indirect=True)
 def test_versions_are_published_and_read_while_leaders_of_etcd_are_killed(
-    network: Network, open_on: Open, start: Callable[..., Child], tmp_path: Path
+    network: Network, open_on: Open, start: Start, tmp_path: Path
 ) -> None:
     entry = network.entry(0)
     with EtcdCluster(3, tmp_path / "etcd", host=network.addresses[0], enter=entry) as etcd:

@@ -89,8 +89,12 @@ def _live(body: Callable[..., None], pipe: Connection, args: tuple[Any, ...]) ->
         os._exit(status)
 
 
+Start = Callable[..., Child]
+"""What the fixture `start` is: it starts a child with a body and its arguments."""
+
+
 @contextmanager
-def children() -> Iterator[Callable[..., Child]]:
+def children() -> Iterator[Start]:
     """A function that starts children, all of them killed on leaving."""
     started: list[Child] = []
 

@@ -7,8 +7,6 @@ import os
 import re
 import select
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,13 +23,7 @@ from holdfast.ft.events import FaultInjected
 from holdfast.ft.faultpoints import Arrival, GateAddress, GateAgent, PointFilter
 from holdfast.ft.telemetry.event_log import EventLog
 from holdfast.harness import chaos as chaos_module
-from holdfast.harness.chaos.outcome.checks import (
-    EverySampleOnce,
-    OnlyFaultyMembersLeave,
-    failures,
-    growth,
-    same_weights,
-)
+from holdfast.harness.chaos.outcome import checks
 from holdfast.harness.chaos.outcome.measure import injected_faults, percentiles
 from holdfast.harness.chaos.outcome.record import ChaosReport, ChaosRun, Speed, compared, load_report
 from holdfast.harness.chaos.outcome.show import figures_of, write_report
@@ -46,7 +38,7 @@ from holdfast.harness.links.policy import LinkTraffic
 from holdfast.harness.report.model import FaultRecord, RecoveryStage
 from support.browser import dom, needs_chromium, pictures
 from support.event_records import an_event
-from support.programs.forked_programs import said
+from support.programs.forked_programs import run_python, said
 from support.source_tree import ROOT
 
 LIBRARY = "HOLDFAST_CHAOS_LIBRARY"
@@ -69,6 +61,11 @@ at = { point = "commit.before_barrier", in_step = 20, rank = 1 }
 ranks = 2
 rebuilds = [1, 1]
 """
+
+
+SMALL_STORE = Scenario(
+    name="store", title="a store", summary="", workload=StoreWorkload(versions=2, readers=1, megabytes=0.01)
+)
 
 
 @pytest.fixture(scope="module")
@@ -130,10 +127,7 @@ def test_a_store_process_that_ends_without_a_fault_fails_the_run(
         return read(*args)
 
     monkeypatch.setitem(BODIES, "reader", reader)
-    scenario = Scenario(
-        name="store", title="a store", summary="", workload=StoreWorkload(versions=2, readers=1, megabytes=0.01)
-    )
-    (failure,) = chaos_module.run_scenario(scenario, compare=False).failures
+    (failure,) = chaos_module.run_scenario(SMALL_STORE, compare=False).failures
     assert failure == "reader-0 exited with status 1, and nobody had struck it"
 
 
@@ -142,10 +136,7 @@ def test_a_run_may_end_before_a_recurring_fault_comes_again(again: bool, came: b
     raw = history()
     raw.faults = [RunFault(msgspec.structs.replace(each.planned, again=again)) for each in raw.faults]
     raw.faults[0].time = 1.0 if came else None
-    scenario = Scenario(
-        name="faster", title="", summary="", workload=StoreWorkload(versions=2, readers=1, megabytes=0.01)
-    )
-    told = failures(scenario, raw, [], injected_faults(raw), Speed(steps=9, rate=1.0), None, 0)
+    told = checks.failures(SMALL_STORE, raw, [], injected_faults(raw), Speed(steps=9, rate=1.0), None, 0)
     assert any("never struck: its moment (5.00 s)" in each for each in told) == (not again or not came)
 
 
@@ -213,7 +204,7 @@ def link_faults(**traffic: int) -> list[str]:
     ]
     raw.too_long = True
     scenario = Scenario(name="links", title="", summary="", workload=AllReduce())
-    return failures(scenario, raw, [], injected_faults(raw), Speed(steps=9, rate=1.0), None, 0)
+    return checks.failures(scenario, raw, [], injected_faults(raw), Speed(steps=9, rate=1.0), None, 0)
 
 
 def test_a_fault_of_links_that_changed_nothing_and_a_cut_that_stalled_a_run_are_named() -> None:
@@ -399,7 +390,7 @@ def test_a_workload_that_fails_without_a_fault_is_reported_in_a_line(
 
 
 def test_a_shard_without_a_worker_or_with_two_is_found() -> None:
-    checker = EverySampleOnce(Bounds())
+    checker = checks.EverySampleOnce(Bounds())
     for step, (mine, yours) in enumerate([([0], [1]), ([0], []), ([0, 1], [1])]):
         checker.observe(an_event("samples", "a", step=step, epoch=1, shards=mine))
         checker.observe(an_event("samples", "b", step=step, epoch=1, shards=yours))
@@ -412,7 +403,7 @@ def test_a_shard_without_a_worker_or_with_two_is_found() -> None:
 
 
 def test_an_eviction_without_a_fault_is_found() -> None:
-    checker = OnlyFaultyMembersLeave(Bounds())
+    checker = checks.OnlyFaultyMembersLeave(Bounds())
     checker.observe(an_event("installed", epoch=1, members=["a", "b", "c"]))
     checker.observe(an_event("fault", what="kill", target="b"))
     checker.observe(an_event("installed", epoch=2, members=["a", "c"]))
@@ -431,10 +422,10 @@ def after_rebuilds(descriptors: list[int]) -> list[Event]:
 
 
 def test_descriptors_that_grow_with_rebuilds_are_found_and_not_those_of_members_that_come_and_go() -> None:
-    (violation,) = growth(after_rebuilds([30, 40, 50, 60, 70, 80, 90])).violations
+    (violation,) = checks.growth(after_rebuilds([30, 40, 50, 60, 70, 80, 90])).violations
     assert "descriptors grew from 40 to 80 over 8 rebuilds" in violation.message
 
-    finding = growth(after_rebuilds([30, 62, 48, 62, 48, 62, 62]))
+    finding = checks.growth(after_rebuilds([30, 62, 48, 62, 48, 62, 62]))
     assert finding.looked
     assert not finding.violations
 
@@ -452,7 +443,7 @@ def test_descriptors_that_grow_with_rebuilds_are_found_and_not_those_of_members_
 def test_results_are_compared_with_those_without_faults_else_with_each_other(
     digests: dict[str, str], reference: str, invariant: str, compared: int, differ: list[str]
 ) -> None:
-    finding = same_weights(digests, reference)
+    finding = checks.same_weights(digests, reference)
     assert (finding.invariant, finding.looked) == (invariant, compared)
     assert [violation.process for violation in finding.violations] == differ
 
@@ -538,10 +529,8 @@ def test_the_example_in_the_readme_runs_unchanged() -> None:
     example = ROOT / "examples" / "test_my_training.py"
     _, begun, rest = example.read_text().partition("import torch")
     assert begun + rest in (ROOT / "README.md").read_text()
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), str(example)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, cwd=ROOT)
-    assert done.returncode == 0, done.stdout
-    assert "1 passed" in done.stdout
+    arguments = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", ROOT, example)
+    assert "1 passed" in run_python(*arguments, cwd=ROOT)
 
 
 @pytest.mark.thorough

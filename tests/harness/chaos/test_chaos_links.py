@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -25,6 +23,7 @@ from holdfast.harness import LocalCluster
 from holdfast.harness.links.client import Links
 from holdfast.harness.links.policy import BULK, CLEAR, LinkPolicy, LinkRule, combined
 from holdfast.harness.links.proxy import Direction
+from support.programs.forked_programs import run_python
 
 policies = st.builds(
     LinkPolicy,
@@ -231,21 +230,20 @@ assert os.waitpid(child, 0)[1] == 0
 @pytest.mark.thorough
 def test_links_need_no_privilege() -> None:
     """A user without any capability leads a connection to another address by seccomp."""
-    subprocess.run([sys.executable, "-c", UNPRIVILEGED], check=True, timeout=60)
-
-
-def steady(session: Session, steps: int) -> tuple[int, int | None]:
-    """Run steps of some milliseconds; returns the number of steps, and of ranks at the end."""
-    for attempt in session.steps(steps):
-        with attempt:
-            time.sleep(0.002)
-            attempt.comm.all_reduce(torch.ones(8))
-    return session.step, session.size
+    run_python("-c", UNPRIVILEGED)
 
 
 def test_a_partitioned_job_commits_no_step_and_goes_on_once_healed() -> None:
+    def work(session: Session) -> tuple[int, int | None]:
+        """Run steps of some milliseconds; returns the number of steps, and of ranks at the end."""
+        for attempt in session.steps(100):
+            with attempt:
+                time.sleep(0.002)
+                attempt.comm.all_reduce(torch.ones(8))
+        return session.step, session.size
+
     with LocalCluster(2, "gloo", links=True) as cluster:
-        job = cluster.start(steady, 100)
+        job = cluster.start(work)
         job.wait_for("committed", step=10)
         job.partition([0], [1])
         time.sleep(0.2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -44,7 +43,7 @@ from holdfast.harness.cluster.job import ViewCache
 from holdfast.harness.invariants import Bounds
 from holdfast.harness.links.policy import unbreakable
 from support.event_records import an_event
-from support.programs.forked_programs import said
+from support.programs.forked_programs import said_as_json
 from support.source_tree import ROOT
 from support.waiting import eventually
 
@@ -288,7 +287,7 @@ def test_the_page_has_every_fault_type_of_the_command_with_its_keys() -> None:
     rows = {
         row[0]: set(row[2].split()) for row in re.findall(r"^\| `([a-z-]+)` \| (.*) \| (?:`(.*)`)? ?\|$", page, re.M)
     }
-    listed = json.loads(said("chaos", "list", "--json").stdout)["faults"]
+    listed = said_as_json("chaos", "list")["faults"]
     assert rows == {name: set(kind["keys"]) for name, kind in listed.items()}
 
 
@@ -431,9 +430,7 @@ def run(name: str) -> Any:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["register-tcp-stopped", "register-etcd-stopped"])
-def test_a_register_that_is_stopped_delays_a_rebuild_and_breaks_nothing(
-    name: str,
-) -> None:
+def test_a_register_that_is_stopped_delays_a_rebuild_and_breaks_nothing(name: str) -> None:
     away, kill = run(name).strikes
     (seconds,) = [stage.seconds for stage in kill.stages if stage.name == "rebuilt"]
     assert away.time < kill.time < away.healed < kill.time + seconds

@@ -21,7 +21,7 @@ from holdfast.harness.chaos.outcome.training import COPIES, PROMPTS, VERSIONS
 from holdfast.harness.chaos.outcome.training import STEPS as COMMITTED
 from holdfast.harness.chaos.scenario import BadScenario, parse, scenario_path, text_of
 from holdfast.harness.testbed import netns
-from support.programs.forked_programs import said
+from support.programs.forked_programs import run_python, said
 from support.waiting import becomes_true
 
 pytestmark = pytest.mark.timeout(400)
@@ -31,15 +31,13 @@ STEPS = 24
 
 
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "holdfast.harness.cli.app", "demo", *arguments]
+    return ["-m", "holdfast.harness.cli.app", "demo", *arguments]
 
 
 def demonstrated(*arguments: str, folder: Path) -> dict[str, Any]:
     """What a demo prints that held, with its report in a folder."""
     asked = command(*arguments, "--json", "--report", str(folder))
-    done = subprocess.run(asked, capture_output=True, text=True, timeout=350, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    summary: dict[str, Any] = json.loads(done.stdout)
+    summary: dict[str, Any] = json.loads(run_python(*asked, timeout=350.0))
     assert summary["passed"] and summary["violations"] == []
     return summary
 
@@ -82,7 +80,7 @@ def short() -> Iterator[Path]:
 def test_an_interrupted_demo_leaves_nothing_behind(tmp_path: Path, short: Path, number: int) -> None:
     environ = {**os.environ, "TMPDIR": str(short)}
     with subprocess.Popen(
-        command("--steps", "100000", "--report", str(tmp_path / "report")),
+        [sys.executable, *command("--steps", "100000", "--report", str(tmp_path / "report"))],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

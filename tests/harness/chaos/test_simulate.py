@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -17,32 +14,8 @@ from holdfast.ft import events
 from holdfast.ft.console.console import console
 from holdfast.ft.membership.view import OnDeath
 from holdfast.harness.invariants import Event
-from holdfast.harness.simulate.compare import (
-    Comparison,
-    MachineCosts,
-    RecoveryMoments,
-    cases_table,
-    error_of,
-    middle,
-    predict,
-)
-from holdfast.harness.simulate.core.faults import (
-    AtPoint,
-    BlockRegister,
-    BreakDetector,
-    CutPath,
-    DriftClock,
-    Fault,
-    JumpClock,
-    KillHost,
-    KillProcess,
-    KillRack,
-    LoseProposals,
-    PartitionHosts,
-    PauseProcess,
-    RefuseSignals,
-    SlowProcess,
-)
+from holdfast.harness.simulate import compare
+from holdfast.harness.simulate.core import faults
 from holdfast.harness.simulate.core.schedule import JobLayout, MachineModel, NetworkModel, Schedule, load, save
 from holdfast.harness.simulate.core.world import World
 from holdfast.harness.simulate.draw import MOST_WITH_STEPS, SCENARIOS, draw, scenario
@@ -50,7 +23,7 @@ from holdfast.harness.simulate.known_bugs.reproduce import KNOWN_BUGS, reproduce
 from holdfast.harness.simulate.run import simulate as run
 from holdfast.harness.simulate.show import known_bug_named
 from holdfast.harness.simulate.shrink import shrink
-from support.programs.forked_programs import said
+from support.programs.forked_programs import run_python, said, said_as_json
 
 TRACES = """
 import sys
@@ -74,11 +47,7 @@ def test_equal_seeds_give_equal_traces_in_other_processes_too() -> None:
     here = [run(draw(seed)).trace for seed in (3, 10, 21)]
     here.append(run(scenario("host-loss", 256, 32, 7)).trace)
     assert len(set(here)) == 4
-    environment = {**os.environ, "PYTHONHASHSEED": "12345"}
-    other = subprocess.run(
-        [sys.executable, "-c", TRACES], env=environment, capture_output=True, text=True, timeout=60, check=True
-    )
-    assert other.stdout.split() == here
+    assert run_python("-c", TRACES, environ={**os.environ, "PYTHONHASHSEED": "12345"}).split() == here
 
 
 def test_a_trace_has_one_line_for_each_event() -> None:
@@ -96,12 +65,12 @@ def test_a_trace_has_one_line_for_each_event() -> None:
 @pytest.mark.parametrize(
     ("broken", "killed"),
     [
-        (BreakDetector(at=0.2, process=0, detector="observers"), KillHost(at=0.5, host=1)),
-        (BreakDetector(at=0.159, process=1, detector="observers"), KillProcess(at=0.25, process=0)),
+        (faults.BreakDetector(at=0.2, process=0, detector="observers"), faults.KillHost(at=0.5, host=1)),
+        (faults.BreakDetector(at=0.159, process=1, detector="observers"), faults.KillProcess(at=0.25, process=0)),
     ],
 )
 def test_a_detector_that_raises_is_replaced_and_the_job_outlives_the_other_host(
-    broken: BreakDetector, killed: Fault
+    broken: faults.BreakDetector, killed: faults.Fault
 ) -> None:
     layout = JobLayout(ranks=2, hosts=2, racks=2, spares=0, steps=10)
     seen = played(Schedule(layout=layout, faults=(broken, killed)))
@@ -110,8 +79,8 @@ def test_a_detector_that_raises_is_replaced_and_the_job_outlives_the_other_host(
 
 
 def test_a_signal_that_the_kernel_refuses_is_sent_again() -> None:
-    faults = (RefuseSignals(at=0.3, host=0, seconds=2.0), PauseProcess(at=0.3, process=0, seconds=4.0))
-    seen = played(Schedule(layout=JobLayout(ranks=4, hosts=2, racks=1), faults=faults))
+    planned = (faults.RefuseSignals(at=0.3, host=0, seconds=2.0), faults.PauseProcess(at=0.3, process=0, seconds=4.0))
+    seen = played(Schedule(layout=JobLayout(ranks=4, hosts=2, racks=1), faults=planned))
     fenced = [event for event in seen if isinstance(event, events.FenceFailed | events.MemberFenced)]
     assert [type(event) for event in fenced] == [events.FenceFailed, events.MemberFenced]
     assert any(isinstance(event, events.ProcessDied) and event.process == "p0" for event in seen)
@@ -119,15 +88,15 @@ def test_a_signal_that_the_kernel_refuses_is_sent_again() -> None:
 
 @pytest.mark.parametrize("writes", [False, True])
 def test_a_proposal_without_an_answer_is_found_in_the_register_or_given_up_and_made_again(writes: bool) -> None:
-    faults = (KillProcess(at=0.3, process=3), LoseProposals(at=0.2, seconds=0.5, writes=writes))
-    seen = played(Schedule(layout=JobLayout(ranks=4, hosts=2, racks=1, spares=0), faults=faults, bound=18.0))
+    planned = (faults.KillProcess(at=0.3, process=3), faults.LoseProposals(at=0.2, seconds=0.5, writes=writes))
+    seen = played(Schedule(layout=JobLayout(ranks=4, hosts=2, racks=1, spares=0), faults=planned, bound=18.0))
     late = [event for event in seen if isinstance(event, events.RegisterUnreachable)]
     assert bool(late) is not writes
     assert all("did not answer within 10 s" in event.reason for event in late)
 
 
 def test_a_clock_that_jumps_makes_nobody_suspect() -> None:
-    seen = played(Schedule(faults=(JumpClock(at=0.5, host=0, forward=5.0),)))
+    seen = played(Schedule(faults=(faults.JumpClock(at=0.5, host=0, forward=5.0),)))
     assert not [event for event in seen if isinstance(event, events.MemberSuspected | events.MemberFenced)]
 
 
@@ -157,10 +126,13 @@ def test_every_survivor_of_a_thousand_ranks_installs_the_next_view(name: str) ->
 
 @pytest.mark.parametrize(
     "cut",
-    [PartitionHosts(at=0.3, hosts=(0,), seconds=3.0, register=True), CutPath(at=0.3, source=0, target=1, seconds=3.0)],
+    [
+        faults.PartitionHosts(at=0.3, hosts=(0,), seconds=3.0, register=True),
+        faults.CutPath(at=0.3, source=0, target=1, seconds=3.0),
+    ],
 )
 @pytest.mark.parametrize("ranks", [4, 5])
-def test_the_host_with_the_first_rank_goes_on_after_a_partition(ranks: int, cut: Fault) -> None:
+def test_the_host_with_the_first_rank_goes_on_after_a_partition(ranks: int, cut: faults.Fault) -> None:
     """The first host has at least half of the ranks. Neither host hears the other, or only the second does not."""
     schedule = Schedule(layout=JobLayout(ranks=ranks, hosts=2, racks=1, spares=0, steps=40), faults=(cut,))
     for seed in range(10):
@@ -181,7 +153,7 @@ def test_the_load_of_a_rank_does_not_grow_with_the_number_of_ranks() -> None:
 def test_the_loss_of_a_host_is_reported_in_few_messages() -> None:
     """A lost host has many members, and each survivor suspects them all: it tells of those of one turn together."""
     layout = JobLayout(ranks=32, hosts=4, racks=1, spares=0, steps=10**6)
-    world = World(Schedule(3, layout, faults=(KillHost(at=1.0, host=3),)), lambda event: None)
+    world = World(Schedule(3, layout, faults=(faults.KillHost(at=1.0, host=3),)), lambda event: None)
     heard: Counter[tuple[str, str]] = Counter()
 
     def count(event: str, who: str, what: str) -> None:
@@ -205,17 +177,21 @@ ONCE_BROKEN = {
         seed=38,
         layout=JobLayout(ranks=10, hosts=5, racks=5, steps=1, join=3.0),
         network=NetworkModel(reorder=0.15, reorder_delay=0.5),
-        faults=(KillHost(host=0, at=0.05), DriftClock(process=3, share=-0.05, at=0.1), KillHost(host=4, at=0.02)),
+        faults=(
+            faults.KillHost(host=0, at=0.05),
+            faults.DriftClock(process=3, share=-0.05, at=0.1),
+            faults.KillHost(host=4, at=0.02),
+        ),
     ),
     "dead process confirmed": Schedule(
         seed=343,
         layout=JobLayout(ranks=3, hosts=3, racks=3, spares=2, steps=1, join=3.0),
         faults=(
-            DriftClock(process=2, share=-0.05, at=0.164),
-            SlowProcess(process=2, delay=0.01, seconds=0.64, at=0.151),
-            SlowProcess(process=0, delay=0.1, seconds=0.08, at=0.018),
-            PauseProcess(process=1, seconds=0.8, at=0.181),
-            PauseProcess(process=1, seconds=0.05, at=0.027),
+            faults.DriftClock(process=2, share=-0.05, at=0.164),
+            faults.SlowProcess(process=2, delay=0.01, seconds=0.64, at=0.151),
+            faults.SlowProcess(process=0, delay=0.1, seconds=0.08, at=0.018),
+            faults.PauseProcess(process=1, seconds=0.8, at=0.181),
+            faults.PauseProcess(process=1, seconds=0.05, at=0.027),
         ),
     ),
 }
@@ -238,8 +214,8 @@ def test_a_rank_that_is_masked_and_lives_commits_nothing_that_the_others_undo(on
     seen: list[Event] = []
     for seed in range(8):
         layout = JobLayout(ranks=4, hosts=1, racks=1, spares=seed % 2, steps=20, join=3.0, on_death=on_death)
-        paused = PauseProcess(process=1, seconds=0.35, at=0.2 + seed * 0.011)
-        killed = KillProcess(process=2, at=0.25 + seed * 0.013)
+        paused = faults.PauseProcess(process=1, seconds=0.35, at=0.2 + seed * 0.011)
+        killed = faults.KillProcess(process=2, at=0.25 + seed * 0.013)
         seen += played(Schedule(seed=seed, layout=layout, faults=(paused, killed)))
     assert any(isinstance(event, events.ViewInstalled) and event.over is not UNSET for event in seen)
     assert any(isinstance(event, events.SessionFailed) and "is masked" in event.error for event in seen)
@@ -255,8 +231,8 @@ def test_a_schedule_is_a_file_that_replays(tmp_path: Path) -> None:
         '[[faults]]\nfault = "crash"\nat = 0.5\nprocess = 2\n'
         '[[faults]]\nfault = "isolate"\nat = 1\nhosts = [1]\nseconds = 0.5\n'
     )
-    faults = (KillProcess(at=0.5, process=2), PartitionHosts(at=1, hosts=(1,), seconds=0.5))
-    assert load(toml) == Schedule(4, JobLayout(ranks=6, hosts=3), NetworkModel(loss=0.01), faults)
+    planned = (faults.KillProcess(at=0.5, process=2), faults.PartitionHosts(at=1, hosts=(1,), seconds=0.5))
+    assert load(toml) == Schedule(4, JobLayout(ranks=6, hosts=3), NetworkModel(loss=0.01), planned)
 
 
 @pytest.mark.parametrize(
@@ -283,7 +259,7 @@ def test_an_impossible_schedule_is_refused(text: str, tmp_path: Path) -> None:
 
 
 def test_faults_at_points_of_the_protocol_are_injected_there() -> None:
-    seen = played(Schedule(faults=(AtPoint(at=0.3, point="commit.after_barrier", nth=3),)))
+    seen = played(Schedule(faults=(faults.AtPoint(at=0.3, point="commit.after_barrier", nth=3),)))
     died = [event.why for event in seen if isinstance(event, events.ProcessDied)]
     assert died == ["SIGKILL at commit.after_barrier"]
 
@@ -340,12 +316,12 @@ def test_known_bugs_are_twenty_or_more_and_each_is_removed_at_the_end_of_its_blo
 
 
 def test_shrinking_deletes_events_that_do_not_matter() -> None:
-    faults = tuple(KillProcess(at=round(0.1 + 0.01 * n, 3), process=n) for n in range(8))
+    planned = tuple(faults.KillProcess(at=round(0.1 + 0.01 * n, 3), process=n) for n in range(8))
 
     def fails(schedule: Schedule) -> bool:
-        return any(isinstance(fault, KillProcess) and fault.process == 5 for fault in schedule.faults)
+        return any(isinstance(fault, faults.KillProcess) and fault.process == 5 for fault in schedule.faults)
 
-    small = shrink(Schedule(layout=JobLayout(steps=20), network=NetworkModel(duplicate=0.1), faults=faults), fails)
+    small = shrink(Schedule(layout=JobLayout(steps=20), network=NetworkModel(duplicate=0.1), faults=planned), fails)
     assert len(small.faults) == 1 and fails(small)
     assert small.network == NetworkModel()
     assert small.layout.steps == 1 and small.layout.spares == 0
@@ -357,17 +333,15 @@ def test_shrinking_deletes_events_that_do_not_matter() -> None:
 def test_the_command_finds_shrinks_and_replays_a_bug(tmp_path: Path) -> None:
     found = tmp_path / "found.json"
     bug = ["--bug", "one accuser is enough"]
-    result = said("simulate", *bug, "--seed", "8", "--seeds", "200", "--shrink", "--out", found, "--json")
-    assert result.exit_code == 1, result.output
-    outcome = json.loads(result.stdout)["outcomes"][-1]
+    search = ("--seed", "8", "--seeds", "200", "--shrink", "--out", found)
+    outcome = said_as_json("simulate", *bug, *search, status=1)["outcomes"][-1]
     assert outcome["violation"]["invariant"] == "nobody healthy is evicted"
     assert len(load(found).faults) <= 8
     summary = found.with_suffix(".txt").read_text()
     assert "epoch 2 begins" in summary and "BROKEN" in summary and "nobody healthy is evicted" in summary
     trace = tmp_path / "trace.txt"
-    again = said("simulate", *bug, "--schedule", found, "--trace", trace, "--json")
-    assert again.exit_code == 1
-    assert json.loads(again.stdout)["outcomes"][0]["trace"] == outcome["trace"]
+    again = said_as_json("simulate", *bug, "--schedule", found, "--trace", trace, status=1)
+    assert again["outcomes"][0]["trace"] == outcome["trace"]
     assert trace.read_text().count("\n") > 10
     assert said("simulate", "--schedule", found).exit_code == 0
 
@@ -375,9 +349,7 @@ def test_the_command_finds_shrinks_and_replays_a_bug(tmp_path: Path) -> None:
 @pytest.mark.parametrize("scenario", ["swarm", "crash"])
 @pytest.mark.parametrize("ranks", [MOST_WITH_STEPS, MOST_WITH_STEPS + 1])
 def test_each_scenario_runs_below_and_above_the_most_ranks_with_steps(ranks: int, scenario: str) -> None:
-    result = said("simulate", "--ranks", str(ranks), "--scenario", scenario, "--json")
-    assert result.exit_code == 0, result.output
-    shown = json.loads(result.stdout)
+    shown = said_as_json("simulate", "--ranks", str(ranks), "--scenario", scenario)
     if ranks > MOST_WITH_STEPS:
         assert [run["ranks"] for run in (shown if scenario == "swarm" else [shown])] == [ranks]
     else:
@@ -389,15 +361,15 @@ def test_a_swarm_has_the_ranks_that_it_is_asked_for() -> None:
     assert {draw(seed, 16).layout.ranks for seed in range(50)} == {16}
     large = [draw(seed, 1000, 125) for seed in range(50)]
     assert all(each.layout.steps == 0 and each.faults for each in large)
-    assert {type(fault) for each in large for fault in each.faults} == {
-        KillProcess, PauseProcess, KillHost, KillRack, PartitionHosts, BlockRegister
+    assert {type(fault).__name__ for each in large for fault in each.faults} == {
+        "KillProcess", "PauseProcess", "KillHost", "KillRack", "PartitionHosts", "BlockRegister"
     }  # fmt: skip
 
 
 # -- simulate --compare: times are read off event logs, errors are stated, and real processes come near
 
 
-COSTS = MachineCosts(
+COSTS = compare.MachineCosts(
     ranks=4,
     backend="shm",
     cores=2,
@@ -414,28 +386,30 @@ COSTS = MachineCosts(
 
 
 def test_an_error_is_a_share_of_what_was_measured_and_stands_in_the_table_beside_it() -> None:
-    assert [error_of(0.9, 1.0), error_of(1.1, 1.0)] == pytest.approx([0.1, 0.1])
-    moments = [RecoveryMoments(1, 5), RecoveryMoments(3, 4), RecoveryMoments(2, 9)]
-    assert middle(moments) == RecoveryMoments(2, 5)
-    predicted, measured = RecoveryMoments(0.006, 0.011), RecoveryMoments(0.005, 0.01)
-    case = Comparison("kill", 4, 1, "shm", predicted, measured, (measured,))
+    assert [compare.error_of(0.9, 1.0), compare.error_of(1.1, 1.0)] == pytest.approx([0.1, 0.1])
+    moments = [compare.RecoveryMoments(1, 5), compare.RecoveryMoments(3, 4), compare.RecoveryMoments(2, 9)]
+    assert compare.middle(moments) == compare.RecoveryMoments(2, 5)
+    predicted, measured = compare.RecoveryMoments(0.006, 0.011), compare.RecoveryMoments(0.005, 0.01)
+    case = compare.Comparison("kill", 4, 1, "shm", predicted, measured, (measured,))
     out = console()
     with out.capture() as printed:
-        out.print(cases_table([case]), width=200)
+        out.print(compare.cases_table([case]), width=200)
     for text in ("kill", "4 over shm", "6 ms", "5 ms", "20%", "11 ms", "10 ms", "10%"):
         assert text in printed.get()
 
 
 def test_costs_are_times_of_the_simulated_protocol() -> None:
     """A slower machine is slower to install a view and to commit; a stop is noticed after the suspect time."""
-    usual = predict("kill", 4, COSTS, seed=0)
-    slow = MachineCosts(**{f: getattr(COSTS, f) for f in COSTS.__struct_fields__} | {"message": 2e-3, "connect": 0.1})
-    slower = predict("kill", 4, slow, seed=0)
+    usual = compare.predict("kill", 4, COSTS, seed=0)
+    slow = compare.MachineCosts(
+        **{f: getattr(COSTS, f) for f in COSTS.__struct_fields__} | {"message": 2e-3, "connect": 0.1}
+    )
+    slower = compare.predict("kill", 4, slow, seed=0)
     assert 0 < usual.view < usual.commit < 0.1
     assert usual.view < slower.view
     assert slower.commit - slower.view > 0.075  # three survivors share the connecting of four on as many cores
-    assert 0.3 < predict("stop", 4, COSTS, seed=0).view < 0.7
-    assert 0.3 < predict("host", 4, COSTS, seed=0).view < 0.7
+    assert 0.3 < compare.predict("stop", 4, COSTS, seed=0).view < 0.7
+    assert 0.3 < compare.predict("host", 4, COSTS, seed=0).view < 0.7
 
 
 def test_what_a_machine_costs_is_not_negative() -> None:
@@ -445,11 +419,9 @@ def test_what_a_machine_costs_is_not_negative() -> None:
 
 @pytest.mark.thorough  # it starts a job of four processes for each fault, and measures the machine first
 def test_the_command_compares_with_real_processes() -> None:
-    run = said("simulate", "--compare", "--ranks", "4", "--repeats", "1", "--json")
-    assert run.exit_code == 0, run.output
-    result = json.loads(run.stdout)
-    faults = [case["fault"] for case in result["cases"]]
-    assert faults[:2] == ["kill", "stop"]
-    assert "host" in faults or "loss of a host" in result["left_out"][0]
+    result = said_as_json("simulate", "--compare", "--ranks", "4", "--repeats", "1")
+    planned = [case["fault"] for case in result["cases"]]
+    assert planned[:2] == ["kill", "stop"]
+    assert "host" in planned or "loss of a host" in result["left_out"][0]
     assert all(0 < case["measured"]["view"] <= case["measured"]["commit"] for case in result["cases"])
     assert result["median_error"] < 1.0

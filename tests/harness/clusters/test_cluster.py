@@ -19,16 +19,6 @@ import pytest
 import torch
 
 from holdfast import comms
-from holdfast.comms import (
-    BackendUnavailable,
-    Communicator,
-    HoldfastError,
-    OpTimeout,
-    PeerFailed,
-    Revoked,
-    Unsupported,
-    errors,
-)
 from holdfast.ft import Session, Timeouts
 from holdfast.ft.events import Event
 from holdfast.ft.processes import zygote_client
@@ -63,7 +53,7 @@ def process_backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def total(comm: Communicator, start: float = 0.0) -> float:
+def total(comm: comms.Communicator, start: float = 0.0) -> float:
     tensor = torch.full((3,), start + comm.rank)
     comm.all_reduce(tensor)
     return float(tensor[0])
@@ -74,7 +64,7 @@ def started_together(backend: str) -> bool:
     return bool(comms.backends()[backend].info.capabilities.launcher)
 
 
-def pid_of(comm: Communicator) -> int:
+def pid_of(comm: comms.Communicator) -> int:
     return os.getpid()
 
 
@@ -190,7 +180,7 @@ def test_functions_of_a_script_work(tmp_path: Path) -> None:
 
 
 def test_an_exception_is_raised_as_its_own_type_with_rank_and_traceback(cluster: LocalCluster) -> None:
-    def fail(comm: Communicator) -> None:
+    def fail(comm: comms.Communicator) -> None:
         if comm.rank == 1:
             raise KeyError("no such thing")
         comm.barrier()
@@ -205,7 +195,7 @@ def test_an_exception_is_raised_as_its_own_type_with_rank_and_traceback(cluster:
     assert "in fail" in error.trace
     assert type(error.__cause__) is KeyError
 
-    def fail_with_fields(comm: Communicator) -> None:
+    def fail_with_fields(comm: comms.Communicator) -> None:
         raise Custom(7, hint="look here")
 
     with pytest.raises(Custom, match="code 7") as custom:
@@ -215,7 +205,7 @@ def test_an_exception_is_raised_as_its_own_type_with_rank_and_traceback(cluster:
 
 
 def test_the_cause_is_raised_and_a_rank_that_is_blocked_in_an_op_is_freed(backend: str) -> None:
-    def fail(comm: Communicator) -> None:
+    def fail(comm: comms.Communicator) -> None:
         if comm.rank == 1:
             time.sleep(0.2)
             raise ValueError("the cause")
@@ -231,7 +221,7 @@ def test_the_cause_is_raised_and_a_rank_that_is_blocked_in_an_op_is_freed(backen
 
 
 def test_a_rank_that_does_not_return_is_ended_after_the_grace(process_backend: str) -> None:
-    def fail(comm: Communicator) -> None:
+    def fail(comm: comms.Communicator) -> None:
         comm.barrier()
         if comm.rank == 1:
             time.sleep(0.3)  # so that the other rank is out of the barrier
@@ -248,7 +238,7 @@ def test_a_rank_that_does_not_return_is_ended_after_the_grace(process_backend: s
 
 
 def test_a_run_that_takes_too_long_says_where_the_ranks_are(process_backend: str) -> None:
-    def idle_away(comm: Communicator) -> None:
+    def idle_away(comm: comms.Communicator) -> None:
         if comm.rank == 1:
             time.sleep(600)
 
@@ -263,19 +253,19 @@ def test_a_run_that_takes_too_long_says_where_the_ranks_are(process_backend: str
 def test_the_death_of_a_rank_is_raised_as_rank_died_and_outcomes_has_the_error_of_each_survivor(
     process_backend: str,
 ) -> None:
-    def die(comm: Communicator) -> str:
+    def die(comm: comms.Communicator) -> str:
         try:
             comm.barrier()  # gloo's ranks do not wait for each other while they connect
             if comm.rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             comm.barrier()
-        except PeerFailed as error:
+        except comms.PeerFailed as error:
             return f"lost {error.ranks}"
         return "did not notice"
 
     with LocalCluster(3, process_backend) as cluster:
         before = cluster.run(pid_of)
-        with pytest.raises(PeerFailed, match="SIGKILL") as caught:
+        with pytest.raises(comms.PeerFailed, match="SIGKILL") as caught:
             cluster.run(die)
         assert isinstance(caught.value, RankDied)
         assert caught.value.ranks == (1,)
@@ -292,11 +282,11 @@ def test_the_death_of_a_rank_is_raised_as_rank_died_and_outcomes_has_the_error_o
 
 
 def test_an_early_exit_shows_its_status_and_last_output_and_a_crash_its_stack(process_backend: str) -> None:
-    def leave(comm: Communicator) -> None:
+    def leave(comm: comms.Communicator) -> None:
         print("last words", file=sys.stderr, flush=True)
         os._exit(7)
 
-    def crash(comm: Communicator) -> None:
+    def crash(comm: comms.Communicator) -> None:
         os.kill(os.getpid(), signal.SIGSEGV)
 
     with LocalCluster(1, process_backend, echo=False) as cluster:
@@ -386,12 +376,12 @@ def _gone(pid: int, patience: float = 10.0) -> bool:
     ],
 )
 def test_bad_arguments_are_refused_at_once(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(BackendUnavailable if "backend" in arguments else ValueError, match=message):
+    with pytest.raises(comms.BackendUnavailable if "backend" in arguments else ValueError, match=message):
         LocalCluster(**arguments)
 
 
 def test_a_job_of_threads_is_unsupported() -> None:
-    with LocalCluster(2, "inproc") as cluster, pytest.raises(Unsupported, match="shm"):
+    with LocalCluster(2, "inproc") as cluster, pytest.raises(comms.Unsupported, match="shm"):
         cluster.start(lambda session: None)
 
 
@@ -402,11 +392,11 @@ def test_a_job_of_threads_is_unsupported() -> None:
         KeyError("key"),
         FileNotFoundError(2, "No such file", "name"),
         Custom(3, hint="hint"),
-        OpTimeout("barrier", 4, 1.5, (2,)),
-        PeerFailed((1, 2), "seen"),
-        Revoked(3),
+        comms.OpTimeout("barrier", 4, 1.5, (2,)),
+        comms.PeerFailed((1, 2), "seen"),
+        comms.Revoked(3),
         UnicodeDecodeError("utf-8", b"x", 0, 1, "bad"),
-        HoldfastError("root"),
+        comms.HoldfastError("root"),
         StopIteration(4),
     ],
     ids=lambda error: type(error).__name__,
@@ -416,7 +406,7 @@ def test_errors_travel_with_all_fields(error: Exception) -> None:
     assert type(there) is type(error)
     assert str(there) == str(error)
     assert there.__dict__ == error.__dict__
-    raised_again = errors.again(error)
+    raised_again = comms.errors.again(error)
     assert type(raised_again) is type(error) and raised_again.args == error.args
     assert str(raised_again) == str(error) and raised_again.__dict__ == error.__dict__
     failure = rank_failure(3, there, "the trace")
@@ -457,7 +447,7 @@ def test_a_job_tells_its_pids_and_events_and_refuses_a_rank_out_of_range_and_a_c
         pids = [job.pid(rank) for rank in range(2)]
         assert set(pids) <= {process.pid for process in job.processes}
         assert len(job.processes) == 3
-        with pytest.raises(Unsupported, match=r"kill\(rank\)"):
+        with pytest.raises(comms.Unsupported, match=r"kill\(rank\)"):
             job.partition([0], [1])
         with pytest.raises(ValueError, match="out of range"):
             job.kill(2)

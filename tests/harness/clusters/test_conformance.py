@@ -7,7 +7,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import pytest
 from holdfast.harness.cli.new_plugin import files
 from holdfast.harness.conformance.failures import *  # noqa: F403
 from holdfast.harness.conformance.helpers import leaks
-from support.programs.forked_programs import run_holdfast, said, write_plugins
+from support.programs.forked_programs import run_holdfast, run_python, said, write_plugins
 from support.source_tree import ROOT
 
 
@@ -100,10 +99,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert done.exit_code == 0, done.output
     for line in ("pip install -e holdfast-paper-mail", "holdfast backends", "pytest holdfast-paper-mail"):
         assert f"    {line}\n" in done.stdout, "it says what to do next"
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run(
-        [*pip, "--target", str(folder / "site"), str(folder / "holdfast-paper-mail")], check=True, timeout=100
-    )
+    options = ("--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--target", folder / "site")
+    run_python("-m", "pip", "install", *options, folder / "holdfast-paper-mail")
     return folder / "site"
 
 
@@ -121,16 +118,9 @@ def test_the_backends_of_the_package_are_found(installed: Path) -> None:
 def test_the_test_of_the_package_runs_the_conformance_kit_which_it_passes(installed: Path, tmp_path: Path) -> None:
     test = tmp_path / "test_holdfast_paper_mail.py"
     test.write_text(files("paper_mail")[test.name])
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test)],
-        env={**os.environ, "PYTHONPATH": str(installed)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=290,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "skipped" not in done.stdout
+    environ = {**os.environ, "PYTHONPATH": str(installed)}
+    check = ("-m", "pytest", "-q", "-p", "no:cacheprovider", test)
+    assert "skipped" not in run_python(*check, cwd=tmp_path, environ=environ, timeout=290.0)
 
 
 @pytest.mark.thorough
@@ -140,10 +130,7 @@ def test_the_package_is_formatted_and_typed(tmp_path: Path) -> None:
     for tool in (["ruff", "check", "--extend-ignore", "INP001"], ["ruff", "format", "--check"], ["mypy"]):
         configured = ["--config", str(ROOT / "pyproject.toml")] if tool[0] == "ruff" else []
         modules = map(str, tmp_path.glob("*.py"))
-        done = subprocess.run(
-            [sys.executable, "-m", *tool, *configured, *modules], cwd=ROOT, capture_output=True, text=True, timeout=110
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        run_python("-m", *tool, *configured, *modules, cwd=ROOT)
 
 
 def test_a_name_with_that_of_the_template_in_it_is_written_once() -> None:

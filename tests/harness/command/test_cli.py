@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import os
@@ -11,7 +12,8 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,12 @@ import typer
 
 from holdfast.ft.launch.launcher import StartFailed
 from holdfast.ft.launch.local_launcher import Grace, LaunchPlan, launch, python_command
+from holdfast.harness import command_line
 from holdfast.harness.cli.app import app
-from holdfast.harness.command_line import BROKEN_PIPE, CANNOT_BEGIN, INTERNAL_ERROR, GuardedCommand, check_file
-from support.programs.forked_programs import run_holdfast, said, write_plugins
+from holdfast.harness.training.driver import run_interruptible
+from holdfast.rl.run.run_directory import RunDirectory
+from holdfast.rl.run.run_events import ProcessStarted
+from support.programs.forked_programs import run_holdfast, run_python, said, said_as_json, write_plugins
 from support.programs.snippets import blocks
 from support.source_tree import ROOT
 from support.waiting import becomes_true, next_line
@@ -105,7 +110,7 @@ def test_every_documented_command_has_the_options_that_it_is_shown_with() -> Non
 
 @pytest.mark.parametrize("command", list(_commands(COMMANDS)), ids=" ".join)
 def test_each_command_has_examples_and_is_guarded(command: tuple[str, ...]) -> None:
-    assert isinstance(_found(command), GuardedCommand)
+    assert isinstance(_found(command), command_line.GuardedCommand)
     done = said(*command, "--help")
     assert done.exit_code == 0
     assert f"holdfast {' '.join(command)}" in done.stdout.partition("Examples")[2]
@@ -185,7 +190,7 @@ def test_what_cannot_be_done_is_said_before_anything_starts(
 ) -> None:
     monkeypatch.chdir(ROOT)
     done = said(*command.split())
-    assert done.exit_code == CANNOT_BEGIN
+    assert done.exit_code == command_line.CANNOT_BEGIN
     assert words in " ".join(done.stderr.replace("│", " ").split())
     assert "Traceback" not in done.stderr
 
@@ -206,9 +211,9 @@ def test_an_unwritable_trace_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("error", "status"),
     [
-        (RuntimeError("a fault of ours"), INTERNAL_ERROR),
-        (OSError(28, "No space left on device"), INTERNAL_ERROR),
-        (StartFailed("the zygote died"), CANNOT_BEGIN),
+        (RuntimeError("a fault of ours"), command_line.INTERNAL_ERROR),
+        (OSError(28, "No space left on device"), command_line.INTERNAL_ERROR),
+        (StartFailed("the zygote died"), command_line.CANNOT_BEGIN),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -222,13 +227,13 @@ def test_an_unexpected_exception_ends_without_a_verdict(
     done = said("bench", "copy")
     assert done.exit_code == status
     assert str(error) in done.stderr
-    assert ("Traceback" in done.stderr) == (status == INTERNAL_ERROR)
+    assert ("Traceback" in done.stderr) == (status == command_line.INTERNAL_ERROR)
 
 
 def test_trying_an_output_leaves_no_file_and_removes_none(tmp_path: Path) -> None:
     (tmp_path / "old").write_text("kept")
     for name in ("old", "new"):
-        check_file(tmp_path / name, "--out")
+        command_line.check_file(tmp_path / name, "--out")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("old", "kept")]
 
 
@@ -238,7 +243,7 @@ def test_a_closed_pipe_has_a_status_of_its_own(options: list[str]) -> None:
     os.close(reading)
     done = subprocess.run([COMMAND, "backends", *options], stdout=writing, stderr=subprocess.PIPE, timeout=60)
     os.close(writing)
-    assert done.returncode == BROKEN_PIPE
+    assert done.returncode == command_line.BROKEN_PIPE
     assert b"Traceback" not in done.stderr
 
 
@@ -259,7 +264,7 @@ def test_backends_says_which_can_run_here_what_a_launcher_can_start_and_which_hi
     assert set(rows) >= {"gloo", "inproc", "shm"}
     assert all(rows[name].split()[3] == "yes" for name in ("gloo", "inproc", "shm"))
     assert re.search(r"│ mpi +│ by\b.*\n│ +│ launcher", done.output)
-    found = json.loads(said("backends", "--json").stdout)
+    found = said_as_json("backends")
     assert found["broken"] == {}
     assert [name for name, backend in found["backends"].items() if backend["by_launcher"]] == ["mpi"]
     shm = found["backends"]["shm"]
@@ -476,3 +481,230 @@ def test_run_names_the_ranks_that_it_ended_after_the_last_step(
     assert launched(tmp_path, lingering, grace=grace) == 1
     assert "[0] still ran" in (output := capsys.readouterr().out)
     assert "rank 0 was ended by SIGTERM" in output
+
+
+# -- holdfast rl
+
+
+run_rl = partial(run_holdfast, "rl", timeout=240.0)
+ARITHMETIC = ROOT / "examples" / "rl" / "arithmetic.toml"
+
+
+def test_a_dry_run_prints_the_whole_configuration_and_starts_nothing(tmp_path: Path) -> None:
+    done = said("rl", "train", ARITHMETIC, "-d", tmp_path / "run", "--dry-run", "--set", "trainer.replicas=3")
+    assert done.exit_code == 0, done.stderr
+    assert "replicas = 3" in done.stdout and "weight_decay" in done.stdout
+    assert not (tmp_path / "run").exists()
+
+
+def test_all_that_is_wrong_with_a_configuration_is_said_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "bad.toml"
+    file.write_text("steps = 0\n[sampling]\ngroup = 1\n[trainer]\nreplica = 3\n")
+    done = said("rl", "train", file)
+    assert done.exit_code == 2 and not done.stdout
+    for place in ("bad.toml:1", "bad.toml:3", "bad.toml:5", "did you mean 'replicas'?"):
+        assert place in done.stderr, done.stderr
+
+
+def test_an_environment_is_served_until_the_command_is_ended() -> None:
+    pytest.importorskip("websockets", reason="pip install 'holdfast[rl]'")
+    from holdfast.rl.environments.client import EnvironmentClient
+
+    async def first_words(url: str) -> str:
+        async with EnvironmentClient(url) as client:
+            return (await client.reset(3)).text
+
+    command = [sys.executable, "-P", "-m", "holdfast.harness.cli.app", "rl", "environment", "serve", "guess?high=7"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as serving:
+        found = re.search(r"guess\?high=7: (ws://127\.0\.0\.1:\d+), 64 sessions", next_line(serving.stdout))
+        try:
+            assert found and asyncio.run(first_words(found[1])) == "guess a number from 1 to 7"
+        finally:
+            serving.send_signal(signal.SIGINT)
+        assert serving.wait(30.0) == 0
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(300)
+def test_a_run_is_trained_and_gone_on_with_and_its_pages_are_written(tmp_path: Path) -> None:
+    """The second command trains the steps that the first was not asked for."""
+    run = tmp_path / "run"
+    few = ("--set", "checkpoint.every=2", "--set", "evaluation.every=2", "--set", "telemetry.tensorboard=true")
+    first = run_rl("train", ARITHMETIC, "-d", run, "--set", "steps=4", "--set", "model.warmup_steps=2", *few, "--json")
+    assert first.returncode == 0, first.stderr
+    assert json.loads(first.stdout)["steps"] == 4 and len(json.loads(first.stdout)["digest"]) == 32
+    assert list((run / "tensorboard").iterdir())
+    second = run_rl("resume", run, "--set", "steps=6", "--json")
+    assert second.returncode == 0, second.stderr
+    assert json.loads(second.stdout)["steps"] == 6
+    pages = run_rl("report", run, "--output", tmp_path / "pages")
+    assert pages.returncode == 0, pages.stderr
+    report, episodes = ((tmp_path / "pages" / name).read_text() for name in ("report.html", "episodes.html"))
+    assert "6 steps were committed" in report and "trainer-0" in report and "generator-0" in report
+    assert "reference" in episodes
+
+
+SMALL = ("model.warmup_steps=0", "evaluation.every=0", "trainer.spares=0", "trainer.replicas=1", "engine.kind=local")
+
+
+def test_ctrl_c_before_the_loop_begins_leaves_no_coroutine_that_was_never_awaited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def work() -> None: ...
+
+    def interrupted(whole: Coroutine[Any, Any, Any]) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(asyncio, "run", interrupted)
+    coroutine = work()
+    with pytest.raises(KeyboardInterrupt):
+        run_interruptible(coroutine)
+    assert inspect.getcoroutinestate(coroutine) == inspect.CORO_CLOSED
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("number", "after", "status"), [(signal.SIGINT, "starting 1 trainer", 130), (signal.SIGTERM, "step ", 143)]
+)
+def test_a_signal_ends_a_run_and_all_its_processes(
+    tmp_path: Path, number: signal.Signals, after: str, status: int
+) -> None:
+    sets = [argument for each in SMALL for argument in ("--set", each)]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "holdfast.harness.cli.app",
+        "rl",
+        "train",
+        ARITHMETIC,
+        "-d",
+        tmp_path / "run",
+    ]
+    with subprocess.Popen(
+        [*command, *sets], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as training:
+        assert training.stdout is not None and training.stderr is not None
+        seen = ""
+        while after not in seen:
+            line = next_line(training.stdout)
+            assert line, training.stderr.read()
+            seen += line
+        training.send_signal(number)
+        rest, errors = training.communicate(timeout=60.0)
+    assert training.returncode == status, errors
+    assert not errors.replace("Aborted!", "").replace("Aborted.", "").strip(), errors
+    assert "lost" not in rest, rest
+    assert ("holdfast rl resume" in rest) == (after == "step ")
+    started = [each.pid for each in RunDirectory(tmp_path / "run").events() if isinstance(each, ProcessStarted)]
+    assert not [pid for pid in started if Path(f"/proc/{pid}").exists()]
+
+
+# -- without extras: every command works, or says what to install
+
+
+WITHOUT_EXTRAS = {
+    "backends": 0,
+    "bench all_reduce --backends inproc -n 2 --sizes 8 --json": 0,
+    "bench copy --report figures": command_line.CANNOT_BEGIN,
+    "bench store --workloads model --size 1M --starts 1 --rounds 1": command_line.CANNOT_BEGIN,
+    "blame nowhere": 1,
+    "chaos list": 0,
+    "chaos run kill-rank --report here": command_line.CANNOT_BEGIN,
+    "conformance --backend shm": command_line.CANNOT_BEGIN,
+    "demo": command_line.CANNOT_BEGIN,
+    "gate HEAD~1 HEAD": command_line.CANNOT_BEGIN,
+    "new-plugin mine": 0,
+    "rl environment": command_line.CANNOT_BEGIN,
+    "rl report run": command_line.CANNOT_BEGIN,
+    "rl train task.toml": command_line.CANNOT_BEGIN,
+    "run -n 1 nowhere.py": command_line.CANNOT_BEGIN,
+    "simulate --seeds 2": 0,
+    "store ls sqlite:///nowhere/job.sqlite": command_line.CANNOT_BEGIN,
+    "top": command_line.CANNOT_BEGIN,
+    "tune --help": 0,
+}
+"""What is started, and its exit status."""
+
+CORE_ONLY = """
+import importlib.machinery, importlib.metadata as metadata, io, json, os, re, sys
+
+def canonical(name):
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+wanted, core = ["holdfast"], set()
+while wanted:
+    if (name := canonical(wanted.pop())) not in core:
+        core.add(name)
+        try:
+            lines = metadata.requires(name) or []
+        except metadata.PackageNotFoundError:
+            continue
+        wanted += [re.match(r"[\\w.-]+", line)[0] for line in lines if "extra ==" not in line]
+modules = metadata.packages_distributions()
+absent = {module for module, names in modules.items() if not core & set(map(canonical, names))}
+absent -= {"setuptools", "pip", "_distutils_hack", "pkg_resources"}
+
+class CoreOnly(importlib.machinery.PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in absent else super().find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = CoreOnly
+
+import torch  # here, once for all forks
+
+from holdfast.harness.cli.app import main
+
+for number, command in enumerate(json.loads(sys.argv[1])):
+    if not (pid := os.fork()):
+        out = os.open(f"{number}.txt", os.O_WRONLY | os.O_CREAT)
+        os.dup2(out, 1), os.dup2(out, 2)
+        sys.argv = ["holdfast", *command.split()]
+        status = 0
+        try:
+            main()
+        except SystemExit as exit:
+            status = exit.code or 0
+        finally:
+            sys.stdout.flush(), sys.stderr.flush()
+            os._exit(status)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
+    """The exit status and output of each command, started in forks of one process that finds core dependencies only."""
+    folder = tmp_path_factory.mktemp("core")
+    (folder / "task.toml").write_text("")
+    program = ("-c", CORE_ONLY, json.dumps(list(WITHOUT_EXTRAS)))
+    statuses = run_python(*program, cwd=folder, environ=os.environ | {"COLUMNS": "200"}, timeout=280.0).split()
+    assert not (folder / "figures").exists(), "it is said before anything is measured or written"
+    texts = [(folder / f"{number}.txt").read_text() for number in range(len(WITHOUT_EXTRAS))]
+    return dict(zip(WITHOUT_EXTRAS, zip(map(int, statuses), texts, strict=True), strict=True))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("command", WITHOUT_EXTRAS)
+def test_a_command_runs_or_says_what_to_install(ended: dict[str, tuple[int, str]], command: str) -> None:
+    status, output = ended[command]
+    assert status == WITHOUT_EXTRAS[command], output
+    assert "Traceback" not in output
+    if "not installed" in output:
+        assert "pip install 'holdfast[" in output
+
+
+def test_every_command_is_started() -> None:
+    assert set(COMMANDS.commands) - {"chaos", "rl"} <= {command.split()[0] for command in WITHOUT_EXTRAS}
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("pip install 'holdfast[rl]'", "pip install 'holdfast\\[rl]'"),
+        ("[bold]Examples[/bold]", "[bold]Examples[/bold]"),
+    ],
+)
+def test_help_keeps_words_in_brackets(text: str, shown: str) -> None:
+    assert command_line.plain_brackets(text) == shown

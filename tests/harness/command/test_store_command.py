@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,48 +18,21 @@ from holdfast.harness.cli import store as store_commands
 from holdfast.harness.cli.store import NOTHING_TO_VERIFY, byte_progress
 from holdfast.store import WeightStore
 from holdfast.store.retention import DiskRetention
-from support.children import Child
+from support.children import Start
 from support.comms.torch_groups import ENVIRON, in_group
 from support.programs import forked_programs as programs
 from support.samples.store_processes import a_holder
 from support.waiting import eventually, next_line
 
 said = partial(programs.said, "store")
-
-
-def as_json(*arguments: str | Path) -> Any:
-    done = said(*arguments, "--json")
-    assert done.exit_code in (0, 1), done.output
-    return json.loads(done.stdout)
+as_json = partial(programs.said_as_json, "store")
 
 
 def weights(value: float) -> dict[str, torch.Tensor]:
     return {"big": torch.full((300, 500), value), "step": torch.tensor(3), "half": torch.ones(7, dtype=torch.bfloat16)}
 
 
-def spoil(store: WeightStore, version: int) -> None:
-    """Change some bytes of this process's replica of a version."""
-    for (number, *_), kept in store._replica_holder._kept.items():
-        if number == version:
-            kept.memory[1000:1004] = 99
-
-
-def publish_in_boxes(url: str, folder: Path) -> None:
-    """Publish version 1, a tensor of 4 x 5, from two ranks with two rows each; other processes hold it."""
-
-    def body(rank: int, size: int) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor import Shard, distribute_tensor
-
-        tensor = distribute_tensor(torch.arange(20.0).view(4, 5), init_device_mesh("cpu", (2,)), [Shard(0)])
-        with WeightStore(url, replicas=1, hold=False) as store:
-            store.publish(1, {"a": tensor})
-
-    with LocalCluster(2, "shm", environ=ENVIRON) as cluster:
-        in_group(cluster, folder, body)
-
-
-def test_ls_shows_versions_replicas_pins_and_the_memory_of_each_holder(url: str, start: Callable[..., Child]) -> None:
+def test_ls_shows_versions_replicas_pins_and_the_memory_of_each_holder(url: str, start: Start) -> None:
     start(a_holder, url).hear()
     with WeightStore(url, limit=5 << 20) as store:
         store.publish(3, weights(3.0))
@@ -91,19 +61,17 @@ def test_ls_shows_versions_replicas_pins_and_the_memory_of_each_holder(url: str,
 def test_ls_shows_what_is_on_disk_of_a_store_by_its_name_in_the_register_of_the_environment(
     url: str, tmp_path: Path
 ) -> None:
-    def listed(name: str) -> Any:
-        return json.loads(said("ls", "--name", name, "--json", HOLDFAST_REGISTER=url).stdout)
-
+    listed = partial(as_json, "ls", HOLDFAST_REGISTER=url)
     with WeightStore(url, name="actor", replicas=1) as store:
         with DiskRetention(store, tmp_path / "copies", every=5):
             store.publish(1, weights(1.0))
-            eventually(lambda: listed("actor")["versions"][0]["disk"] == "written")
+            eventually(lambda: listed("--name", "actor")["versions"][0]["disk"] == "written")
         store.publish(2, weights(2.0))
-        assert [each["disk"] for each in listed("actor")["versions"]] == ["written", ""]
-        assert (listed("actor")["latest"], as_json("ls", "--register", url)["latest"]) == (2, None)
+        assert [each["disk"] for each in listed("--name", "actor")["versions"]] == ["written", ""]
+        assert (listed("--name", "actor")["latest"], as_json("ls", "--register", url)["latest"]) == (2, None)
 
 
-def test_a_killed_holder_is_shown_as_dead_and_reported_as_unreachable(url: str, start: Callable[..., Child]) -> None:
+def test_a_killed_holder_is_shown_as_dead_and_reported_as_unreachable(url: str, start: Start) -> None:
     holder = start(a_holder, url)
     holder.hear()
     with WeightStore(url) as store:
@@ -111,11 +79,10 @@ def test_a_killed_holder_is_shown_as_dead_and_reported_as_unreachable(url: str, 
         store._replica_holder._deaths.close()  # no process is left that would notice the death
         holder.kill()
         found = as_json("ls", "--register", url)
-        done = said("verify", "latest", "--register", url, "--json")
+        checks = as_json("verify", "latest", "--register", url, status=1)
     assert {each["pid"]: each["alive"] for each in found["holders"]} == {os.getpid(): True, holder.pid: False}
     assert found["versions"][0]["lacking"] == 1
-    assert done.exit_code == 1
-    assert {each["pid"]: each["result"] for each in json.loads(done.stdout)}[holder.pid] == "unreachable"
+    assert {each["pid"]: each["result"] for each in checks}[holder.pid] == "unreachable"
 
 
 def test_inspect_lists_tensors_digests_values_and_ties(url: str) -> None:
@@ -139,7 +106,7 @@ def test_inspect_lists_tensors_digests_values_and_ties(url: str) -> None:
     assert [each["name"] for each in tied["tensors"]] == [source]
 
 
-def test_verify_reads_every_replica_and_finds_the_one_that_is_wrong(url: str, start: Callable[..., Child]) -> None:
+def test_verify_reads_every_replica_and_finds_the_one_that_is_wrong(url: str, start: Start) -> None:
     start(a_holder, url).hear()
     with WeightStore(url) as store:
         store.publish(1, weights(1.0))
@@ -149,10 +116,10 @@ def test_verify_reads_every_replica_and_finds_the_one_that_is_wrong(url: str, st
             (version, holder.pid) for version in (1, 2) for holder in store.holders(version)
         }
         assert {each["result"] for each in checks} == {"right"}
-        spoil(store, 1)
-        done = said("verify", "1", "--register", url, "--json")
-        assert done.exit_code == 1
-        results = {each["pid"]: each["result"] for each in json.loads(done.stdout)}
+        (mine,) = (kept for (version, *_), kept in store._replica_holder._kept.items() if version == 1)
+        mine.memory[1000:1004] = 99
+        wrong = as_json("verify", "1", "--register", url, status=1)
+        results = {each["pid"]: each["result"] for each in wrong}
         assert results.pop(os.getpid()) == "wrong" and list(results.values()) == ["right"]
         assert "1 of 4 replicas wrong" in said("verify", "--register", url).stdout
 
@@ -205,8 +172,19 @@ def test_a_register_that_does_not_exist_is_an_error_and_is_not_made(command: tup
 
 
 def test_what_ranks_published_in_boxes_is_inspected_and_exported_as_one_tensor(url: str, tmp_path: Path) -> None:
+    """A tensor of 4 x 5, from two ranks with two rows each; this process holds it."""
+
+    def publish(rank: int, size: int) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        tensor = distribute_tensor(torch.arange(20.0).view(4, 5), init_device_mesh("cpu", (2,)), [Shard(0)])
+        with WeightStore(url, replicas=1, hold=False) as store:
+            store.publish(1, {"a": tensor})
+
     with WeightStore(url, replicas=1):
-        publish_in_boxes(url, tmp_path)
+        with LocalCluster(2, "shm", environ=ENVIRON) as cluster:
+            in_group(cluster, tmp_path, publish)
         found = as_json("inspect", "1", "--register", url)
         shown = said("inspect", "1", "--register", url).stdout
         done = said("export", "1", tmp_path / "copy", "--register", url)
@@ -222,9 +200,7 @@ def test_what_ranks_published_in_boxes_is_inspected_and_exported_as_one_tensor(u
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "dcp"])
-def test_export_and_import_carry_a_version_to_another_store(
-    url: str, tmp_path: Path, kind: str, start: Callable[..., Child]
-) -> None:
+def test_export_and_import_carry_a_version_to_another_store(url: str, tmp_path: Path, kind: str, start: Start) -> None:
     state = weights(3.0)
     with WeightStore(url, replicas=1) as store:
         store.publish(5, state)

@@ -20,6 +20,7 @@ from benchmarks.common import RankClock, Ranks, RankTimes
 from benchmarks.one_sided import Atomics
 from holdfast import comms
 from support.browser import dom, needs_chromium, served
+from support.programs.forked_programs import run_python
 from support.source_tree import ROOT
 
 CHOSEN = r"Bookkeeping|Atomics\.time_op\(.*signal"
@@ -84,11 +85,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     environment = os.environ | {"HOME": str(folder), "HOLDFAST_ASV": "quick"}
 
     def asv(*arguments: str) -> None:
-        done = subprocess.run(
-            [sys.executable, "-m", "asv", *arguments, "--config", str(folder / "asv.conf.json")],
-            cwd=folder, env=environment, capture_output=True, text=True, timeout=110,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
+        run_python("-m", "asv", *arguments, "--config", folder / "asv.conf.json", cwd=folder, environ=environment)
 
     asv("machine", "--yes")
     here = f"existing:{sys.executable}"

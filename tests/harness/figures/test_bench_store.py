@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -14,21 +13,11 @@ import msgspec
 import pytest
 import torch
 
-from holdfast.harness.bench.store import data, workloads
-from holdfast.harness.bench.store.drivers import (
-    DCP,
-    HOLDFAST,
-    MEMCPY,
-    PINNED,
-    SAFETENSORS,
-    TORCHSTORE,
-    StoreDriver,
-    WorkerPlan,
-)
+from holdfast.harness.bench.store import data, drivers, workloads
 from holdfast.harness.bench.store.run import StoreBench, StorePlan, run
 from holdfast.harness.bench.store.worker import Digests, StoreWorker, Took
 from holdfast.harness.bench.store.workloads import missing
-from support.programs.forked_programs import said
+from support.programs.forked_programs import said, said_as_json
 
 SHAPES = data.equal_shapes(3, 4096)
 
@@ -39,13 +28,13 @@ def a_plan(workloads: tuple[str, ...], peers: tuple[str, ...] = (), size: int = 
 
 def test_all_contestants_hand_over_the_same_small_tensors() -> None:
     """Torchstore is left out for want of a checkout, with what to do."""
-    peers = (MEMCPY, SAFETENSORS, DCP)
-    bench = run(a_plan(("small",), (*peers, TORCHSTORE)))
-    assert (bench.failures, [*bench.skipped], bench.wrong) == ((), [TORCHSTORE], 0)
-    assert "--torchstore-source" in bench.skipped[TORCHSTORE]
+    peers = (drivers.MEMCPY, drivers.SAFETENSORS, drivers.DCP)
+    bench = run(a_plan(("small",), (*peers, drivers.TORCHSTORE)))
+    assert (bench.failures, [*bench.skipped], bench.wrong) == ((), [drivers.TORCHSTORE], 0)
+    assert "--torchstore-source" in bench.skipped[drivers.TORCHSTORE]
     found = {(row.workload, row.figure, row.contestant) for row in bench.rows}
     figures = [("small", figure) for figure in ("publish", "get")]
-    assert found == {(*figure, name) for figure in figures for name in (HOLDFAST, *peers)}
+    assert found == {(*figure, name) for figure in figures for name in (drivers.HOLDFAST, *peers)}
     assert {(each.workload, each.figure, each.peer) for each in bench.ratios} == {
         (*figure, name) for figure in figures for name in peers
     }
@@ -63,7 +52,7 @@ def test_all_contestants_hand_over_the_same_small_tensors() -> None:
         (("verification", "served"), (), 1 << 20, {"get", "copies alone", "served"}),
         (
             ("load", "reshard"),
-            (MEMCPY,),
+            (drivers.MEMCPY,),
             1 << 20,
             {"new tensors", "mapped", "publish", "resharded", "whole, one reader"},
         ),
@@ -76,9 +65,11 @@ def test_every_workload_is_measured(
 ) -> None:
     bench = run(a_plan(workloads, peers, size))
     assert (bench.failures, bench.wrong) == ((), 0)
-    ours = {row.figure: row for row in bench.rows if row.contestant == HOLDFAST}
+    ours = {row.figure: row for row in bench.rows if row.contestant == drivers.HOLDFAST}
     assert figures <= ours.keys() if workloads == ("killed",) else figures == ours.keys()
-    assert {row.figure for row in bench.rows if row.contestant == MEMCPY} == ({"new tensors"} if peers else set())
+    assert {row.figure for row in bench.rows if row.contestant == drivers.MEMCPY} == (
+        {"new tensors"} if peers else set()
+    )
     assert "mapped" not in ours or ours["mapped"].memory is not None
 
 
@@ -87,20 +78,20 @@ def test_every_workload_is_measured(
     "HOLDFAST_TORCHSTORE" not in os.environ, reason="set HOLDFAST_TORCHSTORE to a checkout of torchstore"
 )
 def test_torchstore_takes_part_from_a_checkout() -> None:
-    plan = a_plan(("small",), (TORCHSTORE,))
+    plan = a_plan(("small",), (drivers.TORCHSTORE,))
     bench = run(replace(plan, torchstore_source=Path(os.environ["HOLDFAST_TORCHSTORE"])))
     assert (bench.failures, bench.wrong) == ((), 0)
-    assert {row.contestant for row in bench.rows} == {HOLDFAST, TORCHSTORE}
+    assert {row.contestant for row in bench.rows} == {drivers.HOLDFAST, drivers.TORCHSTORE}
 
 
 def test_a_folder_without_a_checkout_of_torchstore_is_named(tmp_path: Path) -> None:
-    assert str(tmp_path) in str(missing(TORCHSTORE, tmp_path))
+    assert str(tmp_path) in str(missing(drivers.TORCHSTORE, tmp_path))
 
 
 # What counts as wrong -------------------------------------------------------------------------------------------------
 
 
-class PartialDriver(StoreDriver):
+class PartialDriver(drivers.StoreDriver):
     """Gets all tensors but the last."""
 
     detail = "partial"
@@ -118,7 +109,7 @@ class PartialDriver(StoreDriver):
 
 def test_a_tensor_that_was_not_got_is_wrong(tmp_path: Path) -> None:
     driver = PartialDriver()
-    worker = StoreWorker(WorkerPlan("both", 0, tmp_path, tmp_path, 1, "auto"), driver)
+    worker = StoreWorker(drivers.WorkerPlan("both", 0, tmp_path, tmp_path, 1, "auto"), driver)
     worker.prepare(SHAPES, 1)
     digests = worker.change(1)
     asyncio.run(driver.publish(1, data.source(SHAPES, 1)))
@@ -163,11 +154,11 @@ def test_a_size_that_no_model_has_is_refused() -> None:
 
 @pytest.mark.thorough
 def test_the_command_prints_json() -> None:
-    done = said(
-        *("bench", "store", "--workloads", "small", "--peers", "memcpy", "--starts", "1", "--rounds", "1", "--json"),
-    )
-    assert done.exit_code == 0, done.stderr
-    assert {row["contestant"] for row in json.loads(done.stdout)["rows"]} == {HOLDFAST, MEMCPY}
+    options = ("--workloads", "small", "--peers", "memcpy", "--starts", "1", "--rounds", "1")
+    assert {row["contestant"] for row in said_as_json("bench", "store", *options)["rows"]} == {
+        drivers.HOLDFAST,
+        drivers.MEMCPY,
+    }
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="a GPU is here")
@@ -200,8 +191,8 @@ def test_products_alone_and_beside_copies_go_first_in_turn(monkeypatch: pytest.M
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() == 0, reason="no GPU")
 def test_tensors_of_a_gpu_are_measured_beside_a_pinned_copy() -> None:
-    bench = run(a_plan(("gpu", "gpu-copies", "products"), (PINNED,), 64 << 20))
+    bench = run(a_plan(("gpu", "gpu-copies", "products"), (drivers.PINNED,), 64 << 20))
     assert (bench.failures, bench.wrong) == ((), 0)
     found = {(row.figure, row.contestant) for row in bench.rows}
-    assert {(figure, name) for figure in ("publish", "get") for name in (HOLDFAST, PINNED)} <= found
-    assert {(each, HOLDFAST) for each in ("alone", "beside a pinned copy", "beside a publish")} <= found
+    assert {(figure, name) for figure in ("publish", "get") for name in (drivers.HOLDFAST, drivers.PINNED)} <= found
+    assert {(each, drivers.HOLDFAST) for each in ("alone", "beside a pinned copy", "beside a publish")} <= found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import random
 import shutil
@@ -21,22 +20,12 @@ import pytest
 from rich.console import Console
 
 from holdfast.comms import reproducible
-from holdfast.harness.gate.gate import (
-    ComparisonState,
-    DecisionRule,
-    GateReport,
-    Verdict,
-    WorkloadResult,
-    chosen,
-    cluster,
-    decide,
-    show,
-)
+from holdfast.harness.gate import gate
 from holdfast.harness.gate.pairs import PairLauncher, RunningSide, SideFailed
 from holdfast.harness.gate.sides import NoSuchSide, Side, build, differing_pins
 from holdfast.harness.measure.stats import paired_ratio, t_cdf, t_quantile
 from holdfast.harness.measure.workers import OpFailed, WorkerFailed
-from support.programs.forked_programs import said
+from support.programs.forked_programs import said_as_json
 from support.source_tree import PACKAGES, ROOT
 from support.waiting import eventually
 
@@ -60,12 +49,12 @@ def test_drift_cancels_and_a_disturbed_turn_does_no_harm() -> None:
     assert paired_ratio([*slower, (1.0, 9.0, 9.0, 1.0)]) == pytest.approx(paired_ratio(slower))
 
 
-def _verdict(slowdown: float, noise: float, chance: random.Random, workloads: int = 8) -> Verdict:
+def _verdict(slowdown: float, noise: float, chance: random.Random, workloads: int = 8) -> gate.Verdict:
     """Apply the rule to clusters with normally distributed log ratios."""
-    rule, ratios = DecisionRule(), []
+    rule, ratios = gate.DecisionRule(), []
     for _ in range(rule.most):
         ratios.append(chance.gauss(slowdown, noise))
-        verdict, _ = decide(ratios, rule, workloads)
+        verdict, _ = gate.decide(ratios, rule, workloads)
         if verdict != "unsure":
             return verdict
     return "unsure"
@@ -82,7 +71,7 @@ def test_the_rule_keeps_its_error_rates_at_any_noise(noise: float) -> None:
 
 def test_a_certain_difference_within_the_margin_is_not_called_slower() -> None:
     exactly = [0.008 + 0.0001 * (number % 2) for number in range(10)]
-    assert decide(exactly, DecisionRule(), 1)[0] == "same"
+    assert gate.decide(exactly, gate.DecisionRule(), 1)[0] == "same"
 
 
 # The sides -------------------------------------------------------------------------------------------------------
@@ -129,7 +118,7 @@ def test_an_unknown_side_is_refused_with_what_to_do(repository: Path, tmp_path: 
     with pytest.raises(NoSuchSide):
         build("no-such-commit", repository, tmp_path / "built")
     with pytest.raises(ValueError, match="no such workload: nosuch; there are call"):
-        chosen(["nosuch"])
+        gate.chosen(["nosuch"])
     with pytest.raises(NoSuchSide, match=r"main is no folder with a pyproject\.toml, and no commit can be looked for"):
         build("main", tmp_path, tmp_path / "no repository")
     shallow = tmp_path / "shallow"
@@ -174,7 +163,7 @@ def test_the_reproducible_workload_adds_exactly(tmp_path: Path, monkeypatch: pyt
     called: list[int] = []
     add_exactly = reproducible.add_exactly
     monkeypatch.setattr(reproducible, "add_exactly", lambda *args: (called.append(1), add_exactly(*args)))
-    (workload,) = chosen(["reproducible"])
+    (workload,) = gate.chosen(["reproducible"])
     op = workload.make(0, workload.ranks, tmp_path)
     op()
     assert called
@@ -183,29 +172,23 @@ def test_the_reproducible_workload_adds_exactly(tmp_path: Path, monkeypatch: pyt
 # Whole runs ------------------------------------------------------------------------------------------------------
 
 
-def _copy(into: Path) -> Path:
-    for name in PACKAGES:
-        shutil.copytree(ROOT / name, into / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "constraints.txt", "setup.py", "LICENSE"):
-        shutil.copy(ROOT / name, into / name)
-    return into
-
-
 @pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_the_gate_finds_the_workload_that_became_slower_and_no_other(tmp_path: Path) -> None:
     slow = tmp_path / "slow"
-    slow.mkdir()
-    execution = _copy(slow) / "comms" / "executor.py"
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, slow / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "constraints.txt", "setup.py", "LICENSE"):
+        shutil.copy(ROOT / name, slow)
+    execution = slow / "comms" / "executor.py"
     code = execution.read_text()
     head = "    def issue("
     assert head in code
     body = code.index('"""', code.index('"""', code.index(head)) + 3) + 3
     execution.write_text(f"{code[:body]}\n        sum(range(2000))\n{code[body:]}")
     only = ["--only", "long-way", "--only", "membership", "--most", "6"]
-    result = said("gate", ROOT, slow, *only, "--json")
-    assert result.exit_code == 1, result.output
-    verdicts = {finding["workload"]: finding["verdict"] for finding in json.loads(result.stdout)["findings"]}
+    findings = said_as_json("gate", ROOT, slow, *only, status=1)["findings"]
+    verdicts = {finding["workload"]: finding["verdict"] for finding in findings}
     assert verdicts["long-way"] == "slower"
     assert verdicts["membership"] != "slower"
 
@@ -218,19 +201,19 @@ def test_a_side_that_does_not_run_its_own_code_is_an_error(tmp_path: Path) -> No
         pass
 
 
-def found(workload: str, verdict: str, why: str = "") -> WorkloadResult:
-    return WorkloadResult(workload, "an op", 1.0, 1.0, 0.0, -1.0, float("inf"), 0 if why else 7, verdict, why)
+def found(workload: str, verdict: str, why: str = "") -> gate.WorkloadResult:
+    return gate.WorkloadResult(workload, "an op", 1.0, 1.0, 0.0, -1.0, float("inf"), 0 if why else 7, verdict, why)
 
 
-def reported(*findings: WorkloadResult) -> GateReport:
-    return GateReport("a", "b", findings, DecisionRule(), 1.0, 0.0, ("torch==2",))
+def reported(*findings: gate.WorkloadResult) -> gate.GateReport:
+    return gate.GateReport("a", "b", findings, gate.DecisionRule(), 1.0, 0.0, ("torch==2",))
 
 
 def test_workloads_that_base_lacks_are_not_compared() -> None:
     report = reported(found("store", "not compared", "no such module"), found("call", "same"))
     assert report.status == 0
     shown = io.StringIO()
-    show(report, Console(file=shown, width=200))
+    gate.show(report, Console(file=shown, width=200))
     assert "not compared: no such module" in shown.getvalue()
     assert "pinned versions differ" in shown.getvalue()
     assert msgspec.json.decode(msgspec.json.encode(report))["findings"][0]["workload"] == "store"
@@ -245,7 +228,9 @@ def test_workloads_that_base_lacks_are_not_compared() -> None:
         ((found("call", "same"), found("store", "unsure")), 0),
     ],
 )
-def test_the_status_counts_workloads_that_were_not_compared(findings: tuple[WorkloadResult, ...], status: int) -> None:
+def test_the_status_counts_workloads_that_were_not_compared(
+    findings: tuple[gate.WorkloadResult, ...], status: int
+) -> None:
     assert reported(*findings).status == status
 
 
@@ -276,8 +261,8 @@ def test_a_workload_that_only_head_cannot_run_is_broken(
     monkeypatch.setattr(PairLauncher, "__init__", lambda self: None)
     monkeypatch.setattr(PairLauncher, "pair", pair)
     side = Side("a", "a", Path(), Path())
-    states = tuple(ComparisonState(workload) for workload in chosen(["call", "store"]))
-    cluster(PairLauncher(), (side, side), 0, states)
+    states = tuple(gate.ComparisonState(workload) for workload in gate.chosen(["call", "store"]))
+    gate.cluster(PairLauncher(), (side, side), 0, states)
     assert [state.finding().verdict for state in states] == verdicts
 
 

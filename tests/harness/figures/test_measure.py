@@ -13,19 +13,10 @@ import msgspec
 import pytest
 
 from holdfast.ft.processes.zygote_client import ForkedProcess
+from holdfast.harness.measure import workers
 from holdfast.harness.measure.rounds import TimedTurn, Workload, mirrored, rotated, take_turns, total_wrong
 from holdfast.harness.measure.stats import pairwise
 from holdfast.harness.measure.worker import WorkerBarrier, serve
-from holdfast.harness.measure.workers import (
-    OpFailed,
-    Place,
-    WorkerFailed,
-    WorkerGroup,
-    WorkerProgram,
-    answers,
-    call,
-    fork,
-)
 from support.waiting import eventually
 
 
@@ -61,56 +52,56 @@ def _be(folder: Path, rank: int) -> None:
     serve(folder / "socket", Adder(rank), "adder", rank, "plain Python", asyncio.run)  # type: ignore[arg-type]
 
 
-def _start(ranks: range, place: Place) -> list[ForkedProcess]:
-    return [fork(place, f"adder {rank}", partial(_be, place.folder, rank)) for rank in ranks]
+def _start(ranks: range, place: workers.Place) -> list[ForkedProcess]:
+    return [workers.fork(place, f"adder {rank}", partial(_be, place.folder, rank)) for rank in ranks]
 
 
 # Workers --------------------------------------------------------------------------------------------------------------
 
 
 def test_a_call_runs_in_all_workers_and_its_arguments_are_typed() -> None:
-    with WorkerGroup("adder", 2, partial(_start, range(2))) as group:
+    with workers.WorkerGroup("adder", 2, partial(_start, range(2))) as group:
         assert group.call("add", Sum((1, 2)), into=int) == [3, 4]
         assert group.call("add", Sum((1, 2)), 10, into=int) == [30, 31]
         assert group.call("wait", into=str) == ["waited", "waited"]
-        assert call(group.workers[1:], "divide", 3, into=float) == [3.0]
+        assert workers.call(group.workers[1:], "divide", 3, into=float) == [3.0]
         group.workers[0].send("add", Sum((5,)))
-        assert call(group.workers[1:], "add", Sum((1,)), into=int) == [2], "while the other call goes on"
-        assert answers(group.workers[:1], "add", int) == [5]
+        assert workers.call(group.workers[1:], "add", Sum((1,)), into=int) == [2], "while the other call goes on"
+        assert workers.answers(group.workers[:1], "add", int) == [5]
 
 
 def test_a_failure_of_all_is_told_from_that_of_one_and_from_what_was_not_tried() -> None:
-    with WorkerGroup("adder", 2, partial(_start, range(2))) as group:
+    with workers.WorkerGroup("adder", 2, partial(_start, range(2))) as group:
         with pytest.raises(NotImplementedError, match="it has no wings"):
             group.call("fly", into=type(None))
-        with pytest.raises(OpFailed, match="Expected `object`"):
+        with pytest.raises(workers.OpFailed, match="Expected `object`"):
             group.call("add", 7, into=int)
-        with pytest.raises(OpFailed, match="_call is no public method"):
+        with pytest.raises(workers.OpFailed, match="_call is no public method"):
             group.call("_call", into=int)
-        with pytest.raises(WorkerFailed, match=r"adder: divide: ZeroDivisionError: division by zero"):
+        with pytest.raises(workers.WorkerFailed, match=r"adder: divide: ZeroDivisionError: division by zero"):
             group.call("divide", 3, into=float)
 
 
 def test_a_worker_that_died_is_named_and_another_takes_its_place() -> None:
-    with WorkerGroup("adder", 2, partial(_start, range(2))) as group:
-        with pytest.raises(WorkerFailed, match=r"adder: adder [01] (ended|is gone)"):
+    with workers.WorkerGroup("adder", 2, partial(_start, range(2))) as group:
+        with pytest.raises(workers.WorkerFailed, match=r"adder: adder [01] (ended|is gone)"):
             group.call("die", into=type(None))
         new = group.replace(group.workers[0], partial(_start, range(1)))
-        assert call([new], "add", Sum((1,)), into=int) == [1]
+        assert workers.call([new], "add", Sum((1,)), into=int) == [1]
 
 
 def test_workers_that_do_not_come_are_named_and_reported_with_the_last_words(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def program(*words: str) -> Callable[[Place], list[WorkerProgram]]:
-        return lambda place: [WorkerProgram(place, words, {})]
+    def program(*words: str) -> Callable[[workers.Place], list[workers.WorkerProgram]]:
+        return lambda place: [workers.WorkerProgram(place, words, {})]
 
-    with pytest.raises(WorkerFailed, match="idler ended while starting: no such luck"):
-        WorkerGroup("idler", 1, program("sh", "-c", "echo no such luck"))
+    with pytest.raises(workers.WorkerFailed, match="idler ended while starting: no such luck"):
+        workers.WorkerGroup("idler", 1, program("sh", "-c", "echo no such luck"))
     monkeypatch.setattr("holdfast.harness.measure.workers.LATE_SECONDS", 0.0)
     capfd.readouterr()
-    with pytest.raises(WorkerFailed, match="idler did not start in time: it said nothing"):
-        WorkerGroup("idler", 2, program("sleep", "60"), timeout=0.5)
+    with pytest.raises(workers.WorkerFailed, match="idler did not start in time: it said nothing"):
+        workers.WorkerGroup("idler", 2, program("sleep", "60"), timeout=0.5)
     first, process = capfd.readouterr().err.splitlines()
     assert first == "idler: after 0 s 0 of 2 workers have come; it said nothing"
     assert process.startswith("  pid ") and "s of processor time" in process
@@ -123,9 +114,9 @@ from multiprocessing.shared_memory import SharedMemory
 print(SharedMemory(create=True, size=1).name, flush=True)
 time.sleep(60)
 """
-    place = Place("idler")
+    place = workers.Place("idler")
     try:
-        worker = WorkerProgram(place, [sys.executable, "-c", program], {})
+        worker = workers.WorkerProgram(place, [sys.executable, "-c", program], {})
         eventually(lambda: place.output.read_bytes().endswith(b"\n"))
         segment = Path("/dev/shm", place.output.read_text().strip())
         assert segment.exists()
@@ -179,7 +170,7 @@ def test_mirrored_turns_cancel_drift() -> None:
     assert rotated([], 3) == []
 
 
-@pytest.mark.parametrize("error", [NotImplementedError("no"), OpFailed("no"), WorkerFailed("no")])
+@pytest.mark.parametrize("error", [NotImplementedError("no"), workers.OpFailed("no"), workers.WorkerFailed("no")])
 def test_a_contestant_that_fails_has_no_more_turns_and_no_results(error: Exception) -> None:
     workload, failed = Named(b=error), dict[str, Exception]()
     turns = take_turns(workload, {name: name for name in "abc"}, range(3), failed.__setitem__)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 
 import pytest
@@ -135,6 +135,10 @@ class Catalogue(RuleBasedStateMachine):
         self.check_ended(before, after, deleted)
         self.catalog = after
         return True
+
+    @property
+    def all_parts(self) -> Iterator[tuple[Version, Shard]]:
+        return ((version, each) for version in self.catalog.versions for each in version.shards)
 
     def check_fences(self, before: Catalog, after: Catalog) -> None:
         assert before.fence is None or (after.fence is not None and after.fence >= before.fence)
@@ -370,35 +374,31 @@ class Catalogue(RuleBasedStateMachine):
     @invariant()
     def replicas_have_holders(self) -> None:
         known = {holder.id for holder in self.catalog.holders}
-        for version in self.catalog.versions:
-            for each in version.shards:
-                owners = [one.holder for one in each.replicas]
-                assert set(owners) <= known and len(owners) == len(set(owners))
+        for _, each in self.all_parts:
+            owners = [one.holder for one in each.replicas]
+            assert set(owners) <= known and len(owners) == len(set(owners))
 
     @invariant()
     def publishers_are_open_stores(self) -> None:
         known = {holder.id for holder in self.catalog.holders}
-        for version in self.catalog.versions:
-            for each in version.shards:
-                assert set(each.publishers) <= known or (each.accepted and each.publishers == (KEPT,))
+        for _, each in self.all_parts:
+            assert set(each.publishers) <= known or (each.accepted and each.publishers == (KEPT,))
 
     @invariant()
     def no_replica_is_superfluous(self) -> None:
         staying = {holder.id for holder in self.catalog.holders if self.catalog.stays(holder)}
-        for version in self.catalog.versions:
-            for each in version.shards:
-                ours = [one for one in each.replicas if one.holder in staying]
-                if len(ours) > version.replicas:
-                    hosts = {peer.host for peer in self.catalog.keeping(each)}
-                    assert len(hosts) < version.replicas and version.spread != "processes"
+        for version, each in self.all_parts:
+            ours = [one for one in each.replicas if one.holder in staying]
+            if len(ours) > version.replicas:
+                hosts = {peer.host for peer in self.catalog.keeping(each)}
+                assert len(hosts) < version.replicas and version.spread != "processes"
 
     @invariant()
     def stores_on_hosts_that_are_away_have_what_others_lack(self) -> None:
         """They stay in the catalogue only for parts that are not safe without them."""
         lacking = {
             one.holder
-            for version in self.catalog.versions
-            for each in version.shards
+            for version, each in self.all_parts
             for one in each.replicas
             if not self.catalog.safe(version, each)
         }
@@ -407,23 +407,22 @@ class Catalogue(RuleBasedStateMachine):
 
     @invariant()
     def every_lack_is_a_holders_turn(self) -> None:
-        for version in self.catalog.versions:
-            for each in version.shards:
-                found = candidates(self.catalog, version, each)
-                keeping = self.catalog.keeping(each)
-                hosts = {peer.host for peer in keeping}
-                lacking, on_new_hosts = self.catalog.lacking(version, each)
-                able = {
-                    one.id
-                    for one in self.catalog.holders
-                    if self.catalog.stays(one) and one.peer not in keeping and lacking
-                    if not all(self.catalog.is_away(replica.holder) for replica in each.replicas)
-                    if one.peer.host not in hosts or lacking > on_new_hosts
-                }
-                assert {holder.id for holder, _ in found} == able
-                assert not able or min(turn for _, turn in found) == 0
-                first_hosts = {holder.peer.host for holder, turn in found if turn == 0} - hosts
-                assert len(first_hosts) >= min(lacking, len({holder.peer.host for holder, _ in found} - hosts))
+        for version, each in self.all_parts:
+            found = candidates(self.catalog, version, each)
+            keeping = self.catalog.keeping(each)
+            hosts = {peer.host for peer in keeping}
+            lacking, on_new_hosts = self.catalog.lacking(version, each)
+            able = {
+                one.id
+                for one in self.catalog.holders
+                if self.catalog.stays(one) and one.peer not in keeping and lacking
+                if not all(self.catalog.is_away(replica.holder) for replica in each.replicas)
+                if one.peer.host not in hosts or lacking > on_new_hosts
+            }
+            assert {holder.id for holder, _ in found} == able
+            assert not able or min(turn for _, turn in found) == 0
+            first_hosts = {holder.peer.host for holder, turn in found if turn == 0} - hosts
+            assert len(first_hosts) >= min(lacking, len({holder.peer.host for holder, _ in found} - hosts))
 
 
 TestCatalogue = Catalogue.TestCase

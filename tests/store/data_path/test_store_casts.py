@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,7 +24,7 @@ from holdfast.store.casts import cast_reader
 from holdfast.store.casts.cast_reader import CastVersionReader
 from holdfast.store.casts.wire_cast import CastName, EncodedTensor, WireCast
 from holdfast.store.catalog import part_casts
-from support.children import Child
+from support.children import Child, Start
 from support.samples.store_processes import count_reads, move_to_host
 from support.waiting import eventually
 from support.weights.layouts import as_rank
@@ -184,11 +184,6 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
     return values.to(dtype)
 
 
-def is_shrunk(cast: WireCast, tensor: torch.Tensor) -> bool:
-    """Whether a cast has a form of a tensor: fewer bytes that carry all its elements."""
-    return tensor.dtype.is_floating_point and cast.shrinks(tensor.dtype, tensor.shape) and cast.carries(tensor)
-
-
 def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     """NaNs equal one another."""
     return (
@@ -212,7 +207,8 @@ def test_what_a_cast_shrinks_is_cast_and_all_else_is_exact(state: dict[str, torc
         if not any(code.shrinks(tensor.dtype, tensor.shape) for tensor in state.values()):
             assert forms(store) == []
         for name, tensor in state.items():
-            wanted = there_and_back(code, tensor) if is_shrunk(code, tensor) else tensor
+            has_form = tensor.is_floating_point() and code.shrinks(tensor.dtype, tensor.shape) and code.carries(tensor)
+            wanted = there_and_back(code, tensor) if has_form else tensor
             assert equal(into[name], wanted) and equal(loaded[name], wanted) and equal(here[name], wanted)
 
 
@@ -441,7 +437,7 @@ def a_holder(pipe: Connection, url: str) -> None:
 
 
 @pytest.fixture
-def holder(url: str, start: Callable[..., Child], monkeypatch: pytest.MonkeyPatch) -> Child:
+def holder(url: str, start: Start, monkeypatch: pytest.MonkeyPatch) -> Child:
     monkeypatch.setenv("UCX_TLS", "tcp,self")
     monkeypatch.setattr(cast_reader, "PACK_SECONDS", 0.3)
     child = start(a_holder, url)

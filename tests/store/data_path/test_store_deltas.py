@@ -7,9 +7,7 @@ where reads are slow, and what cannot be trusted is read whole.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
@@ -41,25 +39,23 @@ from holdfast.store.data.delta import (
     to_eight,
 )
 from holdfast.store.publication import pays
-from support.children import Child
+from support.children import Start
 from support.mutations import damages, mutated
+from support.programs.forked_programs import run_python
 from support.samples.store_processes import count_reads, move_to_host
 from support.weights.peers import site_of
+from support.weights.state_dicts import same
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def record_bytes(piece: ElementPiece, changes: int) -> int:
-    """The size of a record of so many changes."""
-    blocks = -(-piece.nbytes // piece.itemsize // BLOCK)
-    return to_eight(4 * blocks) + to_eight(2 * changes) + to_eight(piece.itemsize * changes)
 
 
 def size_of(old: torch.Tensor, new: torch.Tensor, piece: ElementPiece) -> int:
     """What a delta takes for a piece: one entry for each element that torch's comparison finds changed."""
     dtype = INTEGERS[piece.itemsize]
     changes = int((piece.of(old).view(dtype) != piece.of(new).view(dtype)).sum())
-    size = record_bytes(piece, changes) if changes else 0
+    blocks = -(-piece.nbytes // piece.itemsize // BLOCK)
+    record = to_eight(4 * blocks) + to_eight(2 * changes) + to_eight(piece.itemsize * changes)
+    size = record if changes else 0
     return size if size <= most_of(piece) else WHOLE
 
 
@@ -148,8 +144,8 @@ def test_a_delta_is_never_larger_than_half_of_the_part_and_its_index(
     part = sum(piece.nbytes for piece in pieces)
     assert packed.nbytes <= (part - packed.whole_bytes) // 2 + 56 + 4 * len(pieces)
     for piece, size in zip(pieces, packed.sizes, strict=True):
-        same = torch.equal(piece.of(old), piece.of(new))
-        assert (size == 0) == same
+        unchanged = torch.equal(piece.of(old), piece.of(new))
+        assert (size == 0) == unchanged
         assert size == WHOLE or size <= most_of(piece)
 
 
@@ -295,15 +291,7 @@ def test_the_kernel_for_checksums_gives_the_bits_of_xxhash() -> None:
     """In Triton's interpreter, which has to be chosen before triton is imported: so in a process of its own."""
     path = os.pathsep.join(filter(None, [site_of("triton"), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"TRITON_INTERPRET": "1"} | ({"PYTHONPATH": path} if path else {})
-    done = subprocess.run(
-        [sys.executable, "-c", TRITON_DIGESTS],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=880,
-        check=False,
-    )
-    assert done.stdout == "equal\n", done.stderr
+    assert run_python("-c", TRITON_DIGESTS, environ=environment, timeout=880.0) == "equal\n"
 
 
 # -- updates by delta
@@ -395,10 +383,6 @@ def step(state: dict[str, torch.Tensor], share: float = 0.01) -> None:
     state["small"] += 1
 
 
-def alike(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(one[name].view(torch.uint8), other[name].view(torch.uint8)) for name in one)
-
-
 def offered(store: WeightStore, version: int) -> DeltaOffer | None:
     shard = store._catalog_client.read()[1].shard(version, 0)
     assert isinstance(shard, Shard)
@@ -428,7 +412,7 @@ def test_a_reader_of_the_version_before_reads_what_changed_there_or_in_its_own_t
         step(state)
         store.publish(version, state)
         store.get("latest", into)
-        assert alike(state, into)
+        assert same(state, into)
         assert wire.take() < nbytes(state) * share
 
 
@@ -444,7 +428,7 @@ def test_a_reader_without_the_base_gets_the_whole(store: WeightStore, wire: Wire
     assert offered(store, 2) is not None
     wire.take()
     store.get(2, into)
-    assert alike(state, into)
+    assert same(state, into)
     assert wire.take() > nbytes(state)
 
 
@@ -457,8 +441,8 @@ def test_a_prefetching_reader_makes_the_next_version_beside_the_one_it_serves(st
         store.publish(version, state)
         wire.take()
         store.get(version, buffers[1 - version % 2])
-        assert alike(buffers[1 - version % 2], state)
-        assert alike(buffers[version % 2], served), "the served weights have changed"
+        assert same(buffers[1 - version % 2], state)
+        assert same(buffers[version % 2], served), "the served weights have changed"
         assert wire.take() < nbytes(state) / 20
 
 
@@ -478,7 +462,7 @@ def test_a_damaged_delta_is_never_taken_for_the_new_version(store: WeightStore, 
     wire.deltas.append(delta.handle)
     wire.damage = damage
     store.get(2, into)
-    assert alike(state, into)
+    assert same(state, into)
 
 
 def test_no_delta_is_made_where_parts_are_mapped() -> None:
@@ -488,29 +472,28 @@ def test_no_delta_is_made_where_parts_are_mapped() -> None:
         store.publish(2, state)
         assert offered(store, 2) is None
         store.get(2, into)
-        assert alike(state, into)
-
-
-def a_far_holder(pipe: Connection, url: str) -> None:
-    """Keep replicas on another host; send how many bytes have been read so far after each one."""
-
-    def tell(kind: str, fields: dict[str, object]) -> None:
-        if kind == "replica_made":
-            pipe.send(sum(sizes))
-
-    move_to_host("south")
-    pipe.recv()
-    with WeightStore(url, plane="ucx", observe=tell) as store:
-        sizes = count_reads(store._plane)
-        pipe.send("open")
-        pipe.recv()
+        assert same(state, into)
 
 
 def test_a_holder_on_another_host_makes_its_replica_from_the_one_before(
-    start: Callable[..., Child], url: str, monkeypatch: pytest.MonkeyPatch
+    start: Start, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It sends how many bytes it has read so far after each replica."""
+
+    def hold_far_away(pipe: Connection) -> None:
+        def tell(kind: str, fields: dict[str, object]) -> None:
+            if kind == "replica_made":
+                pipe.send(sum(sizes))
+
+        move_to_host("south")
+        pipe.recv()
+        with WeightStore(url, plane="ucx", observe=tell) as store:
+            sizes = count_reads(store._plane)
+            pipe.send("open")
+            pipe.recv()
+
     monkeypatch.setenv("UCX_TLS", "tcp,self")
-    far = start(a_far_holder, url)
+    far = start(hold_far_away)
     with WeightStore(url, plane="ucx") as store:
         far.tell("open")
         assert far.hear() == "open"
@@ -525,23 +508,25 @@ def test_a_holder_on_another_host_makes_its_replica_from_the_one_before(
         far.end()
 
 
-def a_far_reader(pipe: Connection, url: str) -> None:
-    """Get the versions that `pipe` names; send how many bytes each took."""
-    move_to_host("south")
-    with WeightStore(url, plane="ucx", hold=False) as store:
-        into, sizes = weights(), count_reads(store._plane)
-        while (version := pipe.recv()) != "end":
-            sizes.clear()
-            store.get(version, into)
-            pipe.send((sum(sizes), into["large"].float().sum().item()))
-
-
 def test_a_process_on_another_host_that_only_reads_gets_deltas_too(
-    start: Callable[..., Child], url: str, monkeypatch: pytest.MonkeyPatch
+    start: Start, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its first get notes the host in the catalogue, so the next version has a delta for it."""
+    """Its first get notes the host in the catalogue, so the next version has a delta for it.
+
+    It sends how many bytes each version took.
+    """
+
+    def read_far_away(pipe: Connection) -> None:
+        move_to_host("south")
+        with WeightStore(url, plane="ucx", hold=False) as store:
+            into, sizes = weights(), count_reads(store._plane)
+            while (version := pipe.recv()) != "end":
+                sizes.clear()
+                store.get(version, into)
+                pipe.send((sum(sizes), into["large"].float().sum().item()))
+
     monkeypatch.setenv("UCX_TLS", "tcp,self")
-    far = start(a_far_reader, url)
+    far = start(read_far_away)
     with WeightStore(url, plane="ucx", replicas=1) as store:
         state = weights()
         for version in (1, 2, 3):
@@ -588,4 +573,4 @@ def test_a_part_takes_the_room_of_deltas(wire: Wire, request: pytest.FixtureRequ
             store.publish(version, state, timeout=5.0)
             assert store._replica_holder.pool.used <= room
             store.get(version, into)
-            assert alike(state, into)
+            assert same(state, into)

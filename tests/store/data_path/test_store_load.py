@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from holdfast.store.data.manifest import LARGE_BYTES, PIECE_BYTES
 from holdfast.store.data.packing import PackedPart, PartBlock, pack, pack_plain
 from holdfast.store.read.read_plan import Rows, dense_strides, local_tensor, plan_named, plan_read, rows_of
 from holdfast.store.reshard.plan import BoxTarget
-from support.children import Child
+from support.children import Start
 
 
 def weights(value: float, size: int = 300_000) -> dict[str, torch.Tensor]:
@@ -94,7 +93,7 @@ def a_holder(pipe: Connection, url: str, plane: str = "auto") -> None:
         pipe.recv()
 
 
-def test_mapped_tensors_outlive_their_holder(url: str, start: Callable[..., Child]) -> None:
+def test_mapped_tensors_outlive_their_holder(url: str, start: Start) -> None:
     holder = start(a_holder, url)
     holder.hear()
     with WeightStore(url, hold=False) as reader:
@@ -124,7 +123,7 @@ def test_a_part_larger_than_the_limit_is_refused_at_once_and_a_plane_that_cannot
 
 @pytest.mark.parametrize(("plane", "tls"), [("ucx", "tcp,self"), ("nixl", "posix,cma,self")])
 def test_readers_of_the_host_map_what_another_plane_moves(
-    url: str, start: Callable[..., Child], monkeypatch: pytest.MonkeyPatch, plane: str, tls: str
+    url: str, start: Start, monkeypatch: pytest.MonkeyPatch, plane: str, tls: str
 ) -> None:
     monkeypatch.setenv("UCX_TLS", tls)
     holder = start(a_holder, url, plane)
@@ -341,23 +340,22 @@ def test_shared_memory_is_noticed() -> None:
         assert plain.share_memory == shared
 
 
-def test_targets_that_fitted_before_are_compared_again_if_anything_about_them_differs() -> None:
+def test_targets_that_fitted_before_are_compared_again_if_anything_about_them_differs(store: WeightStore) -> None:
     """The check of targets against a version is not repeated for the same memory, only its values are."""
-    with WeightStore("memory://plain-targets") as store:
-        store.publish(1, {"w": torch.ones(4), "step": 1})
-        into = {"w": torch.zeros(4), "step": 0}
-        assert store.get(1, into) == 1
-        store.publish(2, {"w": torch.full((4,), 2.0), "step": 2})
-        assert store.get(2, into) == 2
-        assert into["step"] == 2
-        assert torch.equal(into["w"], torch.full((4,), 2.0))
-        store.publish(3, {"w": torch.ones(2, 2), "step": 3})
-        with pytest.raises(Mismatch, match="w"):
-            store.get(3, into)
-        store.publish(4, {"w": torch.ones(4), "step": 4})
-        with pytest.raises(Mismatch, match="w"):
-            store.get(4, into | {"w": into["w"].view(2, 2)})
-        with pytest.raises(Mismatch, match="w"):
-            store.get(4, into | {"w": into["w"].view(torch.int32)})
-        with pytest.raises(Mismatch, match="other"):
-            store.get(4, into | {"other": torch.zeros(1)})
+    store.publish(1, {"w": torch.ones(4), "step": 1})
+    into = {"w": torch.zeros(4), "step": 0}
+    assert store.get(1, into) == 1
+    store.publish(2, {"w": torch.full((4,), 2.0), "step": 2})
+    assert store.get(2, into) == 2
+    assert into["step"] == 2
+    assert torch.equal(into["w"], torch.full((4,), 2.0))
+    store.publish(3, {"w": torch.ones(2, 2), "step": 3})
+    with pytest.raises(Mismatch, match="w"):
+        store.get(3, into)
+    store.publish(4, {"w": torch.ones(4), "step": 4})
+    with pytest.raises(Mismatch, match="w"):
+        store.get(4, into | {"w": into["w"].view(2, 2)})
+    with pytest.raises(Mismatch, match="w"):
+        store.get(4, into | {"w": into["w"].view(torch.int32)})
+    with pytest.raises(Mismatch, match="other"):
+        store.get(4, into | {"other": torch.zeros(1)})

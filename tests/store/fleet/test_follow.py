@@ -31,7 +31,7 @@ from holdfast.store.catalog.settling import without_versions
 from holdfast.store.data.state_dicts import FlatState
 from holdfast.store.follow import staging
 from holdfast.store.follow.staging import StagedVersions, StagingState
-from support.children import Child
+from support.children import Child, Start
 from support.samples.store_processes import move_to_host
 from support.waiting import eventually
 from support.weights.state_dicts import bits, odd_targets, odd_tensors, value_of, weights
@@ -508,7 +508,7 @@ def trainer(url: str) -> Iterator[WeightStore]:
         yield opened
 
 
-def a_fleet(trainer: WeightStore, start: Callable[..., Child], *names: str) -> list[Child]:
+def a_fleet(trainer: WeightStore, start: Start, *names: str) -> list[Child]:
     """Readers that serve version 1; version 2 is published."""
     readers = [start(a_reader, trainer.url, name) for name in names]
     for reader in readers:
@@ -530,9 +530,7 @@ def newest(trainer: WeightStore) -> SwitchRecord:
 
 
 @pytest.mark.parametrize("dies", ["staging", "staged"])
-def test_a_reader_that_dies_before_it_is_ready_is_counted_out(
-    trainer: WeightStore, start: Callable[..., Child], dies: str
-) -> None:
+def test_a_reader_that_dies_before_it_is_ready_is_counted_out(trainer: WeightStore, start: Start, dies: str) -> None:
     one, _ = a_fleet(trainer, start, "g0", "g1")
     with ThreadPoolExecutor(1) as pool:
         switching = pool.submit(trainer.switch, 2, ["g0", "g1", "g2"])
@@ -547,7 +545,7 @@ def test_a_reader_that_dies_before_it_is_ready_is_counted_out(
 
 @pytest.mark.parametrize("dies", ["switch_proposed", "switch_committed"])
 def test_a_proposer_that_dies_leaves_the_fleet_as_it_was_unless_the_switch_was_committed(
-    trainer: WeightStore, start: Callable[..., Child], dies: str
+    trainer: WeightStore, start: Start, dies: str
 ) -> None:
     readers = a_fleet(trainer, start, "g0", "g1")
     named = ["g0", "g1"] if dies == "switch_committed" else ["g0", "g1", "absent"]
@@ -563,9 +561,7 @@ def test_a_proposer_that_dies_leaves_the_fleet_as_it_was_unless_the_switch_was_c
     assert [said(reader, "swap") for reader in readers] == [2, 2]
 
 
-def test_readers_settle_a_switch_of_another_host_that_went_silent(
-    trainer: WeightStore, start: Callable[..., Child]
-) -> None:
+def test_readers_settle_a_switch_of_another_host_that_went_silent(trainer: WeightStore, start: Start) -> None:
     """The readers wait as long as the proposer wanted to, then abort.
 
     Nothing proves the death of a process of another host.
@@ -582,7 +578,7 @@ def test_readers_settle_a_switch_of_another_host_that_went_silent(
 
 
 def test_a_quorum_decides_without_a_stopped_reader_which_catches_up_before_it_serves(
-    trainer: WeightStore, start: Callable[..., Child]
+    trainer: WeightStore, start: Start
 ) -> None:
     one, other = a_fleet(trainer, start, "g0", "g1")
     trainer.publish(3, weights(3))
@@ -598,9 +594,7 @@ def test_a_quorum_decides_without_a_stopped_reader_which_catches_up_before_it_se
     assert said(other, "catch up") == 3
 
 
-def test_a_reader_that_restarts_catches_up_with_its_fleet_before_it_serves(
-    trainer: WeightStore, start: Callable[..., Child]
-) -> None:
+def test_a_reader_that_restarts_catches_up_with_its_fleet_before_it_serves(trainer: WeightStore, start: Start) -> None:
     one, other = a_fleet(trainer, start, "g0", "g1")
     assert trainer.switch(2).committed and said(one, "swap") == 2
     other.kill()

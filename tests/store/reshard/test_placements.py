@@ -255,13 +255,16 @@ def test_replicas_share_the_bytes_evenly() -> None:
         weights = [torch.zeros(64 + 8 * (number % 5), 16) for number in range(40)]
         return {str(at): split(w, mesh, Replicate(), Shard(0)) for at, w in enumerate(weights)}
 
-    loads = [bytes_of(given(placed), placed) for placed in placed_on_each_rank(8, state)]
+    loads = [
+        sum(
+            placed[name].dtype.itemsize * count_of(box)
+            for name, each in given(placed).blocks.items()
+            for box, _ in each
+        )
+        for placed in placed_on_each_rank(8, state)
+    ]
     assert sum(loads) == sum(4 * 16 * (64 + 8 * (number % 5)) for number in range(40))
     assert max(loads) <= 1.05 * sum(loads) / len(loads)
-
-
-def bytes_of(gives: Given, placed: Mapping[str, PlacedTensor]) -> int:
-    return sum(placed[n].dtype.itemsize * count_of(b.box) for n, blocks in gives.blocks.items() for b in blocks)
 
 
 def test_tensors_on_submeshes_of_one_root_are_given_once() -> None:
@@ -355,10 +358,8 @@ def test_what_cannot_be_given_or_placed_is_refused_by_name() -> None:
             place("w", wrong)
     with as_rank(14, 16):
         mesh = init_device_mesh("cpu", (4, 4))
+        how = (_StridedShard(0, split_factor=4), Shard(0))
+        shape = torch.Size([38])
+        sharded = DTensor.from_local(torch.tensor([29]), mesh, how, run_check=False, shape=shape, stride=(1,))
         with pytest.raises(Unsupported, match=r"'w', of shape \(38,\), which mesh of 4x4 ranks out of 16 does not"):
-            place("w", fully_sharded(torch.tensor([29]), mesh, 38))
-
-
-def fully_sharded(local: torch.Tensor, mesh: DeviceMesh, length: int) -> DTensor:
-    how: tuple[Any, ...] = (_StridedShard(0, split_factor=mesh.size(1)), Shard(0))
-    return DTensor.from_local(local, mesh, how, run_check=False, shape=torch.Size([length]), stride=(1,))
+            place("w", sharded)

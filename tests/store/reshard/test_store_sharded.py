@@ -6,8 +6,6 @@ Tensors that several parts of a version have are replicas if they are equal; oth
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -33,6 +31,7 @@ from holdfast.store.publication import Publication
 from holdfast.store.reshard import giving
 from holdfast.store.reshard.placements import local_of, place
 from support.comms.torch_groups import ENVIRON, in_group
+from support.programs.forked_programs import run_python
 from support.source_tree import ROOT
 from support.weights.layouts import as_rank
 
@@ -151,10 +150,7 @@ def test_what_ranks_saved_with_dcp_as_shards_is_put_together(
 
 @pytest.mark.thorough
 def test_the_example_loses_a_trainer_and_serves_its_version() -> None:
-    example = ROOT / "examples" / "fsdp_to_tensor_parallel.py"
-    done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    gone, served = done.stdout.strip().splitlines()
+    gone, served = run_python(ROOT / "examples" / "fsdp_to_tensor_parallel.py").strip().splitlines()
     assert "rank 1 died" in gone
     (version, loss), (other, same) = ast.literal_eval(served.partition(": ")[2])
     assert version == other == 3 and loss == same < 0.05

@@ -193,28 +193,22 @@ def test_a_cancelled_get_has_stopped_writing_when_it_returns() -> None:
 # -- state dicts
 
 
-def model_and_optimizer() -> dict[str, Any]:
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(30, 20), nn.ReLU(), nn.Linear(20, 10))
+def test_a_state_dict_comes_back_with_its_structure_and_in_place() -> None:
+    model, other = (nn.Sequential(nn.Linear(30, 20), nn.ReLU(), nn.Linear(20, 10)) for _ in range(2))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(3, 30)).sum().backward()
     optimizer.step()
-    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-
-
-def test_a_state_dict_comes_back_with_its_structure_and_in_place() -> None:
-    state = model_and_optimizer()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     run(ts.put_state_dict(state, "v0"))
     found = run(ts.get_state_dict("v0"))
     assert found["optimizer"]["param_groups"] == state["optimizer"]["param_groups"]
     assert found["optimizer"]["state"].keys() == {"0", "1", "2", "3"}, "text, as torch's flatten_state_dict makes it"
     assert torch.equal(found["model"]["2.weight"], state["model"]["2.weight"])
     assert torch.equal(get("v0/model.2.weight"), state["model"]["2.weight"]), "under torchstore's names"
-    model = nn.Sequential(nn.Linear(30, 20), nn.ReLU(), nn.Linear(20, 10))
-    mine = {"model": model.state_dict(), "optimizer": state["optimizer"]}
+    mine = {"model": other.state_dict(), "optimizer": state["optimizer"]}
     found = run(ts.get_state_dict("v0", mine))
     assert found["model"]["0.weight"] is mine["model"]["0.weight"]
-    assert torch.equal(model[0].weight, state["model"]["0.weight"])
+    assert torch.equal(other[0].weight, state["model"]["0.weight"])
 
 
 def test_strict_refuses_other_names_before_anything_is_read() -> None:

@@ -9,10 +9,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
-import subprocess
-import sys
 import threading
-from collections.abc import Callable
 from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,21 +24,10 @@ from holdfast.ft.launch.held_directory import HeldDirectory
 from holdfast.store.errors import NotInitialized
 from holdfast.store.torchstore import home
 from holdfast.store.torchstore.client import LocalClient
-from support.children import Child
+from support.children import Child, Start
+from support.programs.forked_programs import run_python
 from support.source_tree import TESTS
 from support.waiting import eventually
-
-
-def an_overwriter(pipe: Connection, key: str, nbytes: int) -> None:
-    """Overwrite a key with 1, 2, 3, ... and send the key after the first; ends by SIGKILL."""
-
-    async def overwrite() -> None:
-        for value in count():
-            await ts.put(key, torch.full((nbytes,), value % 200 + 1, dtype=torch.uint8))
-            if not value:
-                pipe.send(key)
-
-    asyncio.run(overwrite())
 
 
 def a_filler_that_stops(pipe: Connection, nbytes: int) -> None:
@@ -62,7 +48,6 @@ def a_caller(pipe: Connection) -> None:
 
 
 run = asyncio.run
-Start = Callable[..., Child]
 LARGE = 8 << 20
 
 
@@ -77,7 +62,16 @@ def call(child: Child, name: str, *args: Any, **kwargs: Any) -> Any:
 def test_a_reader_of_a_key_that_is_overwritten_gets_one_value_whole_also_after_its_writers_are_killed(
     start: Start,
 ) -> None:
-    writers = [start(an_overwriter, "k", LARGE) for _ in range(2)]
+    def overwrite(pipe: Connection) -> None:
+        async def put_all() -> None:
+            for value in count():
+                await ts.put("k", torch.full((LARGE,), value % 200 + 1, dtype=torch.uint8))
+                if not value:
+                    pipe.send("k")
+
+        asyncio.run(put_all())
+
+    writers = [start(overwrite) for _ in range(2)]
     for writer in writers:
         assert writer.hear() == "k"
     target, seen = torch.zeros(LARGE, dtype=torch.uint8), set()
@@ -213,7 +207,8 @@ async def main():
     for turn in range(2):
         await ts.initialize_spmd(strategy=getattr(ts, sys.argv[1])())
         await ts.put(f"rank{rank}", torch.full((2000,), 10 * turn + rank))
-        print(rank, [await value(f"rank{other}") for other in range(size)], flush=True)
+        found = [await value(f"rank{other}") for other in range(size)]
+        print(f"{rank} {found}\\n", end="", flush=True)  # in one write: torchrun's ranks are not buffered
         await ts.put(f"read{rank}", torch.tensor([1]))
         if rank == 0:  # the store ends with its owner: the others have to be done by then
             assert [await value(f"read{other}") for other in range(size)] == [1] * size
@@ -231,16 +226,9 @@ if "group" in sys.argv:
 def test_ranks_that_torchrun_starts_share_a_store(tmp_path: Path, arguments: list[str]) -> None:
     """They meet in the store of their group, or without one at the job's master address."""
     (tmp_path / "program.py").write_text(PROGRAM)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    found = subprocess.run(
-        [*launch, str(tmp_path / "program.py"), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert found.returncode == 0, found.stdout + found.stderr
-    assert sorted(found.stdout.split("\n")) == ["", "0 [0, 1]", "0 [10, 11]", "1 [0, 1]", "1 [10, 11]"]
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", tmp_path / "program.py")
+    shown = run_python(*launch, *arguments, environ=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert sorted(shown.split("\n")) == ["", "0 [0, 1]", "0 [10, 11]", "1 [0, 1]", "1 [10, 11]"]
 
 
 def test_the_environment_of_torchrun_is_read_and_a_job_of_several_hosts_refused(
@@ -311,14 +299,8 @@ os._exit(0)
 def drive(body: str) -> None:
     """Run `body` in the coroutine of a Monarch driver; fails with the driver's output unless it ends well."""
     program = DRIVER.format(body="\n".join(f"    {line}" for line in body.strip().splitlines()))
-    found = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(TESTS), "MONARCH_FILE_LOG": "error", "OMP_NUM_THREADS": "1"},
-    )
-    assert found.returncode == 0 and found.stdout.endswith("done\n"), found.stdout + found.stderr
+    environ = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(TESTS), "MONARCH_FILE_LOG": "error", "OMP_NUM_THREADS": "1"}
+    assert run_python("-c", program, environ=environ, timeout=280.0).endswith("done\n")
 
 
 @pytest.mark.thorough

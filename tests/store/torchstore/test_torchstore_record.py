@@ -17,45 +17,33 @@ from holdfast.comms.memory_plane import Handle
 from holdfast.comms.transport.base import Peer
 from holdfast.store.errors import NoSuchKey
 from holdfast.store.torchstore import record
-from holdfast.store.torchstore.record import (
-    EMPTY,
-    SPARE_BYTES,
-    Deleted,
-    Directory,
-    Form,
-    KeyPart,
-    RecordClient,
-    Slab,
-    Snapshot,
-    StoreRecord,
-)
 
 _urls = map("torchstore-directory-{}".format, count())
 keys = st.lists(st.sampled_from(["", "a", "b", "ab", "v0"]), min_size=1, max_size=3).map(".".join)
-WHOLE, OBJECT = Form("tensor", (1,), "uint8"), Form("object", (0,))
+WHOLE, OBJECT = record.Form("tensor", (1,), "uint8"), record.Form("object", (0,))
 
 
-def shard(place: int, mesh: int, dtype: str = "uint8") -> Form:
-    return Form("shard", (mesh,), dtype, (place,), (mesh,))
+def shard(place: int, mesh: int, dtype: str = "uint8") -> record.Form:
+    return record.Form("shard", (mesh,), dtype, (place,), (mesh,))
 
 
-def part(forms: dict[str, Form], volume: str = "0", grant: int = 0, value: bytes = b"") -> KeyPart:
+def part(forms: dict[str, record.Form], volume: str = "0", grant: int = 0, value: bytes = b"") -> record.KeyPart:
     kinds = tuple(dict.fromkeys(forms.values()))
     numbers = {key: kinds.index(form) for key, form in forms.items()}
-    return KeyPart(volume, kinds, numbers, b"digest", 0, len(value), grant, value)
+    return record.KeyPart(volume, kinds, numbers, b"digest", 0, len(value), grant, value)
 
 
-def after(*changes: KeyPart | Deleted) -> Directory:
+def after(*changes: record.KeyPart | record.Deleted) -> record.Directory:
     """The directory after changes, each of which is checked, by way of a snapshot."""
-    directory = Directory(Snapshot())
+    directory = record.Directory(record.Snapshot())
     for each in changes:
-        if isinstance(each, KeyPart):
+        if isinstance(each, record.KeyPart):
             directory.check(each)
         directory.apply(each)
-    return Directory(directory.snapshot())
+    return record.Directory(directory.snapshot())
 
 
-def values(directory: Directory, key: str) -> list[bytes]:
+def values(directory: record.Directory, key: str) -> list[bytes]:
     return [each.inline for each in directory.find([key])[key]]
 
 
@@ -71,7 +59,7 @@ def test_readers_get_the_value_of_the_volume_that_was_first_and_a_put_replaces_t
     assert values(after(one, other), "k") == [b"1"]
     directory = after(one, other, part({"k": WHOLE}, "1", value=b"3"))
     assert values(directory, "k") == [b"3"]
-    directory.apply(Deleted(("k",)))
+    directory.apply(record.Deleted(("k",)))
     assert directory.keys() == [] and directory.grants == set()
     directory = after(part({"k": WHOLE, "other": WHOLE}, grant=1), part({"k": WHOLE}, grant=2))
     assert directory.grants == {1, 2}
@@ -95,32 +83,32 @@ def test_a_tensor_that_is_put_anew_with_another_dtype_is_there_once_all_shards_h
         (shard(0, 2), shard(0, 3), r"mesh of \(2,\), this is one of a mesh of \(3,\)"),
     ],
 )
-def test_a_key_keeps_its_kind_and_its_mesh(first: Form, second: Form, why: str) -> None:
+def test_a_key_keeps_its_kind_and_its_mesh(first: record.Form, second: record.Form, why: str) -> None:
     with pytest.raises(Mismatch, match=why):
         after(part({"k": first}), part({"new": WHOLE, "k": second}, "1"))
-    after(part({"k": first}), Deleted(("k",)), part({"k": second}, "1"))
+    after(part({"k": first}), record.Deleted(("k",)), part({"k": second}, "1"))
 
 
 def test_a_delete_ignores_what_is_not_there_and_leaves_the_rest_of_a_batch() -> None:
-    directory = after(part({"k": WHOLE, "l": WHOLE}, grant=1), Deleted(("x", "k", "k")))
+    directory = after(part({"k": WHOLE, "l": WHOLE}, grant=1), record.Deleted(("x", "k", "k")))
     assert directory.keys() == ["l"] and directory.grants == {1}
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 1), st.sets(st.integers(0, 90), min_size=1)), max_size=20))
-def test_processes_that_look_at_different_times_see_what_a_dict_would(
-    steps: list[tuple[bool, int, set[int]]],
-) -> None:
+def test_processes_that_look_at_different_times_see_what_a_dict_would(steps: list[tuple[bool, int, set[int]]]) -> None:
     url = f"memory://{next(_urls)}"
     with (
-        closing(RecordClient(url)) as one,
-        closing(RecordClient(url)) as other,
-        closing(RecordClient(url)) as late,
+        closing(record.RecordClient(url)) as one,
+        closing(record.RecordClient(url)) as other,
+        closing(record.RecordClient(url)) as late,
     ):
         expected = dict[str, bytes]()
         for number, (puts, which, names) in enumerate(steps):
             chosen = dict.fromkeys(sorted(f"k{name}" for name in names), number.to_bytes(2, "big"))
             change = (
-                part(dict.fromkeys(chosen, WHOLE), value=number.to_bytes(2, "big")) if puts else Deleted((*chosen,))
+                part(dict.fromkeys(chosen, WHOLE), value=number.to_bytes(2, "big"))
+                if puts
+                else record.Deleted((*chosen,))
             )
             (one, other)[which].commit(change, lambda _: None)
             gone = {} if puts else chosen
@@ -132,7 +120,7 @@ def test_processes_that_look_at_different_times_see_what_a_dict_would(
 
 
 def test_a_change_that_is_refused_changes_nothing() -> None:
-    with closing(RecordClient(f"memory://{next(_urls)}")) as client:
+    with closing(record.RecordClient(f"memory://{next(_urls)}")) as client:
         client.commit(part({"k": WHOLE}), lambda _: None)
         refused = part({"new": WHOLE, "k": OBJECT})
         with pytest.raises(Mismatch):
@@ -142,24 +130,24 @@ def test_a_change_that_is_refused_changes_nothing() -> None:
 
 @given(st.integers(0, 400), st.integers(0, 7))
 def test_changes_with_a_flipped_bit_are_refused_or_are_other_changes(where: int, bit: int) -> None:
-    changes = (part({"a": WHOLE, "b": shard(1, 2)}, value=b"value"), Deleted(("c",)))
-    data = bytearray(replace(EMPTY, base=3, changes=changes).encode())
+    changes = (part({"a": WHOLE, "b": shard(1, 2)}, value=b"value"), record.Deleted(("c",)))
+    data = bytearray(replace(record.EMPTY, base=3, changes=changes).encode())
     data[where % len(data)] ^= 1 << bit
     with suppress(CorruptData):
-        assert isinstance(StoreRecord.decode(bytes(data)), StoreRecord)
+        assert isinstance(record.StoreRecord.decode(bytes(data)), record.StoreRecord)
 
 
 ME = Peer("host", 1, 1)
 
 
-def granted(now: StoreRecord, nbytes: int) -> StoreRecord:
+def granted(now: record.StoreRecord, nbytes: int) -> record.StoreRecord:
     """The memory after the owner has added a slab for a claim."""
     size, count = record.sizes(nbytes)
     first = max((each.first + each.count for each in now.slabs), default=1)
-    return record.add(now, Slab(first, Handle("shm", b"", size * count), size, count))
+    return record.add(now, record.Slab(first, Handle("shm", b"", size * count), size, count))
 
 
-def grant_of(now: StoreRecord, claim: int) -> int | None:
+def grant_of(now: record.StoreRecord, claim: int) -> int | None:
     """The memory that a claim fills; None while it waits."""
     found = now.claim_of(claim)
     return found.grants[0] if found and found.grants else None
@@ -170,7 +158,7 @@ class _Puts(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.now, self.used, self.last = EMPTY, set[int](), 0
+        self.now, self.used, self.last = record.EMPTY, set[int](), 0
         self.filling, self.reading = dict[int, int](), dict[int, set[int]]()
 
     @rule(nbytes=st.sampled_from([1000, 100_000, 1 << 20]))
@@ -232,13 +220,13 @@ TestPuts = _Puts.TestCase
 
 
 def test_free_memory_serves_the_next_value_of_about_its_size_and_goes_beyond_what_is_in_use() -> None:
-    now = record.release(granted(record.claim(EMPTY, 1, ME, 8 << 20, ()), 8 << 20), {1})
+    now = record.release(granted(record.claim(record.EMPTY, 1, ME, 8 << 20, ()), 8 << 20), {1})
     for nbytes, found in ((8 << 20, 1), (5 << 20, 1), (1000, None), (9 << 20, None)):
         assert grant_of(record.claim(now, 2, ME, nbytes, ()), 2) == found, nbytes
     assert grant_of(record.claim(now, 2, ME, 8 << 20, {1}), 2) is None, "a value lies in it"
-    now = EMPTY
+    now = record.EMPTY
     for number in range(1, 5):
-        now = granted(record.claim(now, number, ME, SPARE_BYTES, ()), SPARE_BYTES)
+        now = granted(record.claim(now, number, ME, record.SPARE_BYTES, ()), record.SPARE_BYTES)
     assert record.without_surplus(now, ()) == now, "all are claimed"
     now = record.release(now, {1, 2, 3, 4})
     assert [each.first for each in record.without_surplus(now, {1, 2}).slabs] == [1, 2, 3, 4]

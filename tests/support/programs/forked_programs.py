@@ -1,12 +1,14 @@
 """Runs Python programs in processes forked from the zygote, which has imported torch: 0.1 s instead of 2.5.
 
-For tests of what a program does, not of how an interpreter starts. A program has its own process group, environment,
-directory, `__main__` and exit status; only modules that the zygote has imported are imported already.
+For tests of what a program does, not of how an interpreter starts, for which there is `run_python`. A program has its
+own process group, environment, directory, `__main__` and exit status; only modules that the zygote has imported are
+imported already.
 """
 
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import shutil
 import subprocess
@@ -83,6 +85,16 @@ def run_forked(
         return program.communicate(timeout)
 
 
+def run_python(
+    *arguments: str | Path, cwd: Path | None = None, environ: Mapping[str, str] | None = None, timeout: float = 110.0
+) -> str:
+    """Run an interpreter of its own, which must succeed; what it wrote to stdout."""
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environ, timeout=timeout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 def run_holdfast(
     *arguments: str | Path, cwd: Path | None = None, environ: Mapping[str, str] | None = None, timeout: float = 100.0
 ) -> subprocess.CompletedProcess[str]:
@@ -94,6 +106,13 @@ def run_holdfast(
 def said(*arguments: object, **environ: str) -> Result:
     """Run the command in this process: wide, without colours, and for what has no process of its own to show."""
     return CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1", **environ}).invoke(app, [*map(str, arguments)])
+
+
+def said_as_json(*arguments: str | Path, status: int = 0, **environ: str) -> Any:
+    """What the command prints with `--json`, which has to end with this status."""
+    done = said(*arguments, "--json", **environ)
+    assert done.exit_code == status, done.output
+    return json.loads(done.stdout)
 
 
 def write_plugins(folder: Path, **sources: str) -> None:

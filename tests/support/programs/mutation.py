@@ -56,7 +56,7 @@ TARGETS = {
         ("store/catalog/*.py",),
         (
             "tests/store/catalog",
-            "tests/store/disk/test_store_retention.py",
+            "tests/store/test_disk.py",
             "tests/store/fleet/test_fleet_transitions.py",
             "tests/store/test_store_faults.py",
             "tests/store/test_store.py",

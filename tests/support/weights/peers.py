@@ -7,8 +7,6 @@ import sysconfig
 from importlib.util import find_spec
 from pathlib import Path
 
-import pytest
-
 
 def site_of(name: str) -> str | None:
     """The folder that makes a package importable; "" if it is already; None if it is not installed."""
@@ -17,12 +15,3 @@ def site_of(name: str) -> str | None:
     prefix = Path(sys.prefix) / "peers" / name
     folder = sysconfig.get_path("purelib", vars={"base": str(prefix), "platbase": str(prefix)})
     return folder if (Path(folder) / name).is_dir() else None
-
-
-def make_importable(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make a package importable for one test. Skips the test if it is not installed."""
-    folder = site_of(name)
-    if folder is None:
-        pytest.skip(f"needs {name}: make peers")
-    if folder:
-        monkeypatch.syspath_prepend(folder)
