@@ -42,7 +42,7 @@ _leaks: list[str] = []
 _start: list[Snapshot] = []
 
 
-SECONDS = 120.0
+SECONDS = 300.0
 """What a test may take that has no mark `timeout`."""
 
 

@@ -45,7 +45,6 @@ def test_survivors_of_every_op_are_usable_told_and_bounded(backend: str) -> None
 
 
 @pytest.mark.gpu
-@pytest.mark.timeout(300)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_gpu_survivors_of_an_op_over_nccl_are_usable_told_and_bounded() -> None:
     check(GPU, list(cells(GPU, ["all_reduce"])))

@@ -21,6 +21,7 @@ from holdfast.comms import Communicator, HoldfastError, Revoked
 from holdfast.comms.transport.base import Context
 from holdfast.comms.transport.liveness import Liveness, PeerWatch
 from holdfast.harness import LocalCluster
+from support.waiting import PROGRAM_SECONDS
 
 FORGETFUL = """
 import sys
@@ -40,7 +41,6 @@ def pair() -> Iterator[LocalCluster]:
         yield cluster
 
 
-@pytest.mark.timeout(120)
 def test_a_process_that_never_closed_ends_well_with_ops_pending(tmp_path: Path) -> None:
     """A transport thread that is inside gloo when the interpreter ends would end the process with SIGABRT."""
     ranks = [
@@ -48,7 +48,7 @@ def test_a_process_that_never_closed_ends_well_with_ops_pending(tmp_path: Path) 
         for rank in range(2)
     ]
     for process in ranks:
-        _, said = process.communicate(timeout=100)
+        _, said = process.communicate(timeout=PROGRAM_SECONDS)
         assert process.returncode == 0, said.decode()
 
 

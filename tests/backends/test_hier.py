@@ -145,7 +145,6 @@ ON_GPU = pytest.param(
     marks=[
         pytest.mark.gpu,
         pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-        pytest.mark.timeout(150),
     ],
 )
 THOROUGH = [pytest.param(name, marks=pytest.mark.thorough) for name in ("hier-ucx", OVER_NCCL)]

@@ -33,7 +33,7 @@ from holdfast.comms.plugins.spec import OpEvent, hookimpl
 from holdfast.ft.launch.launcher import launch, mpirun_path
 from holdfast.harness import LocalCluster
 from holdfast.harness.cluster.cluster_ranks import RankResult
-from support.waiting import PATIENCE
+from support.waiting import PATIENCE, PROGRAM_SECONDS
 
 pytestmark = pytest.mark.skipif(mpirun_path() is None, reason="no mpirun: pip install 'holdfast[mpi]'")
 
@@ -132,7 +132,7 @@ def test_a_script_runs_under_plain_mpirun(tmp_path: Path) -> None:
     subprocess.run(
         [str(mpirun_path()), *as_root, *options, sys.executable, str(script)],
         check=True,
-        timeout=110,
+        timeout=PROGRAM_SECONDS,
         env={**os.environ, "TMPDIR": str(tmp_path)},
     )
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["[0.0, 1.0]"] * 2

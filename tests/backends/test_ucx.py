@@ -47,7 +47,7 @@ from holdfast.comms.tensors.packing import span
 from holdfast.harness import LocalCluster
 from support.children import Child
 from support.programs.forked_programs import run_holdfast
-from support.waiting import PATIENCE, eventually
+from support.waiting import PATIENCE, PROGRAM_SECONDS, eventually
 
 SHARED_MEMORY, TCP = "posix,cma,self", "tcp,self"
 AS_IN_HARDWARE = "posix,cma,ib,self"
@@ -121,7 +121,7 @@ def test_ucx_says_which_version_it_is() -> None:
 def test_the_conformance_kit_passes_over_transports_that_ucx_does_not_take_on_one_host(tls: str, checks: str) -> None:
     environ = {**os.environ, "UCX_TLS": tls}
     arguments = ("conformance", "--backend", "ucx", "-n", "3", "-k", checks, "--json")
-    done = run_holdfast(*arguments, environ=environ, timeout=110)
+    done = run_holdfast(*arguments, environ=environ, timeout=PROGRAM_SECONDS)
     outcomes = {check["check"]: check["outcome"] for check in json.loads(done.stdout)["checks"]}
     assert len(outcomes) > 7 and set(outcomes.values()) == {"passed"}, done.stdout
 

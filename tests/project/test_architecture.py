@@ -302,7 +302,6 @@ def test_the_wheel_holds_every_module_and_no_other_top_level_name(wheel: Path) -
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(300)
 def test_the_installed_wheel_lists_its_backends_is_a_module_to_run_and_runs_the_demo(
     wheel: Path, tmp_path: Path
 ) -> None:

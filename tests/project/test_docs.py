@@ -20,6 +20,7 @@ from holdfast.rl.config.run_config import RunConfig
 from support.browser import needs_chromium, screenshot, served
 from support.programs.snippets import blocks, run_page, unmarked, wrong_excerpts
 from support.source_tree import PACKAGES, ROOT, module_of, modules
+from support.waiting import PROGRAM_SECONDS
 
 DOCS = ROOT / "docs"
 PAGES = sorted(path for path in DOCS.rglob("*.md") if not path.is_relative_to(DOCS / "figures"))
@@ -236,7 +237,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=PROGRAM_SECONDS,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return out

@@ -15,6 +15,7 @@ from holdfast.harness.testbed import netns
 from holdfast.store.catalog.fan_out import AT_ONCE
 from support.programs.forked_programs import run_forked
 from support.source_tree import ROOT
+from support.waiting import PROGRAM_SECONDS
 
 # -- studies: each is listed, and runs, for a moment here
 
@@ -22,7 +23,7 @@ FOLDER = ROOT / "docs" / "experiments"
 PROGRAMS = sorted(FOLDER.glob("*.py"))
 
 
-def run(name: str, *arguments: str, timeout: float = 100.0) -> str:
+def run(name: str, *arguments: str, timeout: float = PROGRAM_SECONDS) -> str:
     """What a study prints; it must end with status 0."""
     program = FOLDER / f"{name}.py"
     done = run_forked(program.read_text(), [str(program), *arguments], timeout=timeout)
@@ -118,7 +119,6 @@ def test_each_way_to_call_a_library_is_measured_at_each_size(arguments: str, way
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(300)
 def test_a_trial_of_the_gate_itself_is_a_run_of_it() -> None:
     """A head that does half as much again is found, and called so much slower."""
     asked = f"{ROOT} --trials 1 --only membership --effect 0.5 --most 3"
@@ -277,5 +277,5 @@ def test_torchtitan_with_torchft_goes_on_when_a_group_is_killed_and_comes_back()
 @pytest.mark.skipif(find_spec("monarch") is None, reason="needs Monarch: pip install 'holdfast[rl]'")
 def test_memory_between_actors_of_monarch_is_faster_than_monarchs_over_tcp() -> None:
     program = [sys.executable, STACK / "monarch" / "rdma.py", "16", "3"]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(program, capture_output=True, text=True, timeout=PROGRAM_SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr

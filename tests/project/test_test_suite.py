@@ -25,7 +25,7 @@ import pytest
 from holdfast.ft.launch.held_directory import MARKER
 from support.leaks import Snapshot, shared_memory
 from support.source_tree import ROOT, TESTS, parsed
-from support.waiting import PATIENCE, next_line
+from support.waiting import PATIENCE, PROGRAM_SECONDS, next_line
 
 LEAKING = """
     import os, socket, subprocess, threading, time
@@ -63,7 +63,7 @@ def session(tmp_path: Path, source: str, *options: str) -> subprocess.CompletedP
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options],
         capture_output=True,
         text=True,
-        timeout=100.0,
+        timeout=PROGRAM_SECONDS,
         cwd=tmp_path,
         env=environ,
     )

@@ -8,6 +8,9 @@ import time
 from collections.abc import Callable
 from typing import IO, Any
 
+PROGRAM_SECONDS = 240.0
+"""What a program that a test runs to its end may take: less than the test, which pytest ends after 300 s."""
+
 PATIENCE = 30.0
 """Seconds that no call of a test takes by itself, however busy its machine: that many are one that hangs.
 

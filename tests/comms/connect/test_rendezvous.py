@@ -40,7 +40,7 @@ from holdfast.ft.listen_address import check_interface, check_ours
 from support.children import Child
 from support.comms.meeting import in_threads, total
 from support.comms.ranks import on_ranks
-from support.waiting import PATIENCE, eventually
+from support.waiting import PATIENCE, PROGRAM_SECONDS, eventually
 
 
 @pytest.mark.parametrize("backend", ["inproc", "gloo"])
@@ -249,7 +249,7 @@ def test_ranks_that_torchrun_restarts_meet_again(tmp_path: Path) -> None:
         [*run, "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--monitor-interval=0.1", str(script)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PROGRAM_SECONDS,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in range(2):
@@ -297,7 +297,7 @@ tcp.dial("127.0.0.1", store.port, 30.0).set("key", "value")
         name_server.setblocking(False)
         replaced = f"mount --bind {tmp_path}/resolv.conf /etc/resolv.conf"
         command = ["unshare", "--mount", "sh", "-c", f'{replaced} && exec "$@"', "", sys.executable, "-c", store]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=120.0)
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_SECONDS)
         assert (ended.returncode, ended.stderr) == (0, "")
         with pytest.raises(BlockingIOError):
             name_server.recv(512)

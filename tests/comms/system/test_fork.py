@@ -28,6 +28,7 @@ from support.children import Child
 from support.comms.meeting import alone
 from support.comms.ranks import MPI, on_ranks_of
 from support.rpc_servers import RpcThread
+from support.waiting import PROGRAM_SECONDS
 
 on_processes = pytest.mark.parametrize("two_ranks", ["shm", "gloo", "ucx", MPI], indirect=True)
 
@@ -207,7 +208,7 @@ def test_a_forked_child_ends_as_any_interpreter_does(tmp_path: Path) -> None:
         [sys.executable, "-X", "dev", "-W", "ignore", "-c", _SCRIPT, str(tmp_path / "meeting")],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=PROGRAM_SECONDS,
     )
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -298,7 +298,6 @@ def expected(name: str, transport: str) -> str:
 
 
 @pytest.mark.skipif(find_spec("torch.distributed._transport") is None, reason="the table is of torch 2.15")
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_each_name_does_what_the_table_says(transport: str, tmp_path: Path) -> None:
     with group_cluster(2, "gloo" if transport == "nccl" else transport, timeout=200.0) as cluster:

@@ -386,7 +386,6 @@ def test_an_op_takes_the_short_path_unless_it_has_a_timeout_of_its_own(rank: int
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(300)
 @on_each_rank_of("compiling")
 def test_a_compiled_ddp_model_has_the_gradients_of_ddp(rank: int, size: int) -> None:
     """Uses dynamo's DDP optimizer, which splits the graph at the two buckets."""
@@ -410,7 +409,6 @@ def test_a_compiled_ddp_model_has_the_gradients_of_ddp(rank: int, size: int) -> 
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(300)
 @on_each_rank_of("compiling")
 def test_inductor_moves_computation_between_a_collective_and_its_wait(rank: int, size: int) -> None:
     """One graph without a break, in the order that inductor gives gloo's collectives, too."""
@@ -434,7 +432,6 @@ def test_inductor_moves_computation_between_a_collective_and_its_wait(rank: int,
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(300)
 @on_each_rank_of("compiling")
 def test_compiled_collectives_have_the_gradients_of_torchs(rank: int, size: int) -> None:
     import torch.distributed._functional_collectives as functional
@@ -457,7 +454,6 @@ def test_compiled_collectives_have_the_gradients_of_torchs(rank: int, size: int)
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("train", [train_ddp, train_fsdp2])
 def test_gpu_losses_equal_those_of_torchs_own_nccl(
     train: Callable[[int, int, str], list[float]], tmp_path: Path

@@ -290,7 +290,6 @@ def test_a_heartbeat_page_is_readable_while_its_process_is_stopped_and_ends_with
         HeartbeatPageReader(peer, fd)
 
 
-@pytest.mark.timeout(20)
 def test_a_descriptor_that_is_no_heartbeat_page_is_refused_at_once(tmp_path: Path) -> None:
     """Opening a FIFO without a writer would wait."""
     os.mkfifo(tmp_path / "fifo")

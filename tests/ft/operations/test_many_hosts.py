@@ -471,7 +471,6 @@ TORCH = """
 @pytest.mark.thorough
 @needs_hosts
 @pytest.mark.parametrize("ipv6", [False, True], ids=["ipv4", "ipv6"])
-@pytest.mark.timeout(300)
 def test_a_program_of_torch_distributed_runs_on_two_hosts(tmp_path: Path, key: Path, ipv6: bool) -> None:
     with Network(3, ipv6=ipv6) as network, ExitStack() as stack:
         etcd = stack.enter_context(etcd_on(network, tmp_path))
@@ -497,7 +496,6 @@ def test_a_program_of_torch_distributed_runs_on_two_hosts(tmp_path: Path, key: P
 
 @pytest.mark.thorough
 @needs_hosts
-@pytest.mark.timeout(300)
 def test_a_rank_under_torchrun_on_two_hosts_dies_and_the_other_goes_on(tmp_path: Path, key: Path) -> None:
     """The one that dies is on the host of the agent that serves torchrun's own store."""
     path, gate, logs = script(tmp_path), tmp_path / "gate", [tmp_path / "logs-0", tmp_path / "logs-1"]

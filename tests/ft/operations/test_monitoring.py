@@ -136,7 +136,6 @@ def test_top_runs_live_in_a_terminal_until_it_is_interrupted(tmp_path: Path) -> 
         os.close(terminal)
 
 
-@pytest.mark.timeout(60)
 def test_top_writes_nothing_to_the_folder_that_it_watches(tmp_path: Path) -> None:
     (tmp_path / "p1.jsonl").write_text('{"time":1,"process":"p1","pid":1,"kind":"joined"}\nhalf a li')
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}

@@ -664,7 +664,6 @@ def test_what_a_degraded_epoch_cannot_keep_is_refused_before_anything_begins(tmp
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(("size", "spares"), [(3, 0), (2, 1)])
 def test_gpu_the_others_go_on_after_a_kill_and_a_spare_gets_the_state_that_is_on_the_gpu(
     size: int, spares: int

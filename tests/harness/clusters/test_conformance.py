@@ -114,7 +114,6 @@ def test_the_backends_of_the_package_are_found(installed: Path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(300)
 def test_the_test_of_the_package_runs_the_conformance_kit_which_it_passes(installed: Path, tmp_path: Path) -> None:
     test = tmp_path / "test_holdfast_paper_mail.py"
     test.write_text(files("paper_mail")[test.name])

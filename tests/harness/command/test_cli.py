@@ -525,7 +525,6 @@ def test_an_environment_is_served_until_the_command_is_ended() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(300)
 def test_a_run_is_trained_and_gone_on_with_and_its_pages_are_written(tmp_path: Path) -> None:
     """The second command trains the steps that the first was not asked for."""
     run = tmp_path / "run"
@@ -685,7 +684,6 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]
     return dict(zip(WITHOUT_EXTRAS, zip(map(int, statuses), texts, strict=True), strict=True))
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("command", WITHOUT_EXTRAS)
 def test_a_command_runs_or_says_what_to_install(ended: dict[str, tuple[int, str]], command: str) -> None:
     status, output = ended[command]

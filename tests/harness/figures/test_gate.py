@@ -173,7 +173,6 @@ def test_the_reproducible_workload_adds_exactly(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(300)
 def test_the_gate_finds_the_workload_that_became_slower_and_no_other(tmp_path: Path) -> None:
     slow = tmp_path / "slow"
     for name in PACKAGES:

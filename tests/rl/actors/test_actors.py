@@ -232,7 +232,6 @@ def test_a_stop_by_monarch_that_takes_too_long_leaves_no_task(seconds: float) ->
     asyncio.run(body())
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.skipif(importlib.util.find_spec("monarch") is None, reason="needs Monarch: pip install 'holdfast[rl]'")
 def test_an_actor_with_a_session_is_killed_and_the_others_go_on(tmp_path: Path) -> None:
     """The members of a job are Monarch actors, as in the example."""
@@ -527,7 +526,6 @@ async def test_a_closed_service_says_so(make_engine: MakeEngine) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(300)
 async def test_kills_in_a_row_under_six_clients_lose_no_call(make_engine: MakeEngine) -> None:
     kills = 150 if make_engine is LocalEngine else 24  # Monarch starts a process in half a second
     async with make_engine(), await ServiceOptions(Counter, num_replicas=3).as_service() as counter:

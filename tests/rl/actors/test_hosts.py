@@ -23,7 +23,6 @@ from support.waiting import PATIENCE, next_line
 
 pytestmark = [
     pytest.mark.thorough,
-    pytest.mark.timeout(300),
     pytest.mark.skipif(importlib.util.find_spec("monarch") is None, reason="needs Monarch: pip install 'holdfast[rl]'"),
 ]
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}

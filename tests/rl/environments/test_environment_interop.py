@@ -28,6 +28,7 @@ from support.event_loop import run
 from support.leaks import children
 from support.rl.environment_servers import ServerProcess, guess
 from support.source_tree import ROOT, TESTS
+from support.waiting import PROGRAM_SECONDS
 
 pytestmark = pytest.mark.thorough  # each server takes seconds to import its library
 
@@ -121,7 +122,7 @@ SEEDS = [0, 3, 7, 11]
 
 def ask_peer(*arguments: str) -> Any:
     """What the peer's program prints."""
-    done = subprocess.run([PEER, PROGRAM, *arguments], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([PEER, PROGRAM, *arguments], capture_output=True, text=True, timeout=PROGRAM_SECONDS)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -191,7 +192,6 @@ async def test_a_death_of_openenvs_server_ends_our_session() -> None:
                 await session.step("1")
 
 
-@pytest.mark.timeout(300)
 def test_ours_is_as_fast_as_openenv(openenv_server: str) -> None:
     """Interleaved, with OpenEnv's client on both sides: the servers differ."""
     with ServerProcess("guess") as server:

@@ -307,7 +307,7 @@ def test_large_calls_on_cuda_are_handed_to_the_fused_kernels_where_triton_is(mon
 def on_gpu(test: Callable[..., None]) -> Callable[..., None]:
     """Mark a test that needs a GPU."""
     needs = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-    return pytest.mark.gpu(needs(pytest.mark.timeout(300)(test)))
+    return pytest.mark.gpu(needs(test))
 
 
 @on_gpu

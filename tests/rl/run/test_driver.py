@@ -55,6 +55,7 @@ COMMAND = """
 import sys
 from holdfast.ft.processes import zygote_start
 from holdfast.harness.cli.app import app
+from support.waiting import PROGRAM_SECONDS
 
 def started(*modules):
     print("transformers.models.llama.modeling_llama" in modules, "torch" in sys.modules, end=" ")
@@ -75,7 +76,9 @@ def test_the_driver_of_a_whole_run_does_not_import_transformers(tmp_path: Path) 
     (tmp_path / "run.toml").write_text(
         resolved(configured(steps=1, model__warmup_steps=1, evaluation__every=1, evaluation__prompts=4))
     )
-    done = subprocess.run([sys.executable, "-c", RUN], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", RUN], capture_output=True, text=True, timeout=PROGRAM_SECONDS, cwd=tmp_path
+    )
     assert done.stdout.split() == ["False"], done.stdout + done.stderr
     assert (tmp_path / "run" / "policy" / "config.json").is_file()
     best = next((tmp_path / "run" / "best").glob("*/config.json"))
@@ -92,7 +95,7 @@ def test_a_command_starts_its_zygote_before_it_imports_torch(tmp_path: Path) -> 
         "rl train nothing.toml --dry-run": "2",
     }
     done = subprocess.run(
-        [sys.executable, "-c", COMMAND, *begun], capture_output=True, text=True, timeout=120, cwd=tmp_path
+        [sys.executable, "-c", COMMAND, *begun], capture_output=True, text=True, timeout=PROGRAM_SECONDS, cwd=tmp_path
     )
     assert done.stdout.splitlines() == list(begun.values()), done.stdout + done.stderr
 

@@ -47,8 +47,6 @@ from support.samples.actors import Counter
 from support.source_tree import ROOT
 from support.waiting import PATIENCE, becomes_true
 
-pytestmark = pytest.mark.timeout(300)
-
 STEPS = 12
 EVERY = {"evaluation__every": 6, "checkpoint__every": 3, "telemetry__episodes": 32}
 
@@ -112,7 +110,7 @@ def test_a_driver_that_dies_at_any_point_is_resumed_to_the_same_bits(
     file = tmp_path / "run.toml"
     file.write_text(resolved(configured()))
     fault = {**os.environ, "HOLDFAST_FAULT": f"{point}:-1"}
-    killed = run_holdfast("rl", "train", file, "-d", tmp_path / "run", environ=fault, timeout=120.0)
+    killed = run_holdfast("rl", "train", file, "-d", tmp_path / "run", environ=fault)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     events = list(RunDirectory(tmp_path / "run").events())
     for started in [event for event in events if isinstance(event, run_events.ProcessStarted)]:

@@ -304,7 +304,6 @@ def drive(body: str) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(300)
 @needs_monarch
 def test_actors_of_two_meshes_share_a_store_wherever_they_were_spawned() -> None:
     drive("""
@@ -327,7 +326,6 @@ await ts.shutdown()
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(300)
 @needs_monarch
 def test_a_store_that_an_actor_owns_is_found_by_its_job() -> None:
     drive("""

@@ -28,6 +28,7 @@ from holdfast.comms.plugins.registry import registry
 from holdfast.ft.processes.zygote_client import ForkedProcess, zygote
 from holdfast.harness.cli.app import app
 from support.source_tree import TESTS
+from support.waiting import PROGRAM_SECONDS
 
 HOLDFAST = Path(sys.executable).parent / "holdfast"
 
@@ -78,7 +79,7 @@ def run_forked(
     *,
     cwd: Path | None = None,
     environ: Mapping[str, str] | None = None,
-    timeout: float = 100.0,
+    timeout: float = PROGRAM_SECONDS,
 ) -> subprocess.CompletedProcess[str]:
     """Run the text of a program to its end, in this process's environment unless `environ` is given."""
     with ForkedProgram(text, arguments, cwd, os.environ if environ is None else environ) as program:
@@ -86,7 +87,10 @@ def run_forked(
 
 
 def run_python(
-    *arguments: str | Path, cwd: Path | None = None, environ: Mapping[str, str] | None = None, timeout: float = 110.0
+    *arguments: str | Path,
+    cwd: Path | None = None,
+    environ: Mapping[str, str] | None = None,
+    timeout: float = PROGRAM_SECONDS,
 ) -> str:
     """Run an interpreter of its own, which must succeed; what it wrote to stdout."""
     command = [sys.executable, *arguments]
@@ -96,7 +100,10 @@ def run_python(
 
 
 def run_holdfast(
-    *arguments: str | Path, cwd: Path | None = None, environ: Mapping[str, str] | None = None, timeout: float = 100.0
+    *arguments: str | Path,
+    cwd: Path | None = None,
+    environ: Mapping[str, str] | None = None,
+    timeout: float = PROGRAM_SECONDS,
 ) -> subprocess.CompletedProcess[str]:
     """Run the `holdfast` command."""
     program = [str(HOLDFAST), *map(str, arguments)]
