@@ -6,7 +6,6 @@ import gc
 import os
 import resource
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -33,7 +32,8 @@ from holdfast.comms.plugins.spec import OpEvent, hookimpl
 from holdfast.ft.launch.launcher import launch, mpirun_path
 from holdfast.harness import LocalCluster
 from holdfast.harness.cluster.cluster_ranks import RankResult
-from support.waiting import PATIENCE, PROGRAM_SECONDS
+from support.programs.forked_programs import run_program
+from support.waiting import PATIENCE
 
 pytestmark = pytest.mark.skipif(mpirun_path() is None, reason="no mpirun: pip install 'holdfast[mpi]'")
 
@@ -129,12 +129,8 @@ def test_a_script_runs_under_plain_mpirun(tmp_path: Path) -> None:
     )
     as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     options = ["--oversubscribe", "--with-ft", "ulfm", "-n", "2"]
-    subprocess.run(
-        [str(mpirun_path()), *as_root, *options, sys.executable, str(script)],
-        check=True,
-        timeout=PROGRAM_SECONDS,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-    )
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    run_program(mpirun_path(), *as_root, *options, sys.executable, script, environ=environ)
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["[0.0, 1.0]"] * 2
 
 

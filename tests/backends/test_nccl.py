@@ -10,7 +10,6 @@ import os
 import pickle
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -49,7 +48,8 @@ from holdfast.harness import LocalCluster
 from support.comms import nccl_stand_in as stand_in_plugin
 from support.comms.meeting import run_in_threads
 from support.comms.nccl_stand_in import HostWork, OnTheHost
-from support.waiting import PATIENCE, PROGRAM_SECONDS, eventually
+from support.programs.forked_programs import run_python
+from support.waiting import PATIENCE, eventually
 
 Tensor = torch.Tensor
 NAMES: tuple[Any, ...] = ("sum", "product", "min", "max", "avg", "band", "bor", "bxor")
@@ -487,7 +487,4 @@ def test_gpu_a_process_that_has_probed_can_fork_children_that_use_cuda() -> None
         "child = os.fork()\nif child == 0:\n    torch.ones(2, device='cuda').sum().item()\n    os._exit(0)\n"
         "raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
     )
-    ran = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=PROGRAM_SECONDS, check=False
-    )
-    assert ran.returncode == 0, ran.stderr
+    run_python("-c", program)

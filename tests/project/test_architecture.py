@@ -24,6 +24,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from torch.utils._device import _device_constructors
 
+from support.programs.forked_programs import run_program, run_python
 from support.source_tree import (
     NAMESPACE,
     PACKAGES,
@@ -243,13 +244,6 @@ def test_constraints_pin_every_dependency() -> None:
     assert wanted - pinned - {"holdfast"} == set()
 
 
-def run_python(python: Path | str, *arguments: str, timeout: float = 300.0) -> str:
-    """Run an interpreter; its output. Raises if it fails."""
-    done = subprocess.run([python, *arguments], capture_output=True, text=True, timeout=timeout, cwd=ROOT)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.mark.parametrize(
     ("module", "heavy"),
     [
@@ -259,7 +253,7 @@ def run_python(python: Path | str, *arguments: str, timeout: float = 300.0) -> s
 )
 def test_importing_comms_or_the_command_brings_in_no_framework(module: str, heavy: set[str]) -> None:
     code = f"import holdfast.{module}, sys; print(*sys.modules)"
-    assert heavy & set(run_python(sys.executable, "-c", code).split()) == set()
+    assert heavy & set(run_python("-c", code).split()) == set()
 
 
 @pytest.fixture(scope="module")
@@ -273,7 +267,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if name and (ROOT / name).is_file() and not (ROOT / name).is_symlink():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             (copy / name).write_bytes((ROOT / name).read_bytes())
-    run_python(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(copy))
+    run_python("-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(copy))
     (built,) = out.glob("*.whl")
     return built
 
@@ -281,9 +275,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_command(command: Path, *arguments: str, cwd: Path) -> str:
     """Run the installed command outside the tree; its output. Raises if it fails."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "HOLDFAST"))}
-    done = subprocess.run([command, *arguments], capture_output=True, text=True, timeout=300.0, cwd=cwd, env=environ)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return run_program(command, *arguments, cwd=cwd, environ=environ)
 
 
 @pytest.mark.thorough
@@ -309,11 +301,11 @@ def test_the_installed_wheel_lists_its_backends_is_a_module_to_run_and_runs_the_
     home = tmp_path / "venv"
     venv.create(home, with_pip=True)
     python, installed = home / "bin" / "python", home / "bin" / "holdfast"
-    run_python(python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel))
-    site = Path(run_python(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    run_program(python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel))
+    site = Path(run_program(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
     # path files are not followed into the folders that they name: no editable finder
     (site / "borrowed.pth").write_text(f"{Path(pytest.__file__).parents[1]}\n")
-    where = run_python(python, "-c", "import holdfast.comms; print(holdfast.comms.__file__)").strip()
+    where = run_program(python, "-c", "import holdfast.comms; print(holdfast.comms.__file__)").strip()
     assert Path(where).is_relative_to(home), f"{where} is not what was installed"
     listed = run_command(installed, "backends", cwd=tmp_path)
     assert all(name in listed for name in ("inproc", "shm", "gloo"))

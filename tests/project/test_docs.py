@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,9 @@ import pytest
 from holdfast import comms, ft, harness, store
 from holdfast.rl.config.run_config import RunConfig
 from support.browser import needs_chromium, screenshot, served
+from support.programs.forked_programs import run_python
 from support.programs.snippets import blocks, run_page, unmarked, wrong_excerpts
 from support.source_tree import PACKAGES, ROOT, module_of, modules
-from support.waiting import PROGRAM_SECONDS
 
 DOCS = ROOT / "docs"
 PAGES = sorted(path for path in DOCS.rglob("*.md") if not path.is_relative_to(DOCS / "figures"))
@@ -231,15 +229,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, as `make docs` builds it."""
     pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install 'holdfast[docs]'")
     out = tmp_path_factory.mktemp("site")
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(out)],
-        cwd=ROOT,
-        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
-        capture_output=True,
-        text=True,
-        timeout=PROGRAM_SECONDS,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    build = ("-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", out)
+    run_python(*build, cwd=ROOT, environ=os.environ | {"NO_MKDOCS_2_WARNING": "1"})
     return out
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from holdfast.harness.testbed import netns
 from holdfast.store.catalog.fan_out import AT_ONCE
-from support.programs.forked_programs import run_forked
+from support.programs.forked_programs import run_forked, run_program
 from support.source_tree import ROOT
 from support.waiting import PROGRAM_SECONDS
 
@@ -220,9 +220,7 @@ def run_in(extra: str, *command: str | Path) -> str:
     python = ROOT / ".venv" / "extras" / extra / "bin" / "python"
     if not python.exists():
         pytest.skip(f"{extra} is not installed: make {'vllm-newest' if extra == 'vllm-0.33' else f'extra-{extra}'}")
-    done = subprocess.run([python, *command], capture_output=True, text=True, timeout=590)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return run_program(python, *command, timeout=590.0)
 
 
 JOBS = """

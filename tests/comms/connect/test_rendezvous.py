@@ -40,6 +40,7 @@ from holdfast.ft.listen_address import check_interface, check_ours
 from support.children import Child
 from support.comms.meeting import in_threads, total
 from support.comms.ranks import on_ranks
+from support.programs.forked_programs import run_python
 from support.waiting import PATIENCE, PROGRAM_SECONDS, eventually
 
 
@@ -244,16 +245,11 @@ def test_a_store_may_be_shared_by_several_runs_of_torchrun(monkeypatch: pytest.M
 def test_ranks_that_torchrun_restarts_meet_again(tmp_path: Path) -> None:
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
-    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
-    done = subprocess.run(
-        [*run, "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--monitor-interval=0.1", str(script)],
-        capture_output=True,
-        text=True,
-        timeout=PROGRAM_SECONDS,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1")
+    meet = ("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--monitor-interval=0.1")
+    printed = run_python(*run, *meet, script)
     for rank in range(2):
-        assert f"restart 1 ranks {rank} {rank} sum 4" in done.stdout
+        assert f"restart 1 ranks {rank} {rank} sum 4" in printed
 
 
 # -- processes without the key

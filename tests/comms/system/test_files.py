@@ -36,9 +36,8 @@ from holdfast.comms.transport.liveness import Liveness, start_time, this_host, t
 from holdfast.ft.registers import open_cell
 from holdfast.harness import LocalCluster
 from support.comms.ranks import on_ranks, second_tier
-from support.programs.forked_programs import ForkedProgram
+from support.programs.forked_programs import ForkedProgram, run_python
 from support.source_tree import ROOT, modules
-from support.waiting import PROGRAM_SECONDS
 
 KINDS: dict[str, Callable[[], int]] = {
     "file": lambda: os.open(os.devnull, os.O_RDONLY),
@@ -240,9 +239,7 @@ def test_a_job_runs_without_a_home_in_a_temporary_folder_with_an_odd_and_long_na
     script.write_text(JOB)
     command = f"-m holdfast.harness.cli.app run -n 2 --backend {backend}"
     environ = {**os.environ, "TMPDIR": str(folder), "HOME": str(folder / "nowhere")}
-    run = [sys.executable, *command.split(), str(script)]
-    done = subprocess.run(run, env=environ, capture_output=True, text=True, timeout=PROGRAM_SECONDS)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_python(*command.split(), script, environ=environ)
 
 
 def test_a_cluster_runs_in_a_temporary_folder_with_an_odd_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,7 @@ from holdfast.ft.telemetry.flight import find
 from holdfast.harness import LocalCluster
 from support.children import Child, children
 from support.event_records import an_event
+from support.programs.forked_programs import run_python
 from support.waiting import PATIENCE, becomes_true, eventually, next_line
 
 COMMAND = str(Path(sys.executable).with_name("holdfast"))
@@ -557,9 +558,7 @@ def test_a_call_in_a_fork_raises_what_the_function_raised_and_says_how_its_proce
 
 
 def _run(code: str) -> list[str]:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=SECONDS)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
+    return run_python("-c", code).split()
 
 
 EARLY = """

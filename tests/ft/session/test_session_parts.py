@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -41,6 +39,7 @@ from holdfast.ft.step_protocol import (
 from holdfast.ft.telemetry import event_log
 from holdfast.ft.telemetry.event_log import EventLog
 from holdfast.harness import LocalCluster
+from support.programs.forked_programs import run_python
 from support.views import member, view_of
 from support.waiting import PATIENCE
 
@@ -377,7 +376,7 @@ def test_a_log_that_nobody_closes_is_written_at_the_end_of_its_process(tmp_path:
         "from holdfast.ft.events import StepsFinished; from holdfast.ft.telemetry.event_log import EventLog; "
         f"EventLog('p1', {str(tmp_path)!r}).emit(StepsFinished(step=0))"
     )
-    subprocess.run([sys.executable, "-c", text], check=True, timeout=60)
+    run_python("-c", text)
     assert [line["kind"] for line in lines_of(tmp_path / "p1.jsonl")] == ["finished"]
 
 

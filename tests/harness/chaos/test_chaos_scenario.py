@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -43,7 +41,7 @@ from holdfast.harness.cluster.job import ViewCache
 from holdfast.harness.invariants import Bounds
 from holdfast.harness.links.policy import unbreakable
 from support.event_records import an_event
-from support.programs.forked_programs import said_as_json
+from support.programs.forked_programs import run_python, said_as_json
 from support.source_tree import ROOT
 from support.waiting import eventually
 
@@ -326,7 +324,7 @@ def test_other_seeds_give_other_schedules_and_another_process_draws_the_same() -
         "from holdfast.harness.chaos.scenario import encoded, find_scenario, schedule\n"
         "import sys; sys.stdout.buffer.write(encoded(schedule(find_scenario('two-at-once'), 11)))"
     )
-    there = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, timeout=60).stdout
+    there = run_python("-c", code).encode()
     assert there == encoded(schedule(find_scenario("two-at-once"), 11))
 
 

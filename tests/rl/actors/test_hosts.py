@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.ft.launch.job_contract import ReservedPort
+from support.programs.forked_programs import run_python
 from support.source_tree import TESTS
 from support.waiting import PATIENCE, next_line
 
@@ -123,10 +124,7 @@ def test_a_host_whose_port_is_taken_says_so_and_ends(tmp_path: Path) -> None:
 
 def drive(hosts: tuple[str, str], body: str) -> None:
     program = DRIVER.format(body=textwrap.indent(textwrap.dedent(body), " " * 8))
-    found = subprocess.run(
-        [sys.executable, "-c", program, *hosts], capture_output=True, text=True, timeout=220, env=ENVIRONMENT
-    )
-    assert found.returncode == 0 and found.stdout.endswith("done\n"), found.stdout + found.stderr
+    assert run_python("-c", program, *hosts, environ=ENVIRONMENT).endswith("done\n")
 
 
 def test_actors_of_other_hosts_are_called_and_their_ends_told(hosts: tuple[str, str]) -> None:

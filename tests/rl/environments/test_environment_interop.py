@@ -26,9 +26,9 @@ from holdfast.rl.environments.registry import environment_factory
 from holdfast.rl.errors import EnvironmentBusy, EnvironmentDied, EnvironmentRefused
 from support.event_loop import run
 from support.leaks import children
+from support.programs.forked_programs import run_program
 from support.rl.environment_servers import ServerProcess, guess
 from support.source_tree import ROOT, TESTS
-from support.waiting import PROGRAM_SECONDS
 
 pytestmark = pytest.mark.thorough  # each server takes seconds to import its library
 
@@ -122,9 +122,7 @@ SEEDS = [0, 3, 7, 11]
 
 def ask_peer(*arguments: str) -> Any:
     """What the peer's program prints."""
-    done = subprocess.run([PEER, PROGRAM, *arguments], capture_output=True, text=True, timeout=PROGRAM_SECONDS)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(run_program(PEER, PROGRAM, *arguments))
 
 
 @contextmanager

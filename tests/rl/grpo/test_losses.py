@@ -7,8 +7,6 @@ import importlib.util
 import json
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +23,7 @@ from holdfast.rl.grpo import loss as grpo
 from holdfast.rl.grpo import token_logprobs as dispatch
 from holdfast.rl.grpo.batch import BatchColumns, advantages, collate
 from holdfast.rl.grpo.token_logprobs import LEAST, eager_token_logprobs, token_logprobs
+from support.programs.forked_programs import run_python
 from support.rl.kernel_programs import compare
 from support.rl.small_batches import episode, group_of, objective
 from support.source_tree import TESTS
@@ -248,16 +247,8 @@ def run_program(*arguments: str, packages: tuple[str, ...], **environment: str) 
     if None in sites:
         pytest.skip(f"needs {' and '.join(packages)}: make peers")
     path = os.pathsep.join([str(TESTS), *filter(None, [*sites, os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [sys.executable, "-W", "error::RuntimeWarning", "-m", "support.rl.kernel_programs", *arguments],
-        capture_output=True,
-        text=True,
-        env=os.environ | environment | {"PYTHONPATH": path},
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    program = ("-W", "error::RuntimeWarning", "-m", "support.rl.kernel_programs")
+    return json.loads(run_python(*program, *arguments, environ=os.environ | environment | {"PYTHONPATH": path}))
 
 
 @pytest.mark.timeout(320)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -39,6 +38,7 @@ from holdfast.rl.run.services import RunServices
 from holdfast.rl.run.telemetry import Observer, RunTelemetry
 from holdfast.store import WeightStore
 from support.event_loop import until
+from support.programs.forked_programs import run_python
 from support.rl.small_batches import completion, tiny_llama
 from support.rl.training_runs import configured
 
@@ -55,7 +55,6 @@ COMMAND = """
 import sys
 from holdfast.ft.processes import zygote_start
 from holdfast.harness.cli.app import app
-from support.waiting import PROGRAM_SECONDS
 
 def started(*modules):
     print("transformers.models.llama.modeling_llama" in modules, "torch" in sys.modules, end=" ")
@@ -76,10 +75,7 @@ def test_the_driver_of_a_whole_run_does_not_import_transformers(tmp_path: Path) 
     (tmp_path / "run.toml").write_text(
         resolved(configured(steps=1, model__warmup_steps=1, evaluation__every=1, evaluation__prompts=4))
     )
-    done = subprocess.run(
-        [sys.executable, "-c", RUN], capture_output=True, text=True, timeout=PROGRAM_SECONDS, cwd=tmp_path
-    )
-    assert done.stdout.split() == ["False"], done.stdout + done.stderr
+    assert run_python("-c", RUN, cwd=tmp_path).split() == ["False"]
     assert (tmp_path / "run" / "policy" / "config.json").is_file()
     best = next((tmp_path / "run" / "best").glob("*/config.json"))
     assert best.read_bytes() == (tmp_path / "run" / "policy" / "config.json").read_bytes()
@@ -94,10 +90,7 @@ def test_a_command_starts_its_zygote_before_it_imports_torch(tmp_path: Path) -> 
         "chaos run rl-demo": "False False 5",
         "rl train nothing.toml --dry-run": "2",
     }
-    done = subprocess.run(
-        [sys.executable, "-c", COMMAND, *begun], capture_output=True, text=True, timeout=PROGRAM_SECONDS, cwd=tmp_path
-    )
-    assert done.stdout.splitlines() == list(begun.values()), done.stdout + done.stderr
+    assert run_python("-c", COMMAND, *begun, cwd=tmp_path).splitlines() == list(begun.values())
 
 
 GROUPS, GROUP = 32, 8

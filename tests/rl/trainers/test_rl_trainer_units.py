@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import importlib.util
 import itertools
-import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,6 +39,7 @@ from holdfast.rl.trainers.trainer_actor import TrainerActor, TrainerEnded, Train
 from holdfast.rl.trainers.training import BadBatch
 from holdfast.store import WeightStore
 from support.comms.torch_groups import in_group
+from support.programs.forked_programs import run_program
 from support.rl.small_batches import episode, group_of, objective, random_batch, tiny_llama, trainer_config
 from support.samples.tally import contract_in
 from support.source_tree import ROOT
@@ -218,8 +218,7 @@ def test_without_torchtitan_the_error_says_how_to_get_it() -> None:
 def test_a_killed_trainer_does_not_change_a_bit() -> None:
     """One rank against two, of which one is killed and a spare comes; the program compares the weights."""
     jobs = ["llama3 FSDP2, 1 rank", "llama3 FSDP2, 2 ranks, 1 killed, a spare"]
-    done = subprocess.run([PYTHON, PROGRAM, *jobs], capture_output=True, text=True, timeout=590)
-    assert done.returncode == 0 and "DIFFERS" not in done.stdout, done.stdout + done.stderr
+    assert "DIFFERS" not in run_program(PYTHON, PROGRAM, *jobs, timeout=590.0)
 
 
 SOURCE = tiny_llama(11)

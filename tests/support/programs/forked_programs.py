@@ -19,6 +19,7 @@ import threading
 import traceback
 import types
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -86,17 +87,20 @@ def run_forked(
         return program.communicate(timeout)
 
 
-def run_python(
-    *arguments: str | Path,
+def run_program(
+    *command: str | Path,
     cwd: Path | None = None,
     environ: Mapping[str, str] | None = None,
     timeout: float = PROGRAM_SECONDS,
 ) -> str:
-    """Run an interpreter of its own, which must succeed; what it wrote to stdout."""
-    command = [sys.executable, *arguments]
+    """Run a program that must succeed; what it wrote to stdout."""
     done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environ, timeout=timeout)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+run_python = partial(run_program, sys.executable)
+"""Run an interpreter of its own."""
 
 
 def run_holdfast(
