@@ -18,15 +18,7 @@ from holdfast.comms.plugins.registry import registry
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import this_process
 from holdfast.ft.detectors.watch import Detectors
-from holdfast.ft.membership.events import (
-    Cleared,
-    Death,
-    ProvenDeaths,
-    SpareAnnounced,
-    Suspicion,
-    ViewDeltaReceived,
-    ViewRead,
-)
+from holdfast.ft.membership import events
 from holdfast.ft.membership.view import Job, Member, View, ViewDelta
 from holdfast.ft.node import messages
 from holdfast.ft.ports import OpPosition
@@ -38,20 +30,20 @@ VIEW = View(3, "running", (ME,), Job("job", 1, 1, 1, ("gloo",), "gloo"), "test")
 CHANGE = ViewDelta(4, "running", (0,), ((1, ME),), (ME,), "p1 died")
 
 words, epochs = st.text(max_size=20), st.integers(1, 2**62)
-deaths = st.lists(st.builds(Death, words, words, words), max_size=4).map(tuple)
+deaths = st.lists(st.builds(events.Death, words, words, words), max_size=4).map(tuple)
 items = st.dictionaries(words, st.binary(max_size=40), max_size=4)
 SENT: dict[str, st.SearchStrategy[messages.Message]] = {
     "beat": st.builds(messages.Beat, epochs),
-    "install": st.just(ViewRead(VIEW)),
-    "change": st.just(ViewDeltaReceived(CHANGE)),
-    "spare": st.just(SpareAnnounced(ME)),
-    "deaths": st.builds(ProvenDeaths, deaths),
+    "install": st.just(events.ViewRead(VIEW)),
+    "change": st.just(events.ViewDeltaReceived(CHANGE)),
+    "spare": st.just(events.SpareAnnounced(ME)),
+    "deaths": st.builds(events.ProvenDeaths, deaths),
     "leave": st.builds(messages.Farewell, words, words),
     "share": st.builds(messages.Share, epochs, items),
     "suspect": st.builds(
         messages.Suspicions,
-        st.lists(st.builds(Suspicion, words, words, words, epochs), max_size=3).map(tuple),
-        st.lists(st.builds(Cleared, words, words, epochs), max_size=3).map(tuple),
+        st.lists(st.builds(events.Suspicion, words, words, words, epochs), max_size=3).map(tuple),
+        st.lists(st.builds(events.Cleared, words, words, epochs), max_size=3).map(tuple),
     ),
     "detect": st.builds(messages.DetectorMessage, st.binary(max_size=40)),
 }

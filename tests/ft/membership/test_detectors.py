@@ -31,18 +31,11 @@ from holdfast.comms.plugins.spec import API_VERSION, Available, DetectorInfo, ho
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import is_stopped, this_process
 from holdfast.ft import Session, Timeouts, events
-from holdfast.ft.detectors import nccl_ras
+from holdfast.ft.detectors import nccl_ras, process_watch
 from holdfast.ft.detectors import plugin as own_detectors
 from holdfast.ft.detectors.detector import Detector, DetectorContext
 from holdfast.ft.detectors.nccl_ras import NcclRasDetector, RasStatus, decode, lost_members, query
 from holdfast.ft.detectors.observers import NOT_LISTENING, Conclusion, ObserversDetector, SuspicionGraph
-from holdfast.ft.detectors.process_watch import (
-    HeartbeatPage,
-    HeartbeatPageReader,
-    HostProcesses,
-    ProcessWatch,
-    cpu_ticks,
-)
 from holdfast.ft.detectors.progress import ProgressDetector, StragglerTracker
 from holdfast.ft.detectors.watch import Detectors
 from holdfast.ft.events import LostMajority, ResignedItself
@@ -271,7 +264,7 @@ def test_a_heartbeat_page_is_readable_while_its_process_is_stopped_and_ends_with
     start: Callable[..., Child],
 ) -> None:
     def body(pipe: Connection) -> None:
-        pulse = HeartbeatPage()
+        pulse = process_watch.HeartbeatPage()
         pulse.beat(123.5, OpPosition(4, 17, True))
         pipe.send((pulse.fd, this_process()))
         pipe.recv()
@@ -279,15 +272,15 @@ def test_a_heartbeat_page_is_readable_while_its_process_is_stopped_and_ends_with
     child = start(body)
     fd, peer = child.hear()
     child.stop()
-    reader = HeartbeatPageReader(peer, fd)
+    reader = process_watch.HeartbeatPageReader(peer, fd)
     assert reader.read() == (123.5, OpPosition(4, 17, True))
     assert is_stopped(child.pid)
     reader.close()
     with pytest.raises(OSError):
-        HeartbeatPageReader(Peer(peer.host, peer.pid, peer.started + 1), fd)
+        process_watch.HeartbeatPageReader(Peer(peer.host, peer.pid, peer.started + 1), fd)
     child.kill()
     with pytest.raises(OSError):
-        HeartbeatPageReader(peer, fd)
+        process_watch.HeartbeatPageReader(peer, fd)
 
 
 def test_a_descriptor_that_is_no_heartbeat_page_is_refused_at_once(tmp_path: Path) -> None:
@@ -297,13 +290,13 @@ def test_a_descriptor_that_is_no_heartbeat_page_is_refused_at_once(tmp_path: Pat
     with contextlib.closing(os.fdopen(reads)):
         for number in (0, 10**6, reads):
             with pytest.raises(OSError):
-                HeartbeatPageReader(this_process(), number)
+                process_watch.HeartbeatPageReader(this_process(), number)
 
 
 def test_processor_time_moves_while_a_process_computes() -> None:
-    before = cpu_ticks(os.getpid())
+    before = process_watch.cpu_ticks(os.getpid())
     deadline = time.monotonic() + 5.0
-    while cpu_ticks(os.getpid()) == before:
+    while process_watch.cpu_ticks(os.getpid()) == before:
         assert time.monotonic() < deadline
     assert not is_stopped(os.getpid())
 
@@ -318,7 +311,7 @@ def test_a_dying_process_has_the_lowest_priority_while_its_memory_is_freed(start
 
     async def policy_when_told(peer: Peer, threads: tuple[int, ...], kill: Callable[[], None]) -> int:
         told: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        watched = ProcessWatch(lambda deaths: told.set_result(os.sched_getscheduler(peer.pid)))
+        watched = process_watch.ProcessWatch(lambda deaths: told.set_result(os.sched_getscheduler(peer.pid)))
         watched.follow([Member("victim", "x:1", peer, threads)])
         kill()
         async with asyncio.timeout(10.0):
@@ -517,7 +510,7 @@ def test_a_detector_that_is_lost_is_reported_and_other_evidence_takes_its_place(
             child.stop()
             await until(Stalled, "child")
             await until(Suspicion, "away")
-            HostProcesses().kill(members[1].peer)
+            process_watch.HostProcesses().kill(members[1].peer)
             await until(ProvenDeaths, "child")
             detectors.close()
 
@@ -586,11 +579,11 @@ def test_a_process_is_ended_and_never_another_one_with_its_number(
     peer = start(live).hear()
     if call:
         monkeypatch.setattr(call, forbidden)
-    HostProcesses().kill(Peer(peer.host, peer.pid, peer.started + 1))
-    assert not HostProcesses.is_gone(peer)
-    HostProcesses().kill(peer)
-    eventually(lambda: HostProcesses.is_gone(peer))
-    HostProcesses().kill(peer)
+    process_watch.HostProcesses().kill(Peer(peer.host, peer.pid, peer.started + 1))
+    assert not process_watch.HostProcesses.is_gone(peer)
+    process_watch.HostProcesses().kill(peer)
+    eventually(lambda: process_watch.HostProcesses.is_gone(peer))
+    process_watch.HostProcesses().kill(peer)
 
 
 # -- nccl_ras: what NCCL's RAS service tells of lost processes, over its socket from a service of these tests

@@ -11,34 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
+from holdfast.ft.membership import events
 from holdfast.ft.membership.dissemination import another_proposes_first
-from holdfast.ft.membership.events import (
-    Announce,
-    CasFailed,
-    CasWon,
-    Cleared,
-    Death,
-    Effect,
-    EpochBroken,
-    Evicted,
-    Fence,
-    Install,
-    LocalFailed,
-    LocalFinished,
-    Propose,
-    ProvenDeaths,
-    ReadRegister,
-    Refused,
-    Report,
-    Revoke,
-    SpareAnnounced,
-    Stalled,
-    Started,
-    Suspicion,
-    Tick,
-    ViewDeltaReceived,
-    ViewRead,
-)
 from holdfast.ft.membership.evidence import Evidence
 from holdfast.ft.membership.state_machine import Membership, runnable_backends, successors
 from holdfast.ft.membership.topology import Shape, observers
@@ -85,22 +59,22 @@ def core(index: int, view: View | None = RUNNING, spares: tuple[Member, ...] = (
     """The core of process `index`, started, with `view` known and installed."""
     me = view.members[index] if view is not None and index < len(view.members) else member(index)
     fresh = Membership(me, JOB, Timeouts(), frozenset({"shm"}), spares=spares)
-    state, _ = fresh.on(ViewRead(view), 0.0)
-    return state.on(Started(), 0.0)[0]
+    state, _ = fresh.on(events.ViewRead(view), 0.0)
+    return state.on(events.Started(), 0.0)[0]
 
 
-def dead(*indices: int) -> ProvenDeaths:
-    return ProvenDeaths(tuple(Death(f"p{i}", "its process ended") for i in indices))
+def dead(*indices: int) -> events.ProvenDeaths:
+    return events.ProvenDeaths(tuple(events.Death(f"p{i}", "its process ended") for i in indices))
 
 
-def proposed(effects: Iterable[Effect]) -> View:
+def proposed(effects: Iterable[events.Effect]) -> View:
     """The view that the last effect proposes."""
     last = [*effects][-1]
-    assert isinstance(last, Propose)
+    assert isinstance(last, events.Propose)
     return last.view
 
 
-def kinds(effects: Iterable[Effect]) -> list[type[Effect]]:
+def kinds(effects: Iterable[events.Effect]) -> list[type[events.Effect]]:
     return [type(effect) for effect in effects]
 
 
@@ -109,8 +83,8 @@ ONE_AWAY = structs.replace(RUNNING, members=(member(0), member(1), member(2, "ot
 
 def test_a_death_revokes_at_once_and_the_lowest_living_member_proposes() -> None:
     state, effects = core(1).on(dead(0), 10.0)
-    assert effects[0] == Revoke(3, (Death("p0", "its process ended"),), "rank 0: its process ended")
-    assert isinstance(effects[1], Propose) and effects[1].expected == 3
+    assert effects[0] == events.Revoke(3, (events.Death("p0", "its process ended"),), "rank 0: its process ended")
+    assert isinstance(effects[1], events.Propose) and effects[1].expected == 3
     assert proposed(effects).members == (member(1), member(2))
     assert proposed(effects).reason == "rank 0 (p0) is gone: its process ended; no spare"
     assert state.in_flight == proposed(effects)
@@ -121,44 +95,46 @@ def test_after_a_proven_death_the_others_keep_their_communicator_and_spares_wait
     state, effects = core(1, view, spares=(member(3),)).on(dead(0), 10.0)
     degraded = effects[1].view  # type: ignore[union-attr]
     assert (degraded.members, degraded.degraded_from) == ((member(1), member(2)), 3)
-    state, effects = state.on(CasWon(degraded), 10.1)
-    assert not any(isinstance(effect, Propose) for effect in effects)
+    state, effects = state.on(events.CasWon(degraded), 10.1)
+    assert not any(isinstance(effect, events.Propose) for effect in effects)
     _, effects = state.on(dead(2), 10.2)
-    assert [effect.view.degraded_from for effect in effects if isinstance(effect, Propose)] == [3], "of the same"
-    state, effects = state.on(EpochBroken(4, "a member asks for it"), 10.2)
-    state, effects = state.on(Tick(), 10.4)
-    assert [(effect.view.members, effect.view.degraded_from) for effect in effects if isinstance(effect, Propose)] == [
-        ((member(1), member(2), member(3)), 0)
-    ]
+    assert [effect.view.degraded_from for effect in effects if isinstance(effect, events.Propose)] == [3], "of the same"
+    state, effects = state.on(events.EpochBroken(4, "a member asks for it"), 10.2)
+    state, effects = state.on(events.Tick(), 10.4)
+    assert [
+        (effect.view.members, effect.view.degraded_from) for effect in effects if isinstance(effect, events.Propose)
+    ] == [((member(1), member(2), member(3)), 0)]
 
 
 def test_a_member_that_may_live_or_too_few_others_make_no_degraded_epoch() -> None:
     view = structs.replace(RUNNING, job=structs.replace(JOB, on_death="go_on", min_size=3))
-    proposed = [e.view for e in core(1, view, spares=(member(3),)).on(dead(0), 10.0)[1] if isinstance(e, Propose)]
+    proposed = [
+        e.view for e in core(1, view, spares=(member(3),)).on(dead(0), 10.0)[1] if isinstance(e, events.Propose)
+    ]
     assert [(each.members[0], each.degraded_from) for each in proposed] == [(member(3), 0)], "the spare is needed"
     hosts = tuple(member(rank, f"h{rank}") for rank in range(3))
     view = View(3, "running", hosts, structs.replace(JOB, on_death="go_on"), "all 3 members are here")
-    state = core(0, view).on(Suspicion("p2", "p0", "silent"), 10.0)[0]
-    effects = state.on(Suspicion("p2", "p1", "silent", 1), 10.0)[1]
-    assert [each.view.degraded_from for each in effects if isinstance(each, Propose)] == [0]
+    state = core(0, view).on(events.Suspicion("p2", "p0", "silent"), 10.0)[0]
+    effects = state.on(events.Suspicion("p2", "p1", "silent", 1), 10.0)[1]
+    assert [each.view.degraded_from for each in effects if isinstance(each, events.Propose)] == [0]
 
 
 def test_later_ranks_propose_in_order_if_the_proposer_is_silent() -> None:
     state, effects = core(2).on(dead(0), 10.0)
-    assert kinds(effects) == [Revoke]
+    assert kinds(effects) == [events.Revoke]
     assert state.wake_at == pytest.approx(10.1)
-    assert state.on(Tick(), 10.05)[1] == ()
-    assert isinstance(state.on(Tick(), 10.1)[1][0], Propose)
+    assert state.on(events.Tick(), 10.05)[1] == ()
+    assert isinstance(state.on(events.Tick(), 10.1)[1][0], events.Propose)
 
 
 def test_a_failed_op_without_a_failed_member_costs_an_epoch_and_no_member() -> None:
-    state, effects = core(0).on(EpochBroken(2, "a connection was lost"), 10.0)
+    state, effects = core(0).on(events.EpochBroken(2, "a connection was lost"), 10.0)
     assert effects == ()  # of an epoch that is over
-    state, effects = state.on(EpochBroken(3, "a connection was lost"), 10.0)
-    assert effects[0] == Revoke(3, (), "a connection was lost")
+    state, effects = state.on(events.EpochBroken(3, "a connection was lost"), 10.0)
+    assert effects[0] == events.Revoke(3, (), "a connection was lost")
     assert (proposed(effects).epoch, proposed(effects).members) == (4, RUNNING.members)
     assert proposed(effects).reason == "nobody is lost, but an op has failed: a connection was lost"
-    assert state.on(EpochBroken(3, "a connection was lost"), 10.1)[1] == ()
+    assert state.on(events.EpochBroken(3, "a connection was lost"), 10.1)[1] == ()
 
 
 def test_a_dead_proposer_makes_the_next_one_propose_without_delay() -> None:
@@ -172,7 +148,7 @@ def test_deaths_seen_together_are_one_epoch() -> None:
 
 def test_a_spare_takes_the_place_of_the_dead_and_joiners_come_last() -> None:
     small = structs.replace(RUNNING, members=(member(0), member(1)))
-    state, effects = core(1, small).on(SpareAnnounced(member(7)), 10.0)
+    state, effects = core(1, small).on(events.SpareAnnounced(member(7)), 10.0)
     assert effects == () and state.wake_at == pytest.approx(10.2)  # its turn is after rank 0's, growing can wait
     assert proposed(state.on(dead(0), 10.0)[1]).members == (member(7), member(1))
     both = successors(small, {"p0": "gone"}, (member(7), member(8), member(9)))
@@ -182,7 +158,7 @@ def test_a_spare_takes_the_place_of_the_dead_and_joiners_come_last() -> None:
 
 def test_a_dead_spare_is_not_promoted() -> None:
     state = core(1, spares=(member(7), member(8)))
-    state, effects = state.on(ProvenDeaths((Death("p7", "its process ended"),)), 1.0)
+    state, effects = state.on(events.ProvenDeaths((events.Death("p7", "its process ended"),)), 1.0)
     assert effects == () and state.spares == (member(8),)
     assert proposed(state.on(dead(0), 10.0)[1]).members == (member(8), member(1), member(2))
 
@@ -191,27 +167,27 @@ def test_a_death_during_a_rebuild_leads_to_the_next_epoch() -> None:
     state, effects = core(0).on(dead(1), 10.0)
     view = proposed(effects)
     state, effects = state.on(dead(2), 10.001)
-    assert kinds(effects) == [Revoke]  # one proposal at a time
-    state, effects = state.on(CasWon(view), 10.002)
-    assert kinds(effects) == [Revoke, Install, Announce, Revoke, Propose]
+    assert kinds(effects) == [events.Revoke]  # one proposal at a time
+    state, effects = state.on(events.CasWon(view), 10.002)
+    assert kinds(effects) == [events.Revoke, events.Install, events.Announce, events.Revoke, events.Propose]
     assert (proposed(effects).epoch, proposed(effects).members) == (5, (member(0),))
 
 
 def test_a_job_below_min_size_waits_for_joiners_and_then_ends_with_the_reason() -> None:
     needy = structs.replace(RUNNING, job=structs.replace(JOB, min_size=3))
     state, effects = core(0, needy).on(dead(1), 10.0)
-    assert kinds(effects) == [Revoke]
+    assert kinds(effects) == [events.Revoke]
     assert state.wake_at == pytest.approx(70.0)
-    grown = proposed(state.on(SpareAnnounced(member(7)), 20.0)[1])
+    grown = proposed(state.on(events.SpareAnnounced(member(7)), 20.0)[1])
     assert grown.members == (member(0), member(7), member(2))
-    last = proposed(state.on(Tick(), 70.0)[1])
+    last = proposed(state.on(events.Tick(), 70.0)[1])
     assert last.phase == "failed" and "2 are left of the 3 needed, and nobody came within 60 s" in last.reason
 
 
 def test_a_member_that_is_not_in_the_newest_view_is_evicted_and_stays_silent() -> None:
     later = View(5, "running", (member(1), member(2)), JOB, "p0 was fenced")
-    state, effects = core(0).on(ViewRead(later), 10.0)
-    assert kinds(effects) == [Revoke, Evicted]
+    state, effects = core(0).on(events.ViewRead(later), 10.0)
+    assert kinds(effects) == [events.Revoke, events.Evicted]
     assert state.on(dead(1, 2), 11.0) == (state, ())
     assert state.wake_at is None
 
@@ -220,27 +196,27 @@ def test_the_difference_to_the_next_view_is_adopted_and_the_register_is_asked_fo
     following = View(4, "running", (member(0), member(1)), JOB, "p2 is gone")
     change = delta_between(RUNNING, following)
     assert change is not None
-    adopted, effects = core(0).on(ViewDeltaReceived(change), 1.0)
-    assert adopted.view == following and not any(isinstance(effect, ReadRegister) for effect in effects)
-    later, effects = core(0).on(ViewDeltaReceived(structs.replace(change, epoch=5)), 1.0)
-    assert (later.view, effects) == (RUNNING, (ReadRegister(5),))
-    assert core(0).on(ViewDeltaReceived(structs.replace(change, epoch=3)), 1.0) == (core(0), ()), "it is known"
+    adopted, effects = core(0).on(events.ViewDeltaReceived(change), 1.0)
+    assert adopted.view == following and not any(isinstance(effect, events.ReadRegister) for effect in effects)
+    later, effects = core(0).on(events.ViewDeltaReceived(structs.replace(change, epoch=5)), 1.0)
+    assert (later.view, effects) == (RUNNING, (events.ReadRegister(5),))
+    assert core(0).on(events.ViewDeltaReceived(structs.replace(change, epoch=3)), 1.0) == (core(0), ()), "it is known"
 
 
 def test_a_process_without_a_view_keeps_what_it_hears_of_others_for_its_first_one() -> None:
     state = core(0, None)
-    for event in (Suspicion("p1", "p2", "it is silent"), dead(1)):
+    for event in (events.Suspicion("p1", "p2", "it is silent"), dead(1)):
         state, effects = state.on(event, 1.0)
         assert effects == ()
-    assert [type(effect) for effect in state.on(ViewRead(RUNNING), 2.0)[1]] == [Install, Revoke]
+    assert [type(effect) for effect in state.on(events.ViewRead(RUNNING), 2.0)[1]] == [events.Install, events.Revoke]
 
 
 def test_the_register_being_away_delays_and_breaks_nothing() -> None:
     state, effects = core(0).on(dead(1), 10.0)
-    state, effects = state.on(CasFailed("disk is gone"), 10.0)
+    state, effects = state.on(events.CasFailed("disk is gone"), 10.0)
     assert effects == () and state.wake_at == pytest.approx(10.1)
-    _, effects = state.on(Tick(), 10.1)
-    assert isinstance(effects[0], Propose)
+    _, effects = state.on(events.Tick(), 10.1)
+    assert isinstance(effects[0], events.Propose)
 
 
 def test_a_spare_ends_the_job_when_every_member_is_dead() -> None:
@@ -251,35 +227,35 @@ def test_a_spare_ends_the_job_when_every_member_is_dead() -> None:
 
 
 def test_a_finished_job_releases_its_spares() -> None:
-    done = proposed(core(0).on(LocalFinished(3), 10.0)[1])
+    done = proposed(core(0).on(events.LocalFinished(3), 10.0)[1])
     assert done.phase == "finished"
-    state, effects = core(7).on(ViewRead(done), 10.1)
-    assert effects == (Install(done),) and state.ended == "finished"
+    state, effects = core(7).on(events.ViewRead(done), 10.1)
+    assert effects == (events.Install(done),) and state.ended == "finished"
 
 
 def test_a_finished_member_does_not_end_the_job_before_a_newcomer_has_its_state() -> None:
     replaced = View(4, "running", (member(0), member(7), member(2)), JOB, "p7 takes the place of p1")
-    state, _ = core(2, spares=(member(7),)).on(LocalFinished(3), 10.0)
-    state, _ = state.on(ViewRead(replaced), 10.1)
-    state, effects = state.on(LocalFinished(3), 10.2)  # said before it had heard of epoch 4
+    state, _ = core(2, spares=(member(7),)).on(events.LocalFinished(3), 10.0)
+    state, _ = state.on(events.ViewRead(replaced), 10.1)
+    state, effects = state.on(events.LocalFinished(3), 10.2)  # said before it had heard of epoch 4
     assert effects == () and state.wake_at is None
-    state, _ = state.on(LocalFinished(4), 10.3)
-    assert proposed(state.on(Tick(), 10.6)[1]).phase == "finished"
+    state, _ = state.on(events.LocalFinished(4), 10.3)
+    assert proposed(state.on(events.Tick(), 10.6)[1]).phase == "finished"
 
 
 def test_members_that_all_stop_early_finish_the_job() -> None:
-    done = proposed(core(0).on(LocalFinished(3, "all stopped", stopped=True), 10.0)[1])
+    done = proposed(core(0).on(events.LocalFinished(3, "all stopped", stopped=True), 10.0)[1])
     assert (done.phase, done.reason, done.stopped) == ("finished", "all stopped", True)
 
 
 def test_all_present_members_learn_at_once_of_an_exception_that_ends_the_job() -> None:
     error = StepError(5, 2, "ValueError", "a bad batch", "train.py:3 in train")
     state, _ = core(2).on(dead(0), 10.0)  # the turn of p1 comes before that of p2
-    last = proposed(state.on(LocalFailed(error, "it came again"), 10.01)[1])
+    last = proposed(state.on(events.LocalFailed(error, "it came again"), 10.01)[1])
     assert (last.phase, last.reason, last.error) == ("failed", "it came again", error)
     assert last.members == (member(1), member(2))
-    _, effects = core(1).on(ViewRead(last), 10.1)
-    assert effects[-1] == Install(last)
+    _, effects = core(1).on(events.ViewRead(last), 10.1)
+    assert effects[-1] == events.Install(last)
     assert View.decode(last.encode()) == last
 
 
@@ -291,21 +267,23 @@ def test_an_exception_comes_again_in_the_same_step_or_the_next_on_any_rank(step:
 
 
 def test_members_on_the_host_of_a_stalled_process_fence_it_once() -> None:
-    state, effects = core(0).on(Stalled("p1", "stopped for 0.5 s"), 10.0)
-    assert effects == (Fence(member(1), "stopped for 0.5 s"),)
-    assert state.on(Stalled("p1", "stopped for 0.6 s"), 10.1)[1] == ()
+    state, effects = core(0).on(events.Stalled("p1", "stopped for 0.5 s"), 10.0)
+    assert effects == (events.Fence(member(1), "stopped for 0.5 s"),)
+    assert state.on(events.Stalled("p1", "stopped for 0.6 s"), 10.1)[1] == ()
 
 
 def test_suspicion_across_hosts_needs_most_of_the_observers() -> None:
     view, away = ONE_AWAY, ONE_AWAY.members[2]
-    state, effects = core(0, view).on(Suspicion("p2", "p0", "silent for 0.5 s"), 10.0)
-    assert effects == (Report(Suspicion("p2", "p0", "silent for 0.5 s", 1), (member(1), away)),)  # one of two: too few
-    cleared, effects = state.on(Cleared("p2", "p0"), 10.1)
-    assert effects == (Report(Cleared("p2", "p0", 2), (member(1), away)),)
-    assert cleared.on(Suspicion("p2", "p1", "silent for 0.5 s"), 10.2)[1] == ()
-    _, effects = state.on(Suspicion("p2", "p1", "silent for 0.5 s"), 10.1)
-    assert isinstance(effects[0], Revoke) and isinstance(effects[1], Propose)
-    assert effects[0].dead == (Death("p2", "suspected by 2 of 2 observers: silent for 0.5 s"),)
+    state, effects = core(0, view).on(events.Suspicion("p2", "p0", "silent for 0.5 s"), 10.0)
+    assert effects == (
+        events.Report(events.Suspicion("p2", "p0", "silent for 0.5 s", 1), (member(1), away)),
+    )  # one of two: too few
+    cleared, effects = state.on(events.Cleared("p2", "p0"), 10.1)
+    assert effects == (events.Report(events.Cleared("p2", "p0", 2), (member(1), away)),)
+    assert cleared.on(events.Suspicion("p2", "p1", "silent for 0.5 s"), 10.2)[1] == ()
+    _, effects = state.on(events.Suspicion("p2", "p1", "silent for 0.5 s"), 10.1)
+    assert isinstance(effects[0], events.Revoke) and isinstance(effects[1], events.Propose)
+    assert effects[0].dead == (events.Death("p2", "suspected by 2 of 2 observers: silent for 0.5 s"),)
 
 
 @pytest.mark.parametrize(
@@ -319,13 +297,13 @@ def test_the_smaller_of_two_hosts_does_not_evict_the_other_for_silence(hosts: st
     """
     view = structs.replace(RUNNING, members=tuple(member(rank, host) for rank, host in enumerate(hosts)))
     here = [m.id for m in view.members if m.peer.host == side]
-    state, told = core(int(here[0][1:]), view), list[Effect]()
+    state, told = core(int(here[0][1:]), view), list[events.Effect]()
     for silent in (m.id for m in view.members if m.id not in here):
         for observer in here:
-            state, effects = state.on(Suspicion(silent, observer, "silent for 0.5 s"), 10.0)
+            state, effects = state.on(events.Suspicion(silent, observer, "silent for 0.5 s"), 10.0)
             told += effects
-    told += state.on(Tick(), 10.5)[1]
-    proposed = [[m.id for m in effect.view.members] for effect in told if isinstance(effect, Propose)]
+    told += state.on(events.Tick(), 10.5)[1]
+    proposed = [[m.id for m in effect.view.members] for effect in told if isinstance(effect, events.Propose)]
     assert proposed == ([here] if goes_on else [])
 
 
@@ -340,37 +318,37 @@ def test_in_a_large_job_no_host_alone_finds_a_member_of_another_lost(sizes: tupl
         for host in {observer.peer.host for observer in found}:
             evidence = Evidence()
             for observer in (each for each in found if each.peer.host == host):
-                evidence = evidence.with_suspicion(Suspicion(suspect.id, observer.id, "silent"), view, shape)
+                evidence = evidence.with_suspicion(events.Suspicion(suspect.id, observer.id, "silent"), view, shape)
             assert suspect.id not in evidence.lost
         for observer in found:
-            all_suspect = all_suspect.with_suspicion(Suspicion(suspect.id, observer.id, "silent"), view, shape)
+            all_suspect = all_suspect.with_suspicion(events.Suspicion(suspect.id, observer.id, "silent"), view, shape)
         assert suspect.id in all_suspect.lost
 
 
 def test_members_on_other_hosts_get_a_report_of_a_death_they_cannot_see() -> None:
-    assert Report(dead(1), (ONE_AWAY.members[2],)) in core(0, ONE_AWAY).on(dead(1), 10.0)[1]
+    assert events.Report(dead(1), (ONE_AWAY.members[2],)) in core(0, ONE_AWAY).on(dead(1), 10.0)[1]
 
 
 def test_a_suspicion_is_reported_again_after_pauses_that_double_up_to_a_limit() -> None:
-    state, effects = core(0, ONE_AWAY).on(Suspicion("p2", "p0", "silent for 0.5 s"), 10.0)
+    state, effects = core(0, ONE_AWAY).on(events.Suspicion("p2", "p0", "silent for 0.5 s"), 10.0)
     now, beat = 10.0, Timeouts().heartbeat
     for doubling in (0, 1, 2, 3, 4, 4):
-        assert any(isinstance(each, Report) for each in effects), doubling
+        assert any(isinstance(each, events.Report) for each in effects), doubling
         due = now + beat * 2**doubling
         assert state.tell_at == pytest.approx(due) and state.wake_at == pytest.approx(due)
-        state, effects = state.on(Tick(), due - beat / 2)
+        state, effects = state.on(events.Tick(), due - beat / 2)
         assert effects == ()
         now = due
-        state, effects = state.on(Tick(), now)
+        state, effects = state.on(events.Tick(), now)
 
 
 def test_that_a_suspect_is_heard_again_is_repeated_a_few_times_only() -> None:
-    state = core(0, ONE_AWAY).on(Suspicion("p2", "p0", "silent for 0.5 s"), 10.0)[0]
-    state, effects = state.on(Cleared("p2", "p0"), 11.0)
+    state = core(0, ONE_AWAY).on(events.Suspicion("p2", "p0", "silent for 0.5 s"), 10.0)[0]
+    state, effects = state.on(events.Cleared("p2", "p0"), 11.0)
     reports = []
     while state.tell_at is not None and len(reports) < 100:
-        reports.append(any(isinstance(each, Report) for each in effects))
-        state, effects = state.on(Tick(), state.tell_at)
+        reports.append(any(isinstance(each, events.Report) for each in effects))
+        state, effects = state.on(events.Tick(), state.tell_at)
     assert effects == () and all(reports) and 3 < len(reports) < 100
 
 
@@ -383,27 +361,27 @@ def test_the_job_takes_the_first_backend_that_all_members_can_run() -> None:
 def test_a_process_that_can_run_none_of_the_backends_is_refused_and_changes_nothing() -> None:
     forming = View(1, "forming", (member(0),), structs.replace(JOB, backends=("shm",)), "p0 founds the job")
     stranger = Membership(member(1), structs.replace(JOB, backends=("gloo",)), Timeouts())
-    state, _ = stranger.on(ViewRead(forming), 0.0)
-    state, effects = state.on(Started(), 0.0)
-    assert effects == (Refused("no backend suits all: the members so far can run shm, this process gloo"),)
+    state, _ = stranger.on(events.ViewRead(forming), 0.0)
+    state, effects = state.on(events.Started(), 0.0)
+    assert effects == (events.Refused("no backend suits all: the members so far can run shm, this process gloo"),)
     assert state.ended == "refused"
 
 
 def test_a_spare_elsewhere_is_kept_out_of_a_job_whose_backend_needs_one_host() -> None:
     stranger = Membership(member(7, "other"), structs.replace(JOB, backend=""), Timeouts(), frozenset({"shm"}))
-    state, _ = stranger.on(ViewRead(RUNNING), 0.0)
-    _, effects = state.on(Started(), 0.0)
+    state, _ = stranger.on(events.ViewRead(RUNNING), 0.0)
+    _, effects = state.on(events.Started(), 0.0)
     words = "the job runs on shm, which needs all members on one host: they are on h, this process is on other"
-    assert effects == (Refused(words),)
-    assert core(0).on(SpareAnnounced(member(7, "other")), 1.0)[0].spares == ()
-    assert core(0).on(SpareAnnounced(member(7)), 1.0)[0].spares == (member(7),)
+    assert effects == (events.Refused(words),)
+    assert core(0).on(events.SpareAnnounced(member(7, "other")), 1.0)[0].spares == ()
+    assert core(0).on(events.SpareAnnounced(member(7)), 1.0)[0].spares == (member(7),)
 
 
 def test_too_few_candidates_end_the_formation_with_the_reason() -> None:
     forming = View(1, "forming", (member(0),), structs.replace(JOB, min_size=2, backend=""), "p0 founds the job")
     state = core(0, forming)
     assert state.wake_at == pytest.approx(60.0)
-    last = proposed(state.on(Tick(), 60.0)[1])
+    last = proposed(state.on(events.Tick(), 60.0)[1])
     assert (last.phase, last.reason) == ("failed", "1 of 3 members came within 60 s, 2 are needed")
 
 
@@ -413,10 +391,10 @@ def test_later_members_of_a_large_job_wait_ever_longer_and_never_long_to_propose
     for rank in (1, 2, 3, 4, 5, 8, 32, 199):
         now = 10.0
         state, effects = core(rank, view).on(dead(0), now)
-        while not any(isinstance(effect, Propose) for effect in effects):
+        while not any(isinstance(effect, events.Propose) for effect in effects):
             now = state.wake_at or 99.0
             assert now < 10.0 + 12 * Timeouts().heartbeat
-            state, effects = state.on(Tick(), now)
+            state, effects = state.on(events.Tick(), now)
         turns.append(now)
     assert turns == sorted(set(turns))
 
@@ -438,15 +416,15 @@ def test_the_reason_for_a_view_names_eight_changes_and_counts_the_rest() -> None
 
 def test_a_spare_is_kept_once_beside_others() -> None:
     state = core(0, spares=(member(3),))
-    state = state.on(SpareAnnounced(member(4)), 1.0)[0].on(SpareAnnounced(member(4)), 1.1)[0]
+    state = state.on(events.SpareAnnounced(member(4)), 1.0)[0].on(events.SpareAnnounced(member(4)), 1.1)[0]
     assert state.spares == (member(3), member(4))
 
 
 def test_a_statement_that_comes_twice_changes_nothing() -> None:
     view = structs.replace(RUNNING, members=tuple(member(rank, f"h{rank}") for rank in range(3)))
-    once = core(0, view).on(Suspicion("p2", "p1", "silent", 4), 10.0)[0]
-    cleared = once.on(Cleared("p2", "p1", 5), 10.1)[0]
-    assert cleared.on(Suspicion("p2", "p1", "silent", 5), 10.2)[0].evidence is cleared.evidence
+    once = core(0, view).on(events.Suspicion("p2", "p1", "silent", 4), 10.0)[0]
+    cleared = once.on(events.Cleared("p2", "p1", 5), 10.1)[0]
+    assert cleared.on(events.Suspicion("p2", "p1", "silent", 5), 10.2)[0].evidence is cleared.evidence
 
 
 @pytest.mark.parametrize(
@@ -552,4 +530,4 @@ def _waiting(world: World) -> Action | None:
         for i, process in enumerate(world.processes)
         if process.alive and not process.evicted and process.core.wake_at is not None
     ]
-    return Action(min(waits)[1], Tick(), "ticks") if waits else None
+    return Action(min(waits)[1], events.Tick(), "ticks") if waits else None

@@ -21,17 +21,8 @@ from holdfast.ft.membership.evidence import Evidence
 from holdfast.ft.membership.state_machine import next_size, successors
 from holdfast.ft.membership.topology import Shape, heads, host_mates, observers
 from holdfast.ft.membership.view import Member, StepError, View, ViewDelta, apply_delta, delta_between
-from holdfast.ft.node import messages
+from holdfast.ft.node import messages, table_sharing
 from holdfast.ft.node.rendezvous import encode
-from holdfast.ft.node.table_sharing import (
-    ARITY,
-    CHUNK_BYTES,
-    LONGEST_PAUSE,
-    TableSharing,
-    TreeRelay,
-    chunks,
-    neighbour_ranks,
-)
 from holdfast.ft.ports import MemberLinks
 from support.views import view_of
 
@@ -256,7 +247,9 @@ SIZES = st.lists(st.integers(1, 20), min_size=1, max_size=30)
 
 def depths(view: View) -> list[int]:
     """The distance of each rank from rank 0 along the tree."""
-    found = distances(view, lambda member: [view.members[n] for n in neighbour_ranks(view, view.ranks[member.id])])
+    found = distances(
+        view, lambda member: [view.members[n] for n in table_sharing.neighbour_ranks(view, view.ranks[member.id])]
+    )
     return [found[member.id] for member in view.members]
 
 
@@ -264,30 +257,30 @@ def depths(view: View) -> list[int]:
 def test_all_members_are_in_one_tree_and_the_first_neighbour_leads_to_rank_0(hosts: list[int]) -> None:
     view = view_on(hosts)
     size, depth = len(view.members), depths(view)
-    edges = [(rank, other) for rank in range(size) for other in neighbour_ranks(view, rank)]
+    edges = [(rank, other) for rank in range(size) for other in table_sharing.neighbour_ranks(view, rank)]
     assert set(edges) == {(other, rank) for rank, other in edges}, "neighbours know each other"
     assert len(edges) == 2 * (size - 1)
     for rank in range(1, size):
-        assert depth[neighbour_ranks(view, rank)[0]] == depth[rank] - 1
+        assert depth[table_sharing.neighbour_ranks(view, rank)[0]] == depth[rank] - 1
 
 
 def test_no_member_has_many_neighbours_and_none_is_far() -> None:
     view = view_on([8] * 1000)
-    assert max(len(neighbour_ranks(view, rank)) for rank in range(8000)) <= 2 * ARITY + 1
+    assert max(len(table_sharing.neighbour_ranks(view, rank)) for rank in range(8000)) <= 2 * table_sharing.ARITY + 1
     assert max(depths(view)) <= 5
 
 
 def test_a_small_job_on_one_host_meets_at_its_first_member() -> None:
     view = view_on([9])
-    assert neighbour_ranks(view, 0) == tuple(range(1, 9))
-    assert all(neighbour_ranks(view, rank) == (0,) for rank in range(1, 9))
+    assert table_sharing.neighbour_ranks(view, 0) == tuple(range(1, 9))
+    assert all(table_sharing.neighbour_ranks(view, rank) == (0,) for rank in range(1, 9))
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 0.01), st.sampled_from([None, "a", "b"])), max_size=200))
 def test_a_relay_passes_each_batch_once_to_each_other_neighbour_in_few_messages(
     given_batches: list[tuple[float, str | None]],
 ) -> None:
-    relay: TreeRelay[int] = TreeRelay(["a", "b"], pauses=True)
+    relay: table_sharing.TreeRelay[int] = table_sharing.TreeRelay(["a", "b"], pauses=True)
     got: dict[str, list[int]] = {"a": [], "b": []}
     sent = {"a": 0, "b": 0}
     now = 1.0
@@ -308,16 +301,18 @@ def test_a_relay_passes_each_batch_once_to_each_other_neighbour_in_few_messages(
     send(now + 1.0)
     for neighbour in got:
         assert got[neighbour] == [n for n, (_, source) in enumerate(given_batches) if source != neighbour]
-        assert sent[neighbour] <= 9 + lasted / LONGEST_PAUSE
+        assert sent[neighbour] <= 9 + lasted / table_sharing.LONGEST_PAUSE
 
 
 def test_large_tables_travel_in_several_messages() -> None:
     items = {f"key {number}": bytes(1000) for number in range(2000)}
-    parts = list(chunks(items))
+    parts = list(table_sharing.chunks(items))
     assert {key: value for part in parts for key, value in part.items()} == items
     assert len(parts) > 1
-    assert all(sum(len(key) + len(value) for key, value in part.items()) <= CHUNK_BYTES for part in parts)
-    assert list(chunks({"large": bytes(2 * CHUNK_BYTES)})) == [{"large": bytes(2 * CHUNK_BYTES)}]
+    assert all(sum(len(key) + len(value) for key, value in part.items()) <= table_sharing.CHUNK_BYTES for part in parts)
+    assert list(table_sharing.chunks({"large": bytes(2 * table_sharing.CHUNK_BYTES)})) == [
+        {"large": bytes(2 * table_sharing.CHUNK_BYTES)}
+    ]
 
 
 class FakeLinks(MemberLinks):
@@ -325,7 +320,7 @@ class FakeLinks(MemberLinks):
 
     def __init__(self, me: str, members: dict[str, FakeLinks]) -> None:
         self.me, self._members = me, members
-        self.sharing = TableSharing(me, asyncio.get_running_loop(), self)
+        self.sharing = table_sharing.TableSharing(me, asyncio.get_running_loop(), self)
         self._calls = self.sharing.handlers(self.call, 5.0)
         self.broken: set[str] = set()
 
@@ -361,7 +356,7 @@ async def test_every_copy_gets_every_key_also_over_connections_that_break(hosts:
     edges = [
         (view.members[rank].id, view.members[other].id)
         for rank in range(len(view.members))
-        for other in neighbour_ranks(view, rank)
+        for other in table_sharing.neighbour_ranks(view, rank)
         if rank < other
     ]
     for one, other in dice.sample(edges, len(edges) // 3):

@@ -33,18 +33,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from holdfast.comms.errors import CorruptData, HoldfastError
-from holdfast.ft import Timeouts, events
+from holdfast.ft import Timeouts, event_lines, events
 from holdfast.ft.diagnosis.jobs import JobState, LastFault, NoSuchJob, ProcessRow, locate
-from holdfast.ft.event_lines import (
-    KINDS,
-    EventTail,
-    OtherEvent,
-    decode_event,
-    encode_event,
-    event_of,
-    read_events,
-    to_record,
-)
 from holdfast.ft.events import Event, stamped
 from holdfast.ft.telemetry import event_log, flight
 from holdfast.ft.telemetry.event_log import EventLog, EventLogger
@@ -145,7 +135,7 @@ def test_top_writes_nothing_to_the_folder_that_it_watches(tmp_path: Path) -> Non
 
 def test_logs_are_followed_line_by_whole_line(tmp_path: Path) -> None:
     log = tmp_path / "p1.jsonl"
-    tail = EventTail(tmp_path)
+    tail = event_lines.EventTail(tmp_path)
     process = b'"process":"p1","pid":7'
     log.write_bytes(b'{"time":2,"kind":"b",%b}\n{"time":1,"kind":"a",%b}\n{"time":3,%b,' % (process, process, process))
     assert [event.kind for event in tail.new()] == ["a", "b"]
@@ -237,7 +227,7 @@ def scraped_steps(session: Any, scraped_at: int) -> Samples:
     for attempt in session.steps(scraped_at + 1):
         victim = victim or (attempt.step == 0 and attempt.rank == 1)
         if attempt.step == scraped_at:
-            logged = map(to_record, read_events(Path(os.environ["HOLDFAST_LOG_DIR"])))
+            logged = map(event_lines.to_record, event_lines.read_events(Path(os.environ["HOLDFAST_LOG_DIR"])))
             mine = [event for event in logged if event["process"] == session.identity]
             [url] = [event["url"] for event in mine if event["kind"] == "metrics"]
             said = scrape(url)
@@ -370,10 +360,10 @@ OLD_LINES = [
 
 @pytest.mark.parametrize("line", OLD_LINES, ids=lambda line: msgspec.json.decode(line)["kind"])
 def test_lines_of_earlier_versions_are_read(line: bytes) -> None:
-    event, record = decode_event(line), msgspec.json.decode(line)
+    event, record = event_lines.decode_event(line), msgspec.json.decode(line)
     assert (event.time, event.process, event.pid, event.kind) == (1.5, record["process"], 7, record["kind"])
-    assert {**to_record(event), **record} == {**to_record(event), **record, "kind": event.kind}
-    assert type(event) is KINDS[record["kind"]] and str(event)
+    assert {**event_lines.to_record(event), **record} == {**event_lines.to_record(event), **record, "kind": event.kind}
+    assert type(event) is event_lines.KINDS[record["kind"]] and str(event)
 
 
 def an_event_of(kind: type[Event]) -> st.SearchStrategy[Event]:
@@ -406,23 +396,27 @@ def _any_of(type_: Any) -> st.SearchStrategy[Any]:
             return st.one_of(*map(_any_of, options))
 
 
-@pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", event_lines.KINDS.values(), ids=lambda kind: kind.__name__)
 @settings(max_examples=25)  # of each of sixty kinds, which share the types of their fields
 @given(data=st.data())
 def test_every_kind_is_read_as_it_was_written_and_says_so_in_a_sentence(kind: type[Event], data: st.DataObject) -> None:
     event = data.draw(an_event_of(kind))
-    assert decode_event(encode_event(event)) == event == event_of(to_record(event))
+    assert (
+        event_lines.decode_event(event_lines.encode_event(event))
+        == event
+        == event_lines.event_of(event_lines.to_record(event))
+    )
     assert str(event) and type(event).__doc__
 
 
 def test_an_unknown_kind_keeps_its_fields() -> None:
     line = b'{"kind":"later","time":2.0,"process":"p","pid":1,"depth":3}'
-    event = decode_event(line)
-    assert isinstance(event, OtherEvent) and (event.kind, event.fields) == ("later", {"depth": 3})
-    assert decode_event(encode_event(event)) == event
+    event = event_lines.decode_event(line)
+    assert isinstance(event, event_lines.OtherEvent) and (event.kind, event.fields) == ("later", {"depth": 3})
+    assert event_lines.decode_event(event_lines.encode_event(event)) == event
 
 
-GOOD = to_record(stamped(events.StepCommitted(step=3, epoch=2), "p1", 7, 1.5))
+GOOD = event_lines.to_record(stamped(events.StepCommitted(step=3, epoch=2), "p1", 7, 1.5))
 BAD: list[dict[str, Any]] = [
     *(
         {name: value for name, value in GOOD.items() if name != missing}
@@ -440,15 +434,15 @@ BAD: list[dict[str, Any]] = [
 @pytest.mark.parametrize("record", BAD, ids=str)
 def test_a_record_that_is_no_event_is_refused(record: dict[str, Any]) -> None:
     with pytest.raises(CorruptData):
-        event_of(record)
+        event_lines.event_of(record)
     with pytest.raises(CorruptData):
-        decode_event(msgspec.json.encode(record))
+        event_lines.decode_event(msgspec.json.encode(record))
 
 
 @given(st.one_of(st.binary(), st.recursive(st.none() | st.booleans() | st.text(), st.lists).map(msgspec.json.encode)))
 def test_any_other_line_is_refused_and_breaks_nothing(line: bytes) -> None:
     with pytest.raises(CorruptData):
-        decode_event(line)
+        event_lines.decode_event(line)
 
 
 @given(st.sampled_from(OLD_LINES), st.data())
@@ -456,7 +450,7 @@ def test_a_damaged_line_is_an_event_or_refused(line: bytes, data: st.DataObject)
     at = data.draw(st.integers(0, len(line) - 1))
     damaged = line[:at] + bytes([data.draw(st.integers(0, 255))]) + line[at + 1 :]
     try:
-        event = decode_event(damaged)
+        event = event_lines.decode_event(damaged)
     except CorruptData:
         return
     assert isinstance(event, Event) and isinstance(event.time, float)

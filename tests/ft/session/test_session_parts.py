@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from holdfast.comms import Communicator, HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
 from holdfast.comms.connect import KnownMembers, connect_members
 from holdfast.comms.transport.liveness import this_process
-from holdfast.ft import events, faultpoints
+from holdfast.ft import events, faultpoints, step_protocol
 from holdfast.ft.communicators import collect_votes
 from holdfast.ft.detectors.heartbeat import SilenceTracker
 from holdfast.ft.event_lines import to_record
@@ -26,16 +26,6 @@ from holdfast.ft.events import EpochRevoked, Event, RecoveryEnded, ViewInstalled
 from holdfast.ft.membership.events import Cleared, Stalled, Suspicion
 from holdfast.ft.membership.view import Job, Timeouts, View, delta_between
 from holdfast.ft.node.epoch_guard import EpochGuard
-from holdfast.ft.step_protocol import (
-    FIELDS,
-    FOUNDER,
-    HOLDER,
-    NEWCOMER,
-    CommitState,
-    RecoveryTimes,
-    Vote,
-    decide,
-)
 from holdfast.ft.telemetry import event_log
 from holdfast.ft.telemetry.event_log import EventLog
 from holdfast.harness import LocalCluster
@@ -47,8 +37,8 @@ from support.waiting import PATIENCE
 
 
 def test_votes_are_exchanged_by_an_op_if_they_did_not_come_with_the_connections() -> None:
-    def body(comm: Communicator) -> tuple[list[Vote], list[Vote]]:
-        mine = Vote(HOLDER, 4 + comm.rank, True, 10, rewinds=3)
+    def body(comm: Communicator) -> tuple[list[step_protocol.Vote], list[step_protocol.Vote]]:
+        mine = step_protocol.Vote(step_protocol.HOLDER, 4 + comm.rank, True, 10, rewinds=3)
         bare: Any = SimpleNamespace(
             connect_payloads=None, size=comm.size, device=comm.device, all_gather_single=comm.all_gather_single
         )
@@ -56,7 +46,7 @@ def test_votes_are_exchanged_by_an_op_if_they_did_not_come_with_the_connections(
         return collect_votes(bare, mine, PATIENCE), collect_votes(came, mine, PATIENCE)
 
     with LocalCluster(2, "inproc") as cluster:
-        votes = [Vote(HOLDER, 4 + rank, True, 10, rewinds=3) for rank in range(2)]
+        votes = [step_protocol.Vote(step_protocol.HOLDER, 4 + rank, True, 10, rewinds=3) for rank in range(2)]
         assert cluster.run(body) == [(votes, votes[:1]), (votes, votes[1:])]
 
 
@@ -383,11 +373,15 @@ def test_a_log_that_nobody_closes_is_written_at_the_end_of_its_process(tmp_path:
 # -- what becomes of an open step when its epoch has ended: votes, decisions, and times between commits
 
 
-def holder(done: int, prepared: bool) -> Vote:
-    return Vote(HOLDER, done, prepared, 10)
+def holder(done: int, prepared: bool) -> step_protocol.Vote:
+    return step_protocol.Vote(step_protocol.HOLDER, done, prepared, 10)
 
 
-NEW, FOUND, REWOUND = Vote(NEWCOMER, 0, False, 10), Vote(FOUNDER, 0, False, 10), Vote(HOLDER, 4, False, 10, rewinds=1)
+NEW, FOUND, REWOUND = (
+    step_protocol.Vote(step_protocol.NEWCOMER, 0, False, 10),
+    step_protocol.Vote(step_protocol.FOUNDER, 0, False, 10),
+    step_protocol.Vote(step_protocol.HOLDER, 4, False, 10, rewinds=1),
+)
 
 
 @pytest.mark.parametrize(
@@ -407,18 +401,18 @@ NEW, FOUND, REWOUND = Vote(NEWCOMER, 0, False, 10), Vote(FOUNDER, 0, False, 10),
     ],
 )
 def test_a_step_that_all_had_prepared_or_one_has_committed_is_committed_and_the_first_gives_the_state(
-    votes: list[Vote], committed: list[bool], expected: tuple[int, int, tuple[int, ...]]
+    votes: list[step_protocol.Vote], committed: list[bool], expected: tuple[int, int, tuple[int, ...]]
 ) -> None:
     """Else, it is done again. Newcomers have no vote; members without the state, or with an older one, take it."""
-    decisions = [decide(votes, rank) for rank in range(len(votes))]
+    decisions = [step_protocol.decide(votes, rank) for rank in range(len(votes))]
     assert [each.committed for each in decisions] == committed
     assert {(each.done, each.source, each.receivers) for each in decisions} == {expected}
 
 
 def test_a_member_that_missed_a_rollback_takes_it_over() -> None:
-    late = CommitState()
-    late.standing, late.done, late.total = HOLDER, 6, 10
-    late.settle(decide([holder(6, True), REWOUND, REWOUND], 0))
+    late = step_protocol.CommitState()
+    late.standing, late.done, late.total = step_protocol.HOLDER, 6, 10
+    late.settle(step_protocol.decide([holder(6, True), REWOUND, REWOUND], 0))
     late.take_over(4)
     assert late.vote() == REWOUND
 
@@ -426,29 +420,29 @@ def test_a_member_that_missed_a_rollback_takes_it_over() -> None:
 @pytest.mark.parametrize("prepared", [False, True])
 @pytest.mark.parametrize("rewinds", range(4))
 def test_a_vote_arrives_as_the_numbers_that_it_was_sent_as(prepared: bool, rewinds: int) -> None:
-    vote = Vote(HOLDER, 4, prepared, 10, rewinds)
-    assert Vote.of(vote.numbers()) == vote and len(vote.numbers()) == FIELDS
+    vote = step_protocol.Vote(step_protocol.HOLDER, 4, prepared, 10, rewinds)
+    assert step_protocol.Vote.of(vote.numbers()) == vote and len(vote.numbers()) == step_protocol.FIELDS
 
 
 def test_a_job_ends_when_no_member_has_the_state() -> None:
     with pytest.raises(HoldfastError, match="everybody who had it died"):
-        decide([NEW], 0)
+        step_protocol.decide([NEW], 0)
 
 
 def test_ranks_with_different_steps_are_refused() -> None:
     with pytest.raises(Mismatch, match="rank 1 was asked for 20 steps, rank 0 for 10"):
-        decide([holder(4, False), Vote(HOLDER, 4, False, 20)], 0)
-    stray = [holder(4, False), Vote(NEWCOMER, 0, False, 20)]
+        step_protocol.decide([holder(4, False), step_protocol.Vote(step_protocol.HOLDER, 4, False, 20)], 0)
+    stray = [holder(4, False), step_protocol.Vote(step_protocol.NEWCOMER, 0, False, 20)]
     with pytest.raises(Mismatch, match="rank 1 was asked for 20 steps"):
-        decide(stray, 1)
-    assert decide(stray, 0).receivers == (1,), "a newcomer that is wrong has to go, the others stay"
+        step_protocol.decide(stray, 1)
+    assert step_protocol.decide(stray, 0).receivers == (1,), "a newcomer that is wrong has to go, the others stay"
     for behind in (holder(4, False), holder(3, True)):
         with pytest.raises(Mismatch, match="come apart"):
-            decide([behind, holder(5, False)], 0)
+            step_protocol.decide([behind, holder(5, False)], 0)
 
 
 def test_a_recovery_takes_the_longest_time_between_two_commits_until_a_step_is_done_again() -> None:
-    times, (one, two, three) = RecoveryTimes(), (view_of("h", epoch) for epoch in (1, 2, 3))
+    times, (one, two, three) = step_protocol.RecoveryTimes(), (view_of("h", epoch) for epoch in (1, 2, 3))
     assert [times.commit(now, one, step, True) for step, now in enumerate((0.0, 1.0, 3.0))] == [None] * 3
     assert times.commit(10.0, two, 3, False) is None, "found out by the rebuild"
     assert times.commit(14.0, two, 4, True) == RecoveryEnded(step=4, epoch=2, seconds=7.0, usual=1.5)
@@ -457,6 +451,6 @@ def test_a_recovery_takes_the_longest_time_between_two_commits_until_a_step_is_d
 
 
 def test_a_job_that_has_done_one_step_has_no_usual_time() -> None:
-    times = RecoveryTimes()
+    times = step_protocol.RecoveryTimes()
     assert times.commit(1.0, view_of("h", 1), 0, True) is None
     assert times.commit(4.0, view_of("h", 2), 1, True) == RecoveryEnded(step=1, epoch=2, seconds=3.0, usual=None)

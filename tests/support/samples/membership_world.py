@@ -9,30 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from holdfast.ft.membership.events import (
-    Announce,
-    AnnounceSelf,
-    CasFailed,
-    CasLost,
-    CasWon,
-    Death,
-    Effect,
-    EpochBroken,
-    Event,
-    Evicted,
-    Install,
-    LocalFinished,
-    Propose,
-    ProvenDeaths,
-    ReadRegister,
-    Report,
-    Revoke,
-    SpareAnnounced,
-    Started,
-    Tick,
-    ViewDeltaReceived,
-    ViewRead,
-)
+from holdfast.ft.membership import events
 from holdfast.ft.membership.state_machine import Membership
 from holdfast.ft.membership.topology import Shape
 from holdfast.ft.membership.view import Job, Member, OnDeath, Timeouts, View
@@ -52,7 +29,7 @@ class Process:
 
     core: Membership
     alive: bool = True
-    proposal: Propose | None = None
+    proposal: events.Propose | None = None
     installed: tuple[int, ...] = ()
     revoked: frozenset[int] = frozenset()
     evicted: bool = False
@@ -66,7 +43,7 @@ class Action:
     """
 
     process: int
-    what: Event | Propose | None
+    what: events.Event | events.Propose | None
     by: str = ""
 
 
@@ -76,7 +53,7 @@ class World:
 
     processes: tuple[Process, ...]
     history: tuple[View, ...] = ()
-    mail: frozenset[tuple[int, Event]] = frozenset()
+    mail: frozenset[tuple[int, events.Event]] = frozenset()
     now: float = 0.0
     kills: int = 0
     ticks: int = 0
@@ -124,27 +101,27 @@ def actions(world: World) -> Iterator[Action]:
         core = process.core
         if core.started_at is None:
             quiet = False
-            yield Action(i, Started())
+            yield Action(i, events.Started())
             continue
         if process.proposal is not None:
             quiet = False
             yield Action(i, process.proposal)
             if world.outages:
-                yield Action(i, CasFailed("away"), "outages")
+                yield Action(i, events.CasFailed("away"), "outages")
         known = core.evidence.dead.keys()
         for other in core.watched():
             if not world.processes[int(other.id[1:])].alive and other.id not in known:
                 quiet = False
-                yield Action(i, ProvenDeaths((Death(other.id, "its process ended"),)))
+                yield Action(i, events.ProvenDeaths((events.Death(other.id, "its process ended"),)))
         if world.kills:
             yield Action(i, None, "kills")
         if world.ticks and core.wake_at is not None:
-            yield Action(i, Tick(), "ticks")
+            yield Action(i, events.Tick(), "ticks")
         if core.view is not None and core.rank() is not None:
             if world.finishing and not core.finished:
-                yield Action(i, LocalFinished(core.view.epoch), "finishing")
+                yield Action(i, events.LocalFinished(core.view.epoch), "finishing")
             if world.breaks and core.revoked < core.view.epoch:
-                yield Action(i, EpochBroken(core.view.epoch, "a connection was lost"), "breaks")
+                yield Action(i, events.EpochBroken(core.view.epoch, "a connection was lost"), "breaks")
     for i, event in world.mail:
         if world.processes[i].alive:
             quiet = False
@@ -153,7 +130,7 @@ def actions(world: World) -> Iterator[Action]:
         for i in world.running():
             seen = world.processes[i].core.view
             if world.register is not None and (seen is None or seen.epoch < world.register.epoch):
-                yield Action(i, ViewRead(world.register))
+                yield Action(i, events.ViewRead(world.register))
 
 
 def apply(world: World, action: Action) -> World:
@@ -166,15 +143,15 @@ def apply(world: World, action: Action) -> World:
         case None:
             mail = frozenset((j, event) for j, event in world.mail if j != i)
             return _with(replace(world, mail=mail), i, replace(process, alive=False, proposal=None))
-        case Propose(expected, view):
+        case events.Propose(expected, view):
             world = _with(world, i, replace(process, proposal=None))
             if expected != (world.register.epoch if world.register else 0):
-                return _send(world, (process.core.me,), CasLost(world.register))
+                return _send(world, (process.core.me,), events.CasLost(world.register))
             _check_succession(world, view)
-            return _send(replace(world, history=(*world.history, view)), (process.core.me,), CasWon(view))
-        case CasFailed():
+            return _send(replace(world, history=(*world.history, view)), (process.core.me,), events.CasWon(view))
+        case events.CasFailed():
             world = _with(world, i, replace(process, proposal=None))
-        case Tick():
+        case events.Tick():
             world = replace(world, now=max(world.now, process.core.wake_at or 0.0))
     return _feed(replace(world, mail=world.mail - {(i, what)}), i, what)
 
@@ -183,11 +160,11 @@ def _with(world: World, i: int, process: Process) -> World:
     return replace(world, processes=(*world.processes[:i], process, *world.processes[i + 1 :]))
 
 
-def _send(world: World, to: Iterable[Member], event: Event) -> World:
+def _send(world: World, to: Iterable[Member], event: events.Event) -> World:
     return replace(world, mail=world.mail | {(int(other.id[1:]), event) for other in to})
 
 
-def _feed(world: World, i: int, event: Event) -> World:
+def _feed(world: World, i: int, event: events.Event) -> World:
     process = world.processes[i]
     core, effects = process.core.on(event, world.now)
     world = _with(world, i, replace(process, core=core))
@@ -196,29 +173,31 @@ def _feed(world: World, i: int, event: Event) -> World:
     return world
 
 
-def _perform(world: World, i: int, effect: Effect) -> World:
+def _perform(world: World, i: int, effect: events.Effect) -> World:
     process = world.processes[i]
     me = process.core.me
     match effect:
-        case Propose():
+        case events.Propose():
             check(process.proposal is None, f"{me.id} proposes twice at once")
             check(bool(effect.view.reason), "a decision without a reason")
             return _with(world, i, replace(process, proposal=effect))
-        case Announce(view, to, change):
-            return _send(world, to, ViewRead(view, me.id) if change is None else ViewDeltaReceived(change, me.id))
-        case ReadRegister():
-            return _send(world, (me,), ViewRead(world.register))
-        case AnnounceSelf(_, to):
-            return _send(world, to, SpareAnnounced(me))
-        case Report(ProvenDeaths() as deaths, to):
+        case events.Announce(view, to, change):
+            return _send(
+                world, to, events.ViewRead(view, me.id) if change is None else events.ViewDeltaReceived(change, me.id)
+            )
+        case events.ReadRegister():
+            return _send(world, (me,), events.ViewRead(world.register))
+        case events.AnnounceSelf(_, to):
+            return _send(world, to, events.SpareAnnounced(me))
+        case events.Report(events.ProvenDeaths() as deaths, to):
             return _send(world, to, deaths)
-        case Install(view):
+        case events.Install(view):
             _check_install(world, i, view)
             return _with(world, i, replace(process, installed=(*process.installed, view.epoch)))
-        case Revoke(epoch):
+        case events.Revoke(epoch):
             check(epoch in process.installed, f"{me.id} revokes epoch {epoch} that it never had")
             return _with(world, i, replace(process, revoked=process.revoked | {epoch}))
-        case Evicted(view):
+        case events.Evicted(view):
             check(me.id not in {m.id for m in view.members}, f"{me.id} is told of an eviction that is none")
             return _with(world, i, replace(process, evicted=True))
         case _:
