@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 import time
 from collections import deque
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from holdfast.comms.errors import HoldfastError
+from holdfast.comms.system import forks
 
 yield_cpu = ctypes.CDLL(None).sched_yield
 """Yield the processor. Releases the GIL, which os.sched_yield does not."""
@@ -132,7 +132,7 @@ def _await_ends() -> None:
         Wait().reaches(lambda: not thread.exists(), deadline)  # noqa: B023 (it is called here)
 
 
-os.register_at_fork(before=_await_ends)
+forks.run_around_fork(_await_ends, lambda: None)
 
 
 def run_within(seconds: float, call: Callable[[], Result], *, delays_exit: bool = True) -> Result:
