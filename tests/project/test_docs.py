@@ -61,6 +61,8 @@ def test_files_that_pages_name_exist() -> None:
         text = page.read_text()
         paths = re.findall(r"`((?:comms|backends|ft|store|rl|harness|tests|docs|examples)/[\w./*-]*)`", text)
         missing += [f"{name(page)}: {path}" for path in paths if not any(ROOT.glob(path.rstrip("/")))]
+        for path, test in re.findall(r"pytest (?:-\w )*(tests/\S+\.py) -k (\w+)", text):
+            missing += [] if test in (ROOT / path).read_text() else [f"{name(page)}: {path} -k {test}"]
         alone = re.findall(r"`(\w+\.(?:py|h|c))`", text) if page.is_relative_to(DOCS / "internals") else []
         missing += [f"{name(page)}: {each}" for each in alone if each not in names]
     for path in modules():
