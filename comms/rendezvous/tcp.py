@@ -165,7 +165,10 @@ def _stop_reverse_lookups() -> None:
     libc = ctypes.CDLL(None)
     libc.__res_state.restype = ctypes.POINTER(ctypes.c_int)
     libc10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib/libc10.so"))
-    level = ctypes.c_int.in_dll(libc10, "FLAGS_caffe2_log_level")
+    try:
+        level = ctypes.c_int.in_dll(libc10, "FLAGS_caffe2_log_level")
+    except ValueError:
+        level = ctypes.c_int()  # a torch that was built with glog warns once
 
     def connect() -> None:
         libc.__res_init()
