@@ -278,15 +278,13 @@ MEGABIT = 1e6 / 8
 MIB = 1 << 20
 
 
-def layout_of(hosts: int, ranks: int, in_turns: bool) -> HostLayout:
-    """`ranks` ranks on each of `hosts` hosts."""
-    if in_turns:
-        return HostLayout(tuple(tuple(range(host, hosts * ranks, hosts)) for host in range(hosts)))
-    return HostLayout(tuple(tuple(range(host * ranks, (host + 1) * ranks)) for host in range(hosts)))
-
-
 def choice_of(hosts: int, ranks: int, in_turns: bool, rate: float | None = None, outer: str = "gloo") -> Choice:
-    return Choice(outer, layout_of(hosts, ranks, in_turns), TCP, WITHIN, rate)
+    """That of `ranks` ranks on each of `hosts` hosts."""
+    if in_turns:
+        layout = HostLayout(tuple(tuple(range(host, hosts * ranks, hosts)) for host in range(hosts)))
+    else:
+        layout = HostLayout(tuple(tuple(range(host * ranks, (host + 1) * ranks)) for host in range(hosts)))
+    return Choice(outer, layout, TCP, WITHIN, rate)
 
 
 def least(op: str, hosts: int, nbytes: float) -> float:

@@ -23,7 +23,6 @@ from holdfast.comms.plugins.registry import registry
 from holdfast.comms.plugins.spec import OpEvent, hookimpl
 from holdfast.ft.launch.launcher import launch, mpirun_path
 from holdfast.harness import LocalCluster
-from holdfast.harness.cluster.cluster_ranks import RankResult
 from support.comms.ranks import on_ranks, on_ranks_of, shared_ranks
 from support.programs.forked_programs import run_program
 from support.waiting import PATIENCE
@@ -64,15 +63,6 @@ def test_a_request_that_has_an_owner_is_not_tested_by_another(comm: Communicator
     assert under_way.requests == []
 
 
-def survivors(outcomes: list[RankResult], dead: int) -> list[object]:
-    """The results of the ranks other than `dead`; raises the first of their errors."""
-    rest = [outcome for outcome in outcomes if outcome.rank != dead]
-    for outcome in rest:
-        if outcome.error is not None:
-            raise outcome.error
-    return [outcome.value for outcome in rest]
-
-
 def next_communicator(comm: Communicator, members: list[int], meeting: Path, name: str) -> Communicator:
     """Connect `members` of `comm` anew, in their order."""
     rank = members.index(comm.rank)
@@ -108,58 +98,46 @@ def test_a_script_runs_under_plain_mpirun(tmp_path: Path) -> None:
 
 
 def test_survivors_of_a_kill_build_the_next_communicator_again_and_again(tmp_path: Path) -> None:
-    def body(comm: Communicator, rounds: int) -> tuple[float, list[float], int]:
+    def body(comm: Communicator) -> None:
         comm.barrier()
         if comm.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         killed = time.monotonic()
         with pytest.raises((PeerFailed, Revoked), match="rank 1"):
             comm.all_reduce(torch.ones(100))
-        members, sums = [2, 0], []
-        for turn in range(rounds):
+        members = [2, 0]
+        for turn in range(25):
             with next_communicator(comm, members, tmp_path / "next", f"turn {turn}") as after:
                 x = torch.full((3,), float(comm.rank + turn))
                 after.all_reduce(x)
-                sums.append(x[0].item())
-                assert after.rank == members.index(comm.rank)
-                if turn == 0:
-                    first = time.monotonic() - killed
-        descriptors = len(list(Path("/proc/self/fd").iterdir()))
+                assert (after.rank, x[0].item()) == (members.index(comm.rank), 2 + 2 * turn)
+                assert turn or time.monotonic() - killed < PATIENCE
+        assert len(list(Path("/proc/self/fd").iterdir())) < 60
         assert threading.active_count() <= 3
-        return first, sums, descriptors
 
     with LocalCluster(3, "mpi", timeout=60.0) as cluster:
-        for first, sums, descriptors in survivors(cluster.outcomes(body, 25), dead=1):  # type: ignore[misc]
-            assert first < PATIENCE
-            assert sums == [2.0 + 2 * turn for turn in range(25)]
-            assert descriptors < 60
+        assert [outcome.error for outcome in cluster.outcomes(body) if outcome.rank != 1] == [None, None]
         assert cluster.run(lambda comm: comm.size) == [3, 3, 3], "the next run has all ranks again"
 
 
-def test_a_large_send_to_a_stopped_rank_ends_in_time() -> None:
+@on_ranks(3, "mpi", killed=(1,), timeout=2 * PATIENCE)
+def test_a_large_send_to_a_stopped_rank_ends_in_time(comm: Communicator, tmp_path: Path) -> None:
     """MPI cannot cancel such a send; the op ends all the same, and later ops do not wait for it."""
-
-    def body(comm: Communicator, meeting: str) -> float:
-        pids = comm.all_gather_object(os.getpid())
-        if comm.rank == 1:
-            os.kill(os.getpid(), signal.SIGSTOP)
-            return 0.0
-        began = time.monotonic()
-        with pytest.raises((OpTimeout, Revoked), match="rank 1"):
-            comm.broadcast(torch.ones(1 << 20), comm.rank if comm.rank == 0 else 0, timeout=0.5)
-            comm.barrier(timeout=0.5)
-        waited = time.monotonic() - began
-        with next_communicator(comm, [0, 2], Path(meeting), "next") as after:
-            x = torch.ones(1 << 19)
-            after.all_reduce(x)
-            assert x.unique().tolist() == [2.0]
-        if comm.rank == 0:
-            os.kill(pids[1], signal.SIGKILL)
-        return waited
-
-    with LocalCluster(3, "mpi", timeout=2 * PATIENCE) as cluster:
-        outcomes = cluster.outcomes(body, str(cluster.logs / "next"))
-    assert all(waited < PATIENCE for waited in survivors(outcomes, dead=1))  # type: ignore[operator]
+    pids = comm.all_gather_object(os.getpid())
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return
+    began = time.monotonic()
+    with pytest.raises((OpTimeout, Revoked), match="rank 1"):
+        comm.broadcast(torch.ones(1 << 20), 0, timeout=0.5)
+        comm.barrier(timeout=0.5)
+    assert time.monotonic() - began < PATIENCE
+    with next_communicator(comm, [0, 2], tmp_path / "next", "next") as after:
+        x = torch.ones(1 << 19)
+        after.all_reduce(x)
+        assert x.unique().tolist() == [2.0]
+    if comm.rank == 0:
+        os.kill(pids[1], signal.SIGKILL)
 
 
 @on_ranks_of("two")

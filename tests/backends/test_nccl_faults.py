@@ -537,13 +537,12 @@ def test_torchs_own_nccl2_is_made_and_bounded_as_its_stand_in_is() -> None:
 # Devices ------------------------------------------------------------------------------------------------------------
 
 
-class Elsewhere(torch.Tensor):
-    """A tensor that reports the second GPU as its device."""
-
-    device = property(lambda self: torch.device("cuda", 1))  # type: ignore[assignment]
-
-
 def test_a_tensor_of_another_gpu_is_refused_before_anything_moves() -> None:
+    class Elsewhere(torch.Tensor):
+        """A tensor that reports the second GPU as its device."""
+
+        device = property(lambda self: torch.device("cuda", 1))  # type: ignore[assignment]
+
     checks = ArgumentChecks(0, 2, torch.device("cuda", 0), registry().backend("nccl").info)
     with pytest.raises(ValueError, match=r"cuda:1, which a communicator on cuda:0 cannot use"):
         checks.operand(torch.ones(2).as_subclass(Elsewhere))

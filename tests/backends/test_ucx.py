@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -138,25 +139,21 @@ def test_an_op_that_its_sender_aborted_fails_at_the_receiver(comm: Communicator,
 # -- ends
 
 
-def test_a_stopped_rank_is_named_and_closing_does_not_wait_for_it(two: LocalCluster, tls: str, tmp_path: Path) -> None:
-    def body(comm: Communicator) -> None:
-        pids = comm.all_gather_object(os.getpid())
-        part = over(comm, tls)
-        part.barrier()
-        if part.rank == 1:
-            os.kill(os.getpid(), signal.SIGSTOP)
-            return
-        with pytest.raises(OpTimeout) as caught:
-            part.send(torch.ones(1_000_000), 1, timeout=0.5)
-        began = time.monotonic()
-        part.close()
-        (tmp_path / "said").write_text(f"{caught.value.missing_ranks} {time.monotonic() - began}")
-        os.kill(pids[1], signal.SIGKILL)
-
-    two.outcomes(body)  # one rank dies; `run` would end the others soon after it
-    missing, seconds = (tmp_path / "said").read_text().split(" ")
-    assert missing == "(1,)"
-    assert float(seconds) < 3.0
+@on_ranks(2, "ucx", killed=(1,), timeout=60.0)
+def test_a_stopped_rank_is_named_and_closing_does_not_wait_for_it(comm: Communicator, tls: str) -> None:
+    pids = comm.all_gather_object(os.getpid())
+    part = over(comm, tls)
+    part.barrier()
+    if part.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return
+    with pytest.raises(OpTimeout) as caught:
+        part.send(torch.ones(1_000_000), 1, timeout=0.5)
+    assert caught.value.missing_ranks == (1,)
+    began = time.monotonic()
+    part.close()
+    assert time.monotonic() - began < 3.0
+    os.kill(pids[1], signal.SIGKILL)
 
 
 def test_a_rank_killed_while_ucx_makes_a_segment_leaves_no_file() -> None:
@@ -197,18 +194,19 @@ def _expose(pipe: Connection) -> None:
             pipe.send(int(tensor.sum()))
 
 
-def _write_for_ever(pipe: Connection) -> None:
+def _use_for_ever(pipe: Connection, *calls: str) -> None:
+    """Make these calls of the plane in turn, with a region that the pipe names."""
     handle = Handle.decode(pipe.recv())
-    source = torch.zeros(handle.nbytes, dtype=torch.uint8)
+    memory_of = torch.zeros(handle.nbytes, dtype=torch.uint8)
     with UcxPlane() as plane:
-        plane.write(handle, source[:8]).wait()
-        pipe.send("writing")
-        while True:
-            plane.write(handle, source).wait()
+        getattr(plane, calls[0])(handle, memory_of[:8]).wait()
+        pipe.send("using")
+        for call in itertools.cycle(calls):
+            getattr(plane, call)(handle, memory_of).wait()
 
 
 def test_a_writer_that_dies_does_not_delay_others(start: Start) -> None:
-    writers, waited = [start(_write_for_ever) for _ in range(5)], []
+    writers, waited = [start(_use_for_ever, "write") for _ in range(5)], []
     with UcxPlane() as plane:
         for child in writers:
             region = plane.expose(torch.ones(4 << 20, dtype=torch.uint8), writable=True)
@@ -255,44 +253,33 @@ def test_a_damaged_handle_is_refused() -> None:
 
 
 @pytest.mark.parametrize("answering", [False, True])
-def test_the_caller_of_an_atomic_survives_the_death_of_its_target(two: LocalCluster, tls: str, answering: bool) -> None:
+@on_ranks(2, "ucx", killed=(1,), timeout=60.0)
+def test_the_caller_of_an_atomic_survives_the_death_of_its_target(
+    comm: Communicator, tls: str, answering: bool
+) -> None:
     """UCX ends a process that has to cancel an atomic which could not leave, such as one that is `answering`."""
-
-    def body(comm: Communicator) -> None:
-        pids = comm.all_gather_object(os.getpid())
-        part = over(comm, tls)
-        shared = part.window(torch.zeros(8_000_000, dtype=torch.int64))
-        part.barrier()
-        if part.rank == 1:
-            if answering:
-                threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGSTOP)).start()
-                got = torch.empty(8_000_000, dtype=torch.int64)
-                while True:
-                    shared.get(got, 0)
-            os.kill(os.getpid(), signal.SIGSTOP)
-        time.sleep(0.3)
-        for _ in range(2 if tls == TCP else 0):
-            with pytest.raises(OpTimeout):
-                shared.fetch_add(1, 0, 1, timeout=0.2)
-        os.kill(pids[1], signal.SIGKILL)
-        with pytest.raises(RegionGone):
+    pids = comm.all_gather_object(os.getpid())
+    part = over(comm, tls)
+    shared = part.window(torch.zeros(8_000_000, dtype=torch.int64))
+    part.barrier()
+    if part.rank == 1:
+        if answering:
+            threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+            got = torch.empty(8_000_000, dtype=torch.int64)
             while True:
-                shared.fetch_add(1, 0, 1, timeout=5.0)
-        held = len(list(Path("/proc/self/fd").iterdir()))
-        part.close()
-        assert len(list(Path("/proc/self/fd").iterdir())) < held
-
-    assert two.outcomes(body)[0].error is None
-
-
-def _use_for_ever(pipe: Connection) -> None:
-    handle = Handle.decode(pipe.recv())
-    memory_of = torch.zeros(handle.nbytes, dtype=torch.uint8)
-    with UcxPlane() as plane:
-        plane.read(handle, memory_of[:8]).wait()
-        pipe.send("using")
-        for turn in range(1_000_000):
-            (plane.write if turn % 2 else plane.read)(handle, memory_of).wait()
+                shared.get(got, 0)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(0.3)
+    for _ in range(2 if tls == TCP else 0):
+        with pytest.raises(OpTimeout):
+            shared.fetch_add(1, 0, 1, timeout=0.2)
+    os.kill(pids[1], signal.SIGKILL)
+    with pytest.raises(RegionGone):
+        while True:
+            shared.fetch_add(1, 0, 1, timeout=5.0)
+    held = len(list(Path("/proc/self/fd").iterdir()))
+    part.close()
+    assert len(list(Path("/proc/self/fd").iterdir())) < held
 
 
 def test_an_owner_survives_answering_dead_users(start: Start) -> None:
@@ -300,7 +287,7 @@ def test_an_owner_survives_answering_dead_users(start: Start) -> None:
     owner = start(_expose)
     handle = owner.hear()
     for _ in range(3):
-        users = [start(_use_for_ever) for _ in range(3)]
+        users = [start(_use_for_ever, "read", "write") for _ in range(3)]
         for user in users:
             user.tell(handle)
             user.hear()

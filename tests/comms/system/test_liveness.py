@@ -157,9 +157,6 @@ def test_stopped_processes_are_found_among_the_other_processes_of_this_host(proc
 # -- a resource that runs out here: the error names it, and no peer is called dead
 
 
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it mounts a file system of its own")
-
-
 @pytest.mark.parametrize(
     ("number", "words"),
     [
@@ -291,7 +288,7 @@ except comms.ResourceExhausted as error:
 
 
 @pytest.mark.root
-@needs_root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it mounts a file system of its own")
 @pytest.mark.parametrize(("options", "words"), [("size=1m", "1.0 of 1.0 MiB are free"), ("size=64m,ro", "read-only")])
 def test_ucx_reports_missing_shared_memory(options: str, words: str, tmp_path: Path) -> None:
     mount = f'mount -t tmpfs -o {options} tmpfs /dev/shm && exec "$@"'

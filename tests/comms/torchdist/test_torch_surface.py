@@ -549,18 +549,14 @@ def all_checks(outer: Communicator, transport: str, folder: Path) -> dict[str, s
     return found
 
 
-def expected(name: str, transport: str) -> str:
-    """What the table says: "works", or words of the error."""
-    row = next(row for row in ROWS if row["name"] == name)
-    return str(row.get(transport, row.get("all", "works")))
-
-
 @pytest.mark.skipif(find_spec("torch.distributed._transport") is None, reason="the table is of torch 2.15")
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_each_name_does_what_the_table_says(transport: str, tmp_path: Path) -> None:
+    # "works", or words of the error
+    expected = {row["name"]: str(row.get(transport, row.get("all", "works"))) for row in ROWS}
     with group_cluster(2, "gloo" if transport == "nccl" else transport, timeout=200.0) as cluster:
         for found in cluster.run(all_checks, transport, tmp_path):
-            assert {name: text for name, text in found.items() if expected(name, transport) not in text} == {}
+            assert {name: text for name, text in found.items() if expected[name] not in text} == {}
 
 
 def test_the_table_has_a_row_for_each_check_and_no_other_transports() -> None:

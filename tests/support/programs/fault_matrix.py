@@ -50,10 +50,6 @@ REASON = "disk on fire"
 _NAMES_VICTIM = re.compile(rf"\branks? (\d+, )*{VICTIM}\b")
 
 
-def _single(comm: Communicator, **how: Any) -> Any:
-    return comm.all_gather_single(torch.empty(comm.size * 8), torch.ones(8), **how)
-
-
 def _message(comm: Communicator, **how: Any) -> Any:
     return comm.send(torch.ones(8), 0, **how) if comm.rank == VICTIM else comm.recv(torch.empty(8), VICTIM, **how)
 
@@ -67,7 +63,7 @@ def _batch(comm: Communicator, **how: Any) -> Any:
 OPS: dict[str, Callable[..., Any]] = {
     "all_reduce": lambda comm, **how: comm.all_reduce(torch.ones(8), **how),
     "broadcast": lambda comm, **how: comm.broadcast(torch.ones(8), VICTIM, **how),
-    "all_gather": _single,
+    "all_gather": lambda comm, **how: comm.all_gather_single(torch.empty(8 * RANKS), torch.ones(8), **how),
     "reduce_scatter": lambda comm, **how: comm.reduce_scatter_single(torch.ones(8), torch.ones(8 * comm.size), **how),
     "all_to_all": lambda comm, **how: comm.all_to_all_single(torch.empty(8 * RANKS), torch.ones(8 * RANKS), **how),
     "barrier": lambda comm, **how: comm.barrier(**how),
