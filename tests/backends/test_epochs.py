@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import mmap
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +23,12 @@ from holdfast.backends.ucx.endpoints import Connections, PeerLink
 from holdfast.backends.ucx.farewells import Notice, parse
 from holdfast.backends.ucx.libucp import UcxError
 from holdfast.backends.ucx.transport import UcxTransport
-from holdfast.comms import Communicator, HoldfastError, OpTimeout, PeerFailed, Revoked
+from holdfast.comms import Communicator, CorruptData, HoldfastError, OpTimeout, PeerFailed, Revoked
 from holdfast.comms.algorithms.shared_memory.board import layout_of
-from holdfast.comms.errors import CorruptData
 from holdfast.comms.transport.liveness import this_process
 from holdfast.harness import LocalCluster
 from support.comms.meeting import Epochs, in_epochs
+from support.comms.ranks import Test, as_test
 from support.waiting import eventually
 
 SHM, UCX, UCX_TCP = ("shm", ""), ("ucx", "posix,cma,self"), ("ucx", "tcp,self")
@@ -44,6 +45,21 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
         yield ranks
 
 
+def on_processes(count: int) -> Callable[[Test], Test]:
+    """A test of `body(epochs, ...)`, which the first `count` processes of the cluster call."""
+
+    def decorate(body: Test) -> Test:
+        names = list(inspect.signature(body).parameters)[1:]
+
+        def test(**fixtures: Any) -> None:
+            more = [fixtures[name] for name in names]
+            in_epochs(fixtures["cluster"], lambda epochs: body(epochs, *more), fixtures["tmp_path"], count)
+
+        return as_test(test, body, ["cluster", "tmp_path", *names])
+
+    return decorate
+
+
 def kept_by(comm: Communicator) -> object:
     """What the next communicator of a process may have from this one: its segment, or its worker."""
     if isinstance(comm.transport, ShmTransport):
@@ -57,10 +73,6 @@ def total(comm: Communicator, count: int = 50_000) -> float:
     comm.all_reduce(tensor)
     assert len(set(tensor.tolist())) == 1
     return float(tensor[0])
-
-
-def sum_of(size: int) -> float:
-    return size * (size + 1) / 2
 
 
 def restart(epochs: Epochs) -> None:
@@ -98,102 +110,89 @@ STORIES: dict[str, tuple[list[Epoch], bool | None]] = {
 
 
 @pytest.mark.parametrize("name", STORIES)
-def test_survivors_go_on_with_what_they_have_and_the_others_find_them(
-    name: str, cluster: LocalCluster, tmp_path: Path
-) -> None:
+@on_processes(4)
+def test_survivors_go_on_with_what_they_have_and_the_others_find_them(epochs: Epochs, name: str) -> None:
     """Those that know each other ask no store. Epoch 6 of shm has the slot of epoch 2, which was never built."""
     story, keeps = STORIES[name]
-
-    def body(epochs: Epochs) -> None:
-        before: object = None
-        for epoch in story:
-            if epochs.me not in epoch.processes:
-                continue
-            before = before if epochs.comm is None else kept_by(epochs.comm)
-            if epoch.absent is not None:
-                if epochs.me != epoch.absent:
-                    words = rf"rank\(s\) {epoch.absent}|connect" if isinstance(before, SharedSegment) else None
-                    with pytest.raises((OpTimeout, Revoked, PeerFailed), match=words):
-                        epochs.enter(epoch.number, epoch.processes, timeout=0.5)
-                epochs.meet("all have given up", len(epoch.processes))
-                continue
-            anew = epochs.me == epoch.restarted
-            if anew:
-                restart(epochs)
-            alone = name == "survivors are numbered anew" and epoch.number > 1
-            comm = epochs.enter(epoch.number, epoch.processes, anew=anew, alone=alone)
-            assert comm.connect_payloads == [(epoch.number, process, -1, 0) for process in epoch.processes]
-            assert [total(comm, count) for count in (3, 300_000)] == [sum_of(len(epoch.processes))] * 2
-            kept = kept_by(comm)
-            if isinstance(before, SharedSegment) and keeps is not None:
-                assert isinstance(kept, SharedSegment)
-                assert (kept.address.inode == before.address.inode if anew else kept is before) is keeps
-            elif before is not None and not isinstance(before, SharedSegment):
-                assert (kept is before) is not anew
-            epochs.leave_barrier(comm)
-            epochs.close_old()
-            assert total(comm) == sum_of(len(epoch.processes)), "although the communicator before it is closed"
-            epochs.leave_barrier(comm)
-
-    in_epochs(cluster, body, tmp_path)
+    before: object = None
+    for epoch in story:
+        if epochs.me not in epoch.processes:
+            continue
+        before = before if epochs.comm is None else kept_by(epochs.comm)
+        if epoch.absent is not None:
+            if epochs.me != epoch.absent:
+                words = rf"rank\(s\) {epoch.absent}|connect" if isinstance(before, SharedSegment) else None
+                with pytest.raises((OpTimeout, Revoked, PeerFailed), match=words):
+                    epochs.enter(epoch.number, epoch.processes, timeout=0.5)
+            epochs.meet("all have given up", len(epoch.processes))
+            continue
+        anew = epochs.me == epoch.restarted
+        if anew:
+            restart(epochs)
+        alone = name == "survivors are numbered anew" and epoch.number > 1
+        comm = epochs.enter(epoch.number, epoch.processes, anew=anew, alone=alone)
+        assert comm.connect_payloads == [(epoch.number, process, -1, 0) for process in epoch.processes]
+        sum_of_ranks = sum(range(1, comm.size + 1))
+        assert [total(comm, count) for count in (3, 300_000)] == [sum_of_ranks] * 2
+        kept = kept_by(comm)
+        if isinstance(before, SharedSegment) and keeps is not None:
+            assert isinstance(kept, SharedSegment)
+            assert (kept.address.inode == before.address.inode if anew else kept is before) is keeps
+        elif before is not None and not isinstance(before, SharedSegment):
+            assert (kept is before) is not anew
+        epochs.leave_barrier(comm)
+        epochs.close_old()
+        assert total(comm) == sum_of_ranks, "although the communicator before it is closed"
+        epochs.leave_barrier(comm)
 
 
 @pytest.mark.parametrize("count", [3, 2_000_000])
-def test_no_epoch_receives_messages_of_an_earlier_one(count: int, cluster: LocalCluster, tmp_path: Path) -> None:
-    def body(epochs: Epochs) -> float:
-        first = epochs.enter(1, [0, 1])
-        if epochs.me == 0:
-            work = first.send(torch.full((count,), 7.0), 1, async_op=True)
-            with pytest.raises(HoldfastError):
-                first.recv(torch.zeros(count), 1, tag=5, timeout=0.3)
-            with suppress(HoldfastError):
-                work.wait()
-        second = epochs.enter(2, [0, 1])
-        if epochs.me == 0:
-            second.send(torch.full((count,), 8.0), 1)
-            return 8.0
-        tensor = torch.zeros(count)
-        second.recv(tensor, 0)
-        return float(tensor[0])
-
-    assert in_epochs(cluster, body, tmp_path, 2) == [8.0, 8.0]
+@on_processes(2)
+def test_no_epoch_receives_messages_of_an_earlier_one(epochs: Epochs, count: int) -> None:
+    first = epochs.enter(1, [0, 1])
+    if epochs.me == 0:
+        work = first.send(torch.full((count,), 7.0), 1, async_op=True)
+        with pytest.raises(HoldfastError):
+            first.recv(torch.zeros(count), 1, tag=5, timeout=0.3)
+        with suppress(HoldfastError):
+            work.wait()
+    second, tensor = epochs.enter(2, [0, 1]), torch.full((count,), 8.0)
+    if epochs.me == 0:
+        second.send(tensor, 1)
+    else:
+        second.recv(tensor.zero_(), 0)
+        assert tensor[0] == 8
 
 
 @over_shm
-def test_a_hundred_epochs_leave_no_bytes_and_no_descriptor(cluster: LocalCluster, tmp_path: Path) -> None:
-    def body(epochs: Epochs) -> int:
-        epochs.enter(1, ALL)
-        counts = []
-        for epoch in range(2, 102):
-            some = [rank for rank in range(4) if (epoch + rank) % 5]
-            comm = epochs.enter(epoch, ALL if len(some) < 4 else some[::-1])
-            assert [said[0] for said in comm.connect_payloads or ()] == [epoch] * 4
-            assert total(comm, 10 if epoch % 3 else 70_000) == sum_of(4)
-            epochs.close_old()
-            if epoch % 20 == 0:
-                counts.append(len(list(Path("/proc/self/fd").iterdir())))
-        return max(counts) - min(counts)
-
-    for spread in in_epochs(cluster, body, tmp_path):
-        assert spread is not None and spread <= 3, "but for the pidfds of one communicator's peers"
-
-
-@over_shm
-def test_an_announcement_is_left_on_the_board_where_others_wait(cluster: LocalCluster, tmp_path: Path) -> None:
-    def body(epochs: Epochs) -> tuple[bytes | None, float]:
-        comm = epochs.enter(1, ALL)
-        if epochs.me == 2:
-            assert comm.announce(b"epoch 2")
-        else:
-            with pytest.raises(Revoked, match="rank 2 has announced what follows"):
-                comm.barrier()
-        word, after = comm.announced, epochs.enter(2, ALL)
+@on_processes(4)
+def test_a_hundred_epochs_leave_no_bytes_and_no_descriptor(epochs: Epochs) -> None:
+    epochs.enter(1, ALL)
+    counts = []
+    for epoch in range(2, 102):
+        some = [rank for rank in range(4) if (epoch + rank) % 5]
+        comm = epochs.enter(epoch, ALL if len(some) < 4 else some[::-1])
+        assert [said[0] for said in comm.connect_payloads or ()] == [epoch] * 4
+        assert total(comm, 10 if epoch % 3 else 70_000) == 10
         epochs.close_old()
-        found = total(after)
-        assert after.announced is None
-        return word, found
+        if epoch % 20 == 0:
+            counts.append(len(list(Path("/proc/self/fd").iterdir())))
+    assert max(counts) - min(counts) <= 3, "but for the pidfds of one communicator's peers"
 
-    assert in_epochs(cluster, body, tmp_path) == [(None if rank == 2 else b"epoch 2", 10.0) for rank in range(4)]
+
+@over_shm
+@on_processes(4)
+def test_an_announcement_is_left_on_the_board_where_others_wait(epochs: Epochs) -> None:
+    comm = epochs.enter(1, ALL)
+    if epochs.me == 2:
+        assert comm.announce(b"epoch 2")
+    else:
+        with pytest.raises(Revoked, match="rank 2 has announced what follows"):
+            comm.barrier()
+    word, after = comm.announced, epochs.enter(2, ALL)
+    epochs.close_old()
+    assert total(after) == 10
+    assert (word, after.announced) == (None if epochs.me == 2 else b"epoch 2", None)
 
 
 # -- a segment of shm
@@ -270,59 +269,48 @@ def test_a_later_epoch_does_not_wait_for_memory() -> None:
 
 
 @over_ucx
-def test_endpoints_made_by_a_failed_attempt_close_with_the_last_communicator(
-    cluster: LocalCluster, tmp_path: Path
-) -> None:
-    def body(epochs: Epochs) -> bool:
-        first = epochs.enter(1, [0, 1])
-        epochs.leave_barrier(first)
-        if epochs.me == 0:
-            assert isinstance(first.transport, UcxTransport)
-            given_up = first.transport.hand_over([])
-            assert given_up is not None
-            given_up.close()
-            with pytest.raises(OpTimeout):
-                epochs.enter(2, [0, 1], timeout=0.3)
-            first.abort("again")
-            first.close()
-            assert first.transport.hand_over([]) is None
-        return True
-
-    assert in_epochs(cluster, body, tmp_path, 2) == [True, True]
+@on_processes(2)
+def test_endpoints_made_by_a_failed_attempt_close_with_the_last_communicator(epochs: Epochs) -> None:
+    first = epochs.enter(1, [0, 1])
+    epochs.leave_barrier(first)
+    if epochs.me == 0:
+        assert isinstance(first.transport, UcxTransport)
+        restart(epochs)
+        with pytest.raises(OpTimeout):
+            epochs.enter(2, [0, 1], timeout=0.3)
+        first.abort("again")
+        first.close()
+        assert first.transport.hand_over([]) is None
 
 
 @over_ucx
-def test_a_malformed_notice_ends_the_epoch_and_a_later_farewell_is_heard(cluster: LocalCluster, tmp_path: Path) -> None:
-    def body(epochs: Epochs) -> str:
-        comm = epochs.enter(1, [0, 1])
-        if epochs.me == 0:
-            transport = comm.transport
-            assert isinstance(transport, UcxTransport)
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(farewells, "WorkerFarewell", lambda aborted, why: {"type": "what nobody says"})
-                transport.notices.send_farewell([transport.links[1].endpoint], True, "")
-            transport.notices._said = False
-            comm.abort("called off")
-            (tmp_path / "said").touch()
-            eventually((tmp_path / "heard").exists, 10.0)  # a closing process drops what it could not send yet
-            return ""
-        eventually((tmp_path / "said").exists, 10.0)  # no process sends a farewell to one that has left
-        with pytest.raises(CorruptData, match="neither hello nor farewell"):
-            comm.recv(torch.zeros(1), 0)
-        transport = comm.transport
-        assert isinstance(transport, UcxTransport)
+@on_processes(2)
+def test_a_malformed_notice_ends_the_epoch_and_a_later_farewell_is_heard(epochs: Epochs, tmp_path: Path) -> None:
+    comm = epochs.enter(1, [0, 1])
+    transport = comm.transport
+    assert isinstance(transport, UcxTransport)
+    if epochs.me == 0:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(farewells, "WorkerFarewell", lambda aborted, why: {"type": "what nobody says"})
+            transport.notices.send_farewell([transport.links[1].endpoint], True, "")
+        transport.notices._said = False
+        comm.abort("called off")
+        (tmp_path / "said").touch()
+        eventually((tmp_path / "heard").exists, 10.0)  # a closing process drops what it could not send yet
+        return
+    eventually((tmp_path / "said").exists, 10.0)  # no process sends a farewell to one that has left
+    with pytest.raises(CorruptData, match="neither hello nor farewell"):
+        comm.recv(torch.zeros(1), 0)
 
-        def heard() -> bool:
-            with transport._lock:
-                transport._worker.progress()
-                transport.notices.poll()
-            return 0 in transport.notices.left
+    def heard() -> bool:
+        with transport._lock:
+            transport._worker.progress()
+            transport.notices.poll()
+        return 0 in transport.notices.left
 
-        eventually(heard, 10.0)
-        (tmp_path / "heard").touch()
-        return transport.notices.left[0][0].why
-
-    assert "called off" in str(in_epochs(cluster, body, tmp_path, 2)[1])
+    eventually(heard, 10.0)
+    (tmp_path / "heard").touch()
+    assert "called off" in transport.notices.left[0][0].why
 
 
 @given(st.binary(max_size=64))
@@ -332,9 +320,8 @@ def test_a_malformed_notice_is_refused(text: bytes) -> None:
 
 
 @over_ucx
-def test_a_process_survives_a_peer_that_connects_and_dies_before_it_is_heard(
-    cluster: LocalCluster, tmp_path: Path
-) -> None:
+@on_processes(2)
+def test_a_process_survives_a_peer_that_connects_and_dies_before_it_is_heard(epochs: Epochs, tmp_path: Path) -> None:
     """UCX 1.22 ends a process when a peer without its shared memory asks it to connect."""
     gone = tmp_path / "gone"
 
@@ -353,15 +340,11 @@ def test_a_process_survives_a_peer_that_connects_and_dies_before_it_is_heard(
         eventually(gone.exists)
         return False
 
-    def body(epochs: Epochs) -> bool:
-        with pytest.MonkeyPatch.context() as patch:
-            if epochs.me == 0:
-                patch.setattr(handshake._Handshake, "_exchange_addresses", look_late)
-            else:
-                patch.setattr(handshake, "Connections", type("Leaving", (Connections,), {"link": leave}))
-            with pytest.raises((PeerFailed, OpTimeout)):
-                epochs.enter(1, [0, 1], timeout=1.0)
-        gone.touch()
-        return True
-
-    assert in_epochs(cluster, body, tmp_path, 2) == [True, True]
+    with pytest.MonkeyPatch.context() as patch:
+        if epochs.me == 0:
+            patch.setattr(handshake._Handshake, "_exchange_addresses", look_late)
+        else:
+            patch.setattr(handshake, "Connections", type("Leaving", (Connections,), {"link": leave}))
+        with pytest.raises((PeerFailed, OpTimeout)):
+            epochs.enter(1, [0, 1], timeout=1.0)
+    gone.touch()

@@ -23,18 +23,14 @@ def comm() -> Iterator[Communicator]:
         yield made
 
 
-def counts(comm: Communicator) -> FakeTransport:
-    assert isinstance(comm.transport, FakeTransport)
-    return comm.transport
-
-
 def test_it_counts_shapes_and_bytes(comm: Communicator) -> None:
     for _ in range(3):
         comm.all_reduce(torch.ones(4, 8))
     comm.all_reduce(torch.ones(2, dtype=torch.float16), async_op=True).wait()
     comm.send(torch.ones(5, dtype=torch.uint8), 7)
     comm.barrier()
-    counted = counts(comm)
+    counted = comm.transport
+    assert isinstance(counted, FakeTransport)
     assert counted.calls[FakeCall("all_reduce", torch.float32, ((4, 8),), 128)] == 3
     assert (counted.bytes_of("all_reduce"), counted.bytes_of("send"), counted.bytes_of("barrier")) == (388, 5, 0)
     assert (comm.rank, comm.size, comm.info.transport) == (3, 1000, "nothing")
@@ -42,12 +38,7 @@ def test_it_counts_shapes_and_bytes(comm: Communicator) -> None:
 
 @pytest.mark.parametrize(
     ("op", "result"),
-    [
-        (ReduceOp.SUM, 3000.0),
-        (ReduceOp.AVG, 3.0),
-        (ReduceOp.MAX, 3.0),
-        (ReduceOp.premul_sum(0.5), 1500.0),
-    ],
+    [(ReduceOp.SUM, 3000.0), (ReduceOp.AVG, 3.0), (ReduceOp.MAX, 3.0), (ReduceOp.premul_sum(0.5), 1500.0)],
 )
 def test_the_other_ranks_are_as_this_one(comm: Communicator, op: ReduceOp, result: float) -> None:
     tensor = torch.full((2,), 3.0)

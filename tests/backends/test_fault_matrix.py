@@ -9,37 +9,20 @@ import pytest
 import torch
 
 from holdfast.comms.plugins.registry import registry
-from support.programs.fault_matrix import (
-    BACKENDS,
-    FAULTS,
-    GPU,
-    OPS,
-    STAND_IN,
-    CellResult,
-    MatrixCell,
-    OpEnd,
-    cells,
-    measure,
-    table,
-)
-
-FIRST = {
-    "inproc": ("all_reduce", "send_recv"),
-    "shm": ("all_reduce",),
-    "gloo": ("all_reduce",),
-    STAND_IN: ("all_reduce",),
-}
-"""Of the first tier: the ops of a backend, without kills, each of which starts a process."""
+from support.programs import fault_matrix
+from support.programs.fault_matrix import FAULTS, GPU, STAND_IN, CellResult, MatrixCell, OpEnd, cells
 
 
-@pytest.mark.parametrize("backend", FIRST)
+@pytest.mark.parametrize("backend", ["inproc", "shm", "gloo", STAND_IN])
 def test_survivors_of_an_op_are_usable_told_and_bounded(backend: str) -> None:
-    check(backend, list(cells(backend, FIRST[backend], [fault for fault in FAULTS if fault != "kill"])))
+    """Without kills, each of which starts a process."""
+    ops = ["all_reduce", "send_recv"] if backend == "inproc" else ["all_reduce"]
+    check(backend, list(cells(backend, ops, [fault for fault in FAULTS if fault != "kill"])))
 
 
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", fault_matrix.BACKENDS)
 def test_survivors_of_every_op_are_usable_told_and_bounded(backend: str) -> None:
     check(backend, list(cells(backend)))
 
@@ -53,7 +36,7 @@ def test_gpu_survivors_of_an_op_over_nccl_are_usable_told_and_bounded() -> None:
 def check(backend: str, wanted: list[MatrixCell]) -> None:
     if backend != STAND_IN and (missing := registry().backend(backend).missing) is not None:
         pytest.skip(f"{missing.reason}; {missing.install_hint}")
-    results = list(measure(backend, wanted))
+    results = list(fault_matrix.measure(backend, wanted))
     assert [result.cell for result in results] == sorted(wanted, key=lambda cell: cell.fault == "kill")
     assert not [str(result) for result in results if result.missing]
 
@@ -78,8 +61,8 @@ def test_a_result_says_what_is_missing() -> None:
 
 def test_the_table_has_a_row_for_each_way_to_call_an_op() -> None:
     good, bad = (OpEnd("PeerFailed", f"rank {rank} failed", 0.1, "right") for rank in (1, 2))
-    rows = table({"shm": [result("kill", good)], "gloo": [result("kill", bad)]}).splitlines()
+    rows = fault_matrix.table({"shm": [result("kill", good)], "gloo": [result("kill", bad)]}).splitlines()
     assert rows[-1] == "| all_reduce | sync | 1 of 2; gloo: not told | - | - | - | - | - |"
     ways = {(cell.op, cell.mode) for cell in cells("shm")}
-    assert len(ways) == 2 * len(OPS) + 1, "sends and receives are coalesced, too"
+    assert len(ways) == 2 * len(fault_matrix.OPS) + 1, "sends and receives are coalesced, too"
     assert {cell.fault for cell in cells("inproc")} == set(FAULTS) - {"kill", "stop"}, "threads do not die alone"

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
+import os
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from holdfast import comms
 from holdfast.backends.common import tcp_channel
+from holdfast.backends.gloo.connecting import sockets
 from holdfast.comms import Communicator, HoldfastError, Revoked
 from holdfast.comms.transport.base import Context
-from holdfast.comms.transport.liveness import Liveness, PeerWatch
-from holdfast.harness import LocalCluster
+from holdfast.comms.transport.liveness import Liveness
+from support.comms.ranks import on_ranks, on_ranks_of, shared_ranks
 from support.waiting import PROGRAM_SECONDS
 
 FORGETFUL = """
@@ -35,10 +36,7 @@ for _ in range(20):
 """
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[LocalCluster]:
-    with LocalCluster(2, "gloo", timeout=60.0) as cluster:
-        yield cluster
+pair = shared_ranks(2, "gloo")
 
 
 def test_a_process_that_never_closed_ends_well_with_ops_pending(tmp_path: Path) -> None:
@@ -53,120 +51,117 @@ def test_a_process_that_never_closed_ends_well_with_ops_pending(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("op", ["collective", "message"])
-def test_an_op_that_gloo_forgets_ends_when_all_peers_are_gone(op: str, pair: LocalCluster, tmp_path: Path) -> None:
+@on_ranks_of("pair")
+def test_an_op_that_gloo_forgets_ends_when_all_peers_are_gone(comm: Communicator, op: str, tmp_path: Path) -> None:
     """Gloo may forget an op if its peers close their connections as it starts; here, one that never ends."""
+    from holdfast.backends.gloo.transport import GlooTransport
 
-    def body(comm: Communicator, meeting: Path) -> bool:
-        from holdfast.backends.gloo.transport import GlooTransport
+    def wait(_: object) -> None:
+        time.sleep(0.01)
+        raise RuntimeError("Wait timeout")
 
-        class Forgotten:
-            def wait(self, _: object) -> None:
-                time.sleep(0.01)
-                raise RuntimeError("Wait timeout")
-
-            def is_completed(self) -> bool:
-                return False
-
-        with connect_again(comm, meeting) as again, contextlib.ExitStack() as at_last:
-            transport = again.transport
-            assert isinstance(transport, GlooTransport)
-            if comm.rank == 1:
-                again.abort()
-                return True
-            began, never = time.monotonic(), threading.Event()
-            at_last.callback(never.set)
+    with connect_again(comm, tmp_path) as again:
+        transport = again.transport
+        assert isinstance(transport, GlooTransport)
+        if comm.rank == 1:
+            again.abort()
+            return
+        began, never = time.monotonic(), threading.Event()
+        try:
             with pytest.raises((HoldfastError, RuntimeError), match=r"by all peers|rank 1"):
                 if op == "collective":
-                    transport._wait(Forgotten(), began + 60.0)
+                    transport._wait(SimpleNamespace(wait=wait, is_completed=lambda: False), began + 60.0)
                 else:
                     transport._run("recv", lambda limit: never.wait(limit.total_seconds()), began + 60.0)
-            return time.monotonic() < began + 60.0
+            assert time.monotonic() < began + 60.0
+        finally:
+            never.set()
 
-    assert pair.run(body, tmp_path / "forgotten") == [True, True]
 
-
-def connect_again(comm: Communicator, meeting: Path) -> Communicator:
+def connect_again(comm: Communicator, folder: Path) -> Communicator:
     """Connect the ranks of `comm` once more."""
-    where = f"file://{meeting}"
+    where = f"file://{folder}/meeting"
     return comms.connect("gloo", rank=comm.rank, size=comm.size, rendezvous=where, name="again", timeout=60.0)
 
 
-def test_connecting_outlasts_a_rank_that_is_slower_than_one_attempt(pair: LocalCluster, tmp_path: Path) -> None:
+@on_ranks_of("pair")
+def test_connecting_outlasts_a_rank_that_is_slower_than_one_attempt(comm: Communicator, tmp_path: Path) -> None:
     """The caller's timeout counts, not the limit of an attempt: all ranks begin the next attempt together."""
+    from holdfast.backends.gloo import connecting
 
-    def body(comm: Communicator, meeting: Path) -> float:
-        from holdfast.backends.gloo import connecting
+    longest, meet = connecting.ATTEMPT_SECONDS, connecting.wait_for_ranks
 
-        longest, meet = connecting.ATTEMPT_SECONDS, connecting.wait_for_ranks
+    def slowly(context: Context, liveness: Liveness, prefix: str) -> None:
+        meet(context, liveness, prefix)
+        first = prefix == "gloo/0/"
+        connecting.ATTEMPT_SECONDS = 0.5 if first else longest
+        if first and comm.rank == 1:
+            time.sleep(1.0)
 
-        def slowly(context: Context, liveness: Liveness, prefix: str) -> None:
-            meet(context, liveness, prefix)
-            first = prefix == "gloo/0/"
-            connecting.ATTEMPT_SECONDS = 0.5 if first else longest
-            if first and comm.rank == 1:
-                time.sleep(1.0)
-
-        connecting.wait_for_ranks = slowly
-        try:
-            with connect_again(comm, meeting) as again:
-                again.all_reduce(total := torch.ones(1))
-                return total.item()
-        finally:
-            connecting.ATTEMPT_SECONDS, connecting.wait_for_ranks = longest, meet
-
-    assert pair.run(body, tmp_path / "slow") == [2.0, 2.0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(connecting, "ATTEMPT_SECONDS", longest)
+        patch.setattr(connecting, "wait_for_ranks", slowly)
+        with connect_again(comm, tmp_path) as again:
+            again.all_reduce(total := torch.ones(1))
+            assert total.item() == 2
 
 
-def test_a_listener_that_another_thread_opens_meanwhile_accepts(pair: LocalCluster, tmp_path: Path) -> None:
+@on_ranks_of("pair")
+def test_a_listener_that_another_thread_opens_meanwhile_accepts(comm: Communicator, tmp_path: Path) -> None:
     """A group takes the sockets at the addresses that gloo published, and no others."""
+    from holdfast.backends.gloo import connecting
 
-    def body(comm: Communicator, meeting: Path) -> int:
-        from holdfast.backends.gloo import connecting
+    opened = [socket.create_server(("127.0.0.1", 0))]
+    construct = connecting._Attempt._construct
 
-        opened: list[socket.socket] = []
-        construct = connecting._Attempt._construct
+    def beside(attempt: connecting._Attempt, *arguments: Any) -> Any:
+        opened.extend(socket.create_server(("127.0.0.1", 0)) for _ in range(5))
+        return construct(attempt, *arguments)
 
-        def beside(attempt: connecting._Attempt, *arguments: Any) -> Any:
-            opened.extend(socket.create_server(("127.0.0.1", 0)) for _ in range(5))
-            return construct(attempt, *arguments)
-
-        opened.append(socket.create_server(("127.0.0.1", 0)))
-        connecting._Attempt._construct = beside  # type: ignore[method-assign]
-        try:
-            with connect_again(comm, meeting):
-                for listener in opened:
-                    with socket.create_connection(listener.getsockname(), timeout=10.0):
-                        listener.settimeout(10.0)
-                        listener.accept()[0].close()
-            return len(opened)
-        finally:
-            connecting._Attempt._construct = construct  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(connecting._Attempt, "_construct", beside)
+        with connect_again(comm, tmp_path):
             for listener in opened:
-                listener.close()
+                with listener, socket.create_connection(listener.getsockname(), timeout=10.0):
+                    listener.settimeout(10.0)
+                    listener.accept()[0].close()
+    assert len(opened) == 6
 
-    assert pair.run(body, tmp_path / "beside") == [6, 6]
+
+@on_ranks_of("pair")
+def test_a_rank_that_aborts_leaves_its_reason_to_those_that_lose_its_connection(comm: Communicator) -> None:
+    comm.barrier()
+    if comm.rank == 1:
+        comm.abort("disk on fire")
+        return
+    with pytest.raises(Revoked, match="rank 1 aborted: disk on fire"):
+        comm.all_reduce(torch.ones(2), timeout=20.0)
 
 
-def test_a_rank_that_aborts_leaves_its_reason_to_those_that_lose_its_connection(pair: LocalCluster) -> None:
-    def body(comm: Communicator) -> str:
-        comm.barrier()
-        if comm.rank == 1:
-            comm.abort("disk on fire")
-            return ""
-        with pytest.raises(Revoked, match="rank 1 aborted: disk on fire"):
-            comm.all_reduce(torch.ones(2), timeout=20.0)
-        return "told"
-
-    assert pair.run(body)[0] == "told"
+@on_ranks(2, "gloo", timeout=30.0)
+def test_a_connected_group_accepts_no_connection(comm: Communicator) -> None:
+    """A flood of its ports takes no descriptors."""
+    doors = []
+    for number, _ in sockets():
+        with socket.socket(fileno=os.dup(number)) as each:
+            internet = each.family in (socket.AF_INET, socket.AF_INET6)
+            if internet and each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                doors.append(each.getsockname()[:2])
+    assert doors
+    for door in doors:
+        with socket.socket() as stranger:
+            stranger.settimeout(0.3)
+            assert stranger.connect_ex(door) != 0
+    began = time.process_time()
+    time.sleep(0.2)
+    assert time.process_time() - began < 0.1, "idle"
+    comm.barrier()
 
 
 def test_a_rank_whose_address_cannot_be_reached_for_a_window_is_named() -> None:
-    class Living:
-        def look(self) -> None: ...
-        def check(self, rank: int) -> None: ...
-
+    living: Any = SimpleNamespace(look=lambda: None, check=lambda rank: None)
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    card, watch = tcp_channel._CARD.pack(b"127.0.0.1", bytes(16), port), cast(PeerWatch, Living())
+    card = tcp_channel._CARD.pack(b"127.0.0.1", bytes(16), port)
     with pytest.raises(HoldfastError, match=rf"rank 1 cannot be reached at 127.0.0.1:{port} for a window"):
-        tcp_channel._dial(1, card, 2, watch, time.monotonic() + 5.0)
+        tcp_channel._dial(1, card, 2, living, time.monotonic() + 5.0)

@@ -11,6 +11,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -30,7 +31,7 @@ from holdfast.backends.hier.transport import HierarchicalTransport, StreamedHier
 from holdfast.comms import Communicator, HoldfastError, PeerFailed, ReduceOp, Revoked, Unsupported
 from holdfast.comms.algorithms.message_passing import cost
 from holdfast.comms.plugins.registry import registry
-from holdfast.comms.plugins.spec import BackendInfo, Unavailable, hookimpl
+from holdfast.comms.plugins.spec import Unavailable, hookimpl
 from holdfast.comms.transport.base import Context, Link, Peer
 from holdfast.comms.transport.liveness import HOST, this_host
 from holdfast.ft.processes.channel import ProcessChannel
@@ -44,14 +45,6 @@ from support.comms import nccl_stand_in as stand_in
 OVER_NCCL = f"hier-{stand_in.NAME}"
 
 
-class LayersOverStandIn:
-    """A plugin: `hier-nccl` with the stand-in in NCCL's place, on both layers."""
-
-    @hookimpl
-    def holdfast_backends(self) -> list[BackendInfo]:
-        return [layered(stand_in.NAME, stand_in.NAME, "cpu")]
-
-
 def device_of(backend: str) -> str:
     return "cuda" if backend == "hier-nccl" else "cpu"
 
@@ -63,16 +56,10 @@ def on_hosts(comm: Communicator, hosts: Sequence[int], backend: str, meeting: st
     this_host.cache_clear()
     if backend == OVER_NCCL and backend not in registry().backends:
         comms.register(stand_in)
-        comms.register(LayersOverStandIn())
-    return comms.connect(
-        backend,
-        rank=comm.rank,
-        size=comm.size,
-        rendezvous=f"file://{meeting}",
-        name="hosts",
-        device=device_of(backend),
-        **options,
-    )
+        both_layers = layered(stand_in.NAME, stand_in.NAME, "cpu")
+        comms.register(SimpleNamespace(holdfast_backends=hookimpl(lambda: [both_layers])))
+    options |= {"rank": comm.rank, "size": comm.size, "rendezvous": f"file://{meeting}", "device": device_of(backend)}
+    return comms.connect(backend, name="hosts", **options)
 
 
 def always_in_layers(replace: Callable[[Any, str, Any], None] = setattr) -> None:
@@ -140,13 +127,8 @@ def sums_and_moves(comm: Communicator, hosts: list[int], backend: str, meeting: 
     return bits
 
 
-ON_GPU = pytest.param(
-    "hier-nccl",
-    marks=[
-        pytest.mark.gpu,
-        pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-    ],
-)
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+ON_GPU = pytest.param("hier-nccl", marks=[pytest.mark.gpu, NO_GPU])
 THOROUGH = [pytest.param(name, marks=pytest.mark.thorough) for name in ("hier-ucx", OVER_NCCL)]
 
 
@@ -170,10 +152,8 @@ def parts(comm: Communicator, hosts: list[int], meeting: str) -> tuple[str, bool
 
 def test_one_host_is_shared_memory_and_single_ranks_are_the_outer_transport(tmp_path: Path) -> None:
     with LocalCluster(4, "gloo") as cluster:
-        found = {
-            name: cluster.run(parts, hosts, str(tmp_path / name.replace(" ", "-")))[0]
-            for name, hosts in LAYOUTS.items()
-        }
+        places = {name: str(tmp_path / name.replace(" ", "-")) for name in LAYOUTS}
+        found = {name: cluster.run(parts, hosts, places[name])[0] for name, hosts in LAYOUTS.items()}
     assert found["one host"] == ("ShmTransport", False)
     assert found["a host a rank"] == ("GlooTransport", False)
     assert all(found[name][0] == "HierarchicalTransport" for name in list(LAYOUTS)[:3])
@@ -208,18 +188,9 @@ def die_and_rebuild(comm: Communicator, hosts: list[int], backend: str, files: P
     survivors = [0, 2, 3]
     store = dist.FileStore(str(files / "store"), -1)
     store.set_timeout(timedelta(seconds=20))
-    again = comms.connect_members(
-        backend,
-        comms.KnownMembers(
-            rank=survivors.index(comm.rank),
-            peers=[peers[rank] for rank in survivors],
-            store=store,
-            epoch=1,
-            previous=whole,
-        ),
-        device=device_of(backend),
-        timeout=20.0,
-    )
+    rank, others = survivors.index(comm.rank), [peers[rank] for rank in survivors]
+    members = comms.KnownMembers(rank=rank, peers=others, store=store, epoch=1, previous=whole)
+    again = comms.connect_members(backend, members, device=device_of(backend), timeout=20.0)
     whole.close()
     tensor = torch.full((300_000,), comm.rank + 1.0)
     again.all_reduce(tensor)
@@ -307,15 +278,13 @@ MEGABIT = 1e6 / 8
 MIB = 1 << 20
 
 
-def layout_of(hosts: int, ranks: int, in_turns: bool) -> HostLayout:
-    """`ranks` ranks on each of `hosts` hosts."""
-    if in_turns:
-        return HostLayout(tuple(tuple(range(host, hosts * ranks, hosts)) for host in range(hosts)))
-    return HostLayout(tuple(tuple(range(host * ranks, (host + 1) * ranks)) for host in range(hosts)))
-
-
 def choice_of(hosts: int, ranks: int, in_turns: bool, rate: float | None = None, outer: str = "gloo") -> Choice:
-    return Choice(outer, layout_of(hosts, ranks, in_turns), TCP, WITHIN, rate)
+    """That of `ranks` ranks on each of `hosts` hosts."""
+    if in_turns:
+        layout = HostLayout(tuple(tuple(range(host, hosts * ranks, hosts)) for host in range(hosts)))
+    else:
+        layout = HostLayout(tuple(tuple(range(host * ranks, (host + 1) * ranks)) for host in range(hosts)))
+    return Choice(outer, layout, TCP, WITHIN, rate)
 
 
 def least(op: str, hosts: int, nbytes: float) -> float:
@@ -431,30 +400,21 @@ def test_the_links_of_hosts_carry_what_the_plans_say(outer: str) -> None:
                 counts = {}
                 for name in names:
                     hints = {"megabits": 200} if name.startswith("hier-") else None
-                    meeting = f"file://{folder}/{name}"
-                    with comms.connect(
-                        name, rank=rank, size=size, rendezvous=meeting, hints=hints, timeout=60.0
-                    ) as comm:
+                    meet: dict[str, Any] = {"rank": rank, "size": size, "rendezvous": f"file://{folder}/{name}"}
+                    with comms.connect(name, hints=hints, timeout=60.0, **meet) as comm:
                         counts.update({(name, op): op_bytes(comm, op, nbytes) for op in OPS})
                 channel.send(counts)
 
             return body
 
         environ = {"HOLDFAST_CHECK": "0", "GLOO_SOCKET_IFNAME": "eth0", "UCX_TLS": "tcp,self"}
-        processes = [
-            zygote().spawn(
-                body_of(rank, network.entry(rank // ranks)),
-                name=f"rank {rank}",
-                output=Path(folder) / f"log-{rank}",
-                environ=environ,
-            )
-            for rank in range(size)
-        ]
-        try:
+        with ExitStack() as stack:
+            processes = []
+            for rank in range(size):
+                body, log = body_of(rank, network.entry(rank // ranks)), Path(folder, f"log-{rank}")
+                process = zygote().spawn(body, name=f"rank {rank}", output=log, environ=environ)
+                processes.append(stack.enter_context(closing(process)))
             counted = [process.channel.recv(60.0) for process in processes]
-        finally:
-            for process in processes:
-                process.close()
     choice = choice_of(hosts, ranks, in_turns=False, rate=rate, outer=outer)
     for op in OPS:
         flat, layers = (max(counts[name, op] for counts in counted) for name in names)

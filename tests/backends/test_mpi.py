@@ -9,8 +9,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,86 +18,49 @@ import torch
 from msgspec.structs import replace
 
 from holdfast import comms
-from holdfast.comms import (
-    BackendUnavailable,
-    Communicator,
-    OpTimeout,
-    PeerFailed,
-    ReduceOp,
-    Revoked,
-    Unsupported,
-)
+from holdfast.comms import Communicator, OpTimeout, PeerFailed, ReduceOp, Revoked, Unsupported
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.plugins.spec import OpEvent, hookimpl
 from holdfast.ft.launch.launcher import launch, mpirun_path
 from holdfast.harness import LocalCluster
-from holdfast.harness.cluster.cluster_ranks import RankResult
+from support.comms.ranks import on_ranks, on_ranks_of, shared_ranks
 from support.programs.forked_programs import run_program
 from support.waiting import PATIENCE
 
 pytestmark = pytest.mark.skipif(mpirun_path() is None, reason="no mpirun: pip install 'holdfast[mpi]'")
 
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[LocalCluster]:
-    """For tests that kill no rank and measure no memory."""
-    with LocalCluster(2, "mpi", timeout=60.0) as cluster:
-        cluster.warm_up()
-        yield cluster
+# For tests that kill no rank and measure no memory.
+two = shared_ranks(2, "mpi")
+three = shared_ranks(3, "mpi")
 
 
-def test_ctrl_c_loses_no_request_that_has_begun(two: LocalCluster) -> None:
+@on_ranks_of("two")
+def test_ctrl_c_loses_no_request_that_has_begun(comm: Communicator) -> None:
     """MPI would go on to write to memory that is free."""
+    import _thread
 
-    def body(comm: Communicator) -> int:
-        import _thread
+    from holdfast.backends.mpi.under_way import UnderWay
 
-        from holdfast.backends.mpi.under_way import UnderWay
-
-        under_way = UnderWay()
-        with pytest.raises(KeyboardInterrupt):
-            under_way.begin(_thread.interrupt_main, (), b"memory")  # the handler runs at the next bytecode
-        return len(under_way.requests)
-
-    assert two.run(body) == [1, 1]
+    under_way = UnderWay()
+    with pytest.raises(KeyboardInterrupt):
+        under_way.begin(_thread.interrupt_main, (), b"memory")  # the handler runs at the next bytecode
+    assert len(under_way.requests) == 1
 
 
-def test_a_request_that_has_an_owner_is_not_tested_by_another(two: LocalCluster) -> None:
-    def body(comm: Communicator) -> tuple[int, int]:
-        from mpi4py import MPI
+@on_ranks_of("two")
+def test_a_request_that_has_an_owner_is_not_tested_by_another(comm: Communicator) -> None:
+    from mpi4py import MPI
 
-        from holdfast.backends.mpi.under_way import UnderWay
+    from holdfast.backends.mpi.under_way import UnderWay
 
-        class Failing:
-            def Test(self) -> bool:  # noqa: N802  (MPI's name)
-                raise AssertionError("its owner would take the failed receive for a complete one")
-
-        under_way: Any = UnderWay()
-        under_way.keep(Failing(), b"memory")
-        under_way.forget_completed()
-        kept = len(under_way.requests)
-        under_way.requests[:] = [(MPI.Request(), b"memory")]  # as its owner's test leaves it
-        under_way.forget_completed()
-        return kept, len(under_way.requests)
-
-    assert two.run(body) == [(1, 0), (1, 0)]
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[LocalCluster]:
-    """The same, with three ranks."""
-    with LocalCluster(3, "mpi", timeout=2 * PATIENCE) as cluster:
-        cluster.warm_up()
-        yield cluster
-
-
-def survivors(outcomes: list[RankResult], dead: int) -> list[object]:
-    """The results of the ranks other than `dead`; raises the first of their errors."""
-    rest = [outcome for outcome in outcomes if outcome.rank != dead]
-    for outcome in rest:
-        if outcome.error is not None:
-            raise outcome.error
-    return [outcome.value for outcome in rest]
+    failing = SimpleNamespace(Test=lambda: pytest.fail("its owner would take the failed receive for a complete one"))
+    under_way: Any = UnderWay()
+    under_way.keep(failing, b"memory")
+    under_way.forget_completed()
+    assert len(under_way.requests) == 1
+    under_way.requests[:] = [(MPI.Request(), b"memory")]  # as its owner's test leaves it
+    under_way.forget_completed()
+    assert under_way.requests == []
 
 
 def next_communicator(comm: Communicator, members: list[int], meeting: Path, name: str) -> Communicator:
@@ -107,7 +70,7 @@ def next_communicator(comm: Communicator, members: list[int], meeting: Path, nam
 
 
 def test_connecting_outside_of_mpirun_says_how_to_start() -> None:
-    with pytest.raises(BackendUnavailable) as caught:
+    with pytest.raises(comms.BackendUnavailable) as caught:
         comms.connect("mpi", rank=0, size=1, rendezvous="file:///nowhere")
     assert "mpirun --with-ft ulfm -n N python script.py" in str(caught.value)
     assert "holdfast run --backend mpi" in str(caught.value) and "LocalCluster(N, 'mpi')" in str(caught.value)
@@ -135,122 +98,98 @@ def test_a_script_runs_under_plain_mpirun(tmp_path: Path) -> None:
 
 
 def test_survivors_of_a_kill_build_the_next_communicator_again_and_again(tmp_path: Path) -> None:
-    def body(comm: Communicator, rounds: int) -> tuple[float, list[float], int]:
+    def body(comm: Communicator) -> None:
         comm.barrier()
         if comm.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         killed = time.monotonic()
         with pytest.raises((PeerFailed, Revoked), match="rank 1"):
             comm.all_reduce(torch.ones(100))
-        members, sums = [2, 0], []
-        for turn in range(rounds):
+        members = [2, 0]
+        for turn in range(25):
             with next_communicator(comm, members, tmp_path / "next", f"turn {turn}") as after:
                 x = torch.full((3,), float(comm.rank + turn))
                 after.all_reduce(x)
-                sums.append(x[0].item())
-                assert after.rank == members.index(comm.rank)
-                if turn == 0:
-                    first = time.monotonic() - killed
-        descriptors = len(list(Path("/proc/self/fd").iterdir()))
+                assert (after.rank, x[0].item()) == (members.index(comm.rank), 2 + 2 * turn)
+                assert turn or time.monotonic() - killed < PATIENCE
+        assert len(list(Path("/proc/self/fd").iterdir())) < 60
         assert threading.active_count() <= 3
-        return first, sums, descriptors
 
     with LocalCluster(3, "mpi", timeout=60.0) as cluster:
-        for first, sums, descriptors in survivors(cluster.outcomes(body, 25), dead=1):  # type: ignore[misc]
-            assert first < PATIENCE
-            assert sums == [2.0 + 2 * turn for turn in range(25)]
-            assert descriptors < 60
+        assert [outcome.error for outcome in cluster.outcomes(body) if outcome.rank != 1] == [None, None]
         assert cluster.run(lambda comm: comm.size) == [3, 3, 3], "the next run has all ranks again"
 
 
-def test_a_large_send_to_a_stopped_rank_ends_in_time() -> None:
+@on_ranks(3, "mpi", killed=(1,), timeout=2 * PATIENCE)
+def test_a_large_send_to_a_stopped_rank_ends_in_time(comm: Communicator, tmp_path: Path) -> None:
     """MPI cannot cancel such a send; the op ends all the same, and later ops do not wait for it."""
-
-    def body(comm: Communicator, meeting: str) -> float:
-        pids = comm.all_gather_object(os.getpid())
-        if comm.rank == 1:
-            os.kill(os.getpid(), signal.SIGSTOP)
-            return 0.0
-        began = time.monotonic()
-        with pytest.raises((OpTimeout, Revoked), match="rank 1"):
-            comm.broadcast(torch.ones(1 << 20), comm.rank if comm.rank == 0 else 0, timeout=0.5)
-            comm.barrier(timeout=0.5)
-        waited = time.monotonic() - began
-        with next_communicator(comm, [0, 2], Path(meeting), "next") as after:
-            x = torch.ones(1 << 19)
-            after.all_reduce(x)
-            assert x.unique().tolist() == [2.0]
-        if comm.rank == 0:
-            os.kill(pids[1], signal.SIGKILL)
-        return waited
-
-    with LocalCluster(3, "mpi", timeout=2 * PATIENCE) as cluster:
-        outcomes = cluster.outcomes(body, str(cluster.logs / "next"))
-    assert all(waited < PATIENCE for waited in survivors(outcomes, dead=1))  # type: ignore[operator]
+    pids = comm.all_gather_object(os.getpid())
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return
+    began = time.monotonic()
+    with pytest.raises((OpTimeout, Revoked), match="rank 1"):
+        comm.broadcast(torch.ones(1 << 20), 0, timeout=0.5)
+        comm.barrier(timeout=0.5)
+    assert time.monotonic() - began < PATIENCE
+    with next_communicator(comm, [0, 2], tmp_path / "next", "next") as after:
+        x = torch.ones(1 << 19)
+        after.all_reduce(x)
+        assert x.unique().tolist() == [2.0]
+    if comm.rank == 0:
+        os.kill(pids[1], signal.SIGKILL)
 
 
-def test_later_ops_name_the_reason_of_another_ranks_abort(two: LocalCluster) -> None:
+@on_ranks_of("two")
+def test_later_ops_name_the_reason_of_another_ranks_abort(comm: Communicator) -> None:
     """MPI's own error may come after the message that explains it was read."""
-
-    def body(comm: Communicator) -> list[str]:
-        comm.barrier()
-        if comm.rank == 0:
-            comm.abort("called off")
-        said = []
-        for _ in range(3):
-            with pytest.raises(Revoked) as caught:
-                comm.transport.barrier(time.monotonic() + 5.0)
-            said.append(caught.value.reason)
-        return said
-
-    _, said = two.run(body)
-    assert all("called off" in reason for reason in said), said
-
-
-def test_a_signal_handler_may_abort_in_the_middle_of_an_abort(two: LocalCluster) -> None:
-    def body(comm: Communicator) -> str:
-        comm.barrier()
-        with comm.transport._ending:  # type: ignore[attr-defined]  # held by the abort that the handler interrupts
-            comm.transport.abort(Revoked(comm.epoch, "from a handler"))
+    comm.barrier()
+    if comm.rank == 0:
+        comm.abort("called off")
+    for _ in range(3):
         with pytest.raises(Revoked) as caught:
-            comm.barrier()
-        return caught.value.reason
-
-    assert all("from a handler" in reason for reason in two.run(body))
+            comm.transport.barrier(time.monotonic() + 5.0)
+        assert comm.rank == 0 or "called off" in caught.value.reason
 
 
-def test_an_abort_at_once_does_not_harm_ranks_that_still_connect(three: LocalCluster, tmp_path: Path) -> None:
+@on_ranks_of("two")
+def test_a_signal_handler_may_abort_in_the_middle_of_an_abort(comm: Communicator) -> None:
+    comm.barrier()
+    with comm.transport._ending:  # type: ignore[attr-defined]  # held by the abort that the handler interrupts
+        comm.transport.abort(Revoked(comm.epoch, "from a handler"))
+    with pytest.raises(Revoked) as caught:
+        comm.barrier()
+    assert "from a handler" in caught.value.reason
+
+
+@on_ranks_of("three")
+def test_an_abort_at_once_does_not_harm_ranks_that_still_connect(comm: Communicator, tmp_path: Path) -> None:
     """Open MPI crashes when a communicator is revoked that a process has not finished building."""
-
-    def body(comm: Communicator) -> None:
-        for turn in range(60):
-            part = next_communicator(comm, [0, 1, 2], tmp_path / "meet", f"turn {turn}")
-            if comm.rank == turn % 3:
-                part.abort("at once")
-            else:
-                with pytest.raises(Revoked, match="at once"):
-                    part.barrier()
-            part.close()
-
-    three.run(body)
-
-
-class _Watcher:
-    """An observer: ops of an observed rank take the slow path."""
-
-    @hookimpl
-    def before_op(self, event: OpEvent) -> None:
-        assert event.op == "all_reduce"
+    for turn in range(60):
+        part = next_communicator(comm, [0, 1, 2], tmp_path / "meet", f"turn {turn}")
+        if comm.rank == turn % 3:
+            part.abort("at once")
+        else:
+            with pytest.raises(Revoked, match="at once"):
+                part.barrier()
+        part.close()
 
 
 def test_small_sums_are_right_for_more_kinds_than_are_prepared() -> None:
     """Sums are prepared on first use; too many kinds, or an observer, change no result."""
 
+    class Watcher:
+        """An observer: ops of an observed rank take the slow path."""
+
+        @hookimpl
+        def before_op(self, event: OpEvent) -> None:
+            assert event.op == "all_reduce"
+
     def body(comm: Communicator, watched: bool) -> tuple[int, int]:
         from holdfast.backends.mpi.transport import MOST_PREPARED
 
         if watched and comm.rank == 1:
-            registry().register(_Watcher())
+            registry().register(Watcher())
         for turn in range(3):
             for count in range(1, 31):
                 for dtype in (torch.int32, torch.float64, torch.complex64):
@@ -270,62 +209,51 @@ def test_small_sums_are_right_for_more_kinds_than_are_prepared() -> None:
                 assert prepared == most
 
 
-def test_prepared_sums_end_with_their_communicator(tmp_path: Path) -> None:
+@on_ranks(2, "mpi", checks="0", timeout=90.0)
+def test_prepared_sums_end_with_their_communicator(comm: Communicator) -> None:
     """A hundred times: closed in order, aborted in the middle of an op, or never finished. Nothing is left."""
+    from holdfast.backends.mpi.transport import MpiTransport
 
-    def body(comm: Communicator) -> int:
-        from holdfast.backends.mpi.transport import MpiTransport
+    def rounds(number: int) -> int:
+        for turn in range(number):
+            part = comm.split([1, 0])
+            for count in (1, 100, 1000):
+                x = torch.ones(count)
+                part.all_reduce(x)
+                assert x.tolist() == [2.0] * count
+            if turn % 2 and part.rank == 0:
+                with pytest.raises((OpTimeout, Revoked)):
+                    part.all_reduce(torch.ones(100), timeout=0.01)
+                part.abort("enough")
+            comm.barrier()
+            part.close()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
-        def rounds(number: int) -> int:
-            for turn in range(number):
-                part = comm.split([1, 0])
-                for count in (1, 100, 1000):
-                    x = torch.ones(count)
-                    part.all_reduce(x)
-                    assert x.tolist() == [2.0] * count
-                if turn % 2 and part.rank == 0:
-                    with pytest.raises((OpTimeout, Revoked)):
-                        part.all_reduce(torch.ones(100), timeout=0.01)
-                    part.abort("enough")
-                comm.barrier()
-                part.close()
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-        grown = -rounds(20) + rounds(100)
-        gc.collect()
-        assert not [left for left in gc.get_objects() if isinstance(left, MpiTransport) and left is not comm.transport]
-        return grown
-
-    with LocalCluster(2, "mpi", environ={"HOLDFAST_CHECK": "0"}, timeout=90.0) as cluster:
-        assert max(cluster.run(body)) < 8192, "KiB"
+    grown = -rounds(20) + rounds(100)
+    gc.collect()
+    assert not [left for left in gc.get_objects() if isinstance(left, MpiTransport) and left is not comm.transport]
+    assert grown < 8192, "KiB"
 
 
-def reach_by_messages(comm: Communicator) -> None:
-    """Let windows be made as between hosts."""
+@on_ranks_of("two")
+def test_windows_between_hosts_are_reached_by_messages(comm: Communicator) -> None:
     peers = tuple(replace(peer, host=f"host {rank}") for rank, peer in enumerate(comm.peers))
     comm.transport._peers = peers  # type: ignore[attr-defined]
-
-
-def test_windows_between_hosts_are_reached_by_messages(two: LocalCluster) -> None:
-    def body(comm: Communicator) -> None:
-        reach_by_messages(comm)
-        mine, peer = torch.zeros(3_000_000, dtype=torch.int64), 1 - comm.rank
-        with comm.window(mine) as window:
-            assert window.info.access == "messages"
-            with pytest.raises(Unsupported, match="map"):
-                window.map(peer)
-            arrived = window.wait_signal(peer, async_op=True)
-            window.put(torch.full((3_000_000,), comm.rank + 5), peer, async_op=True)
-            window.signal(peer, async_op=True)
-            arrived.wait(30.0)
-            got = torch.empty(3_000_000, dtype=torch.int64)
-            window.get(got, peer)
-            assert got.eq(comm.rank + 5).all() and mine.eq(peer + 5).all()
-            comm.barrier()
-            assert window.fetch_add(peer, 0, 1) == comm.rank + 5
-            comm.barrier()
-
-    two.run(body)
+    mine, peer = torch.zeros(3_000_000, dtype=torch.int64), 1 - comm.rank
+    with comm.window(mine) as window:
+        assert window.info.access == "messages"
+        with pytest.raises(Unsupported, match="map"):
+            window.map(peer)
+        arrived = window.wait_signal(peer, async_op=True)
+        window.put(torch.full((3_000_000,), comm.rank + 5), peer, async_op=True)
+        window.signal(peer, async_op=True)
+        arrived.wait(30.0)
+        got = torch.empty(3_000_000, dtype=torch.int64)
+        window.get(got, peer)
+        assert got.eq(comm.rank + 5).all() and mine.eq(peer + 5).all()
+        comm.barrier()
+        assert window.fetch_add(peer, 0, 1) == comm.rank + 5
+        comm.barrier()
 
 
 def test_a_job_leaves_no_process_and_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

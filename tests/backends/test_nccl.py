@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -27,27 +27,17 @@ from hypothesis import strategies as st
 from holdfast import comms
 from holdfast.backends.nccl import transport as nccl
 from holdfast.backends.nccl.device_reduction import DeviceReduction, combine, device_reduction_of
-from holdfast.comms import (
-    BackendUnavailable,
-    Communicator,
-    HoldfastError,
-    OpTimeout,
-    PeerFailed,
-    ReduceOp,
-    StillRunning,
-    Unsupported,
-    arithmetic,
-)
+from holdfast.comms import Communicator, HoldfastError, PeerFailed, ReduceOp, Unsupported, arithmetic
 from holdfast.comms.arithmetic import EIGHT_BIT_FLOATS
 from holdfast.comms.collectives import plan_usual
 from holdfast.comms.ops import OpPlan
 from holdfast.comms.plugins.spec import Unavailable
-from holdfast.comms.system.files import url_of
 from holdfast.comms.transport.base import Context
 from holdfast.harness import LocalCluster
-from support.comms import nccl_stand_in as stand_in_plugin
-from support.comms.meeting import run_in_threads
+from support.comms import nccl_stand_in as stand_in
+from support.comms.meeting import alone, registered, run_in_threads
 from support.comms.nccl_stand_in import HostWork, OnTheHost
+from support.comms.ranks import on_ranks, on_ranks_of, running
 from support.programs.forked_programs import run_python
 from support.waiting import PATIENCE, eventually
 
@@ -63,7 +53,7 @@ def test_without_a_gpu_nccl_and_rccl_say_what_is_missing_and_what_to_install() -
     for library, maker in (("nccl", "NVIDIA"), ("rccl", "AMD")):
         status = nccl.probe(library)
         assert isinstance(status, Unavailable) and maker in status.install_hint
-    with pytest.raises(BackendUnavailable, match="NVIDIA GPU"):
+    with pytest.raises(comms.BackendUnavailable, match="NVIDIA GPU"):
         comms.connect("nccl", rank=0, size=1, rendezvous=dist.HashStore(), device="cuda")
     assert {"nccl", "rccl"} <= comms.backends().keys()
 
@@ -113,17 +103,8 @@ def reduced_by_library(given: list[Tensor], op: ReduceOp) -> Tensor:
     assert given[0].dtype in (
         torch.int8, torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
     )  # fmt: skip
-    total = given[0].clone()
-    for other in given[1:]:
-        match op.name:
-            case "min":
-                total = torch.fmin(total, other)
-            case "max":
-                total = torch.fmax(total, other)
-            case "product":
-                total = total * other
-            case _:
-                total = total + other
+    combined = {"min": torch.fmin, "max": torch.fmax, "product": torch.mul}.get(op.name, torch.add)
+    total = reduce(combined, given[1:], given[0].clone())
     factor = {"avg": 1 / len(given), "premul_sum": op.factor}.get(op.name)
     return total if factor is None else (total * factor).to(total.dtype)
 
@@ -181,7 +162,7 @@ def test_averages_of_unsigned_numbers_are_right() -> None:
         device_reduction_of(torch.uint64, ReduceOp.AVG)
 
 
-def on_ranks(size: int, body: Callable[[OnTheHost], None]) -> None:
+def on_the_host(size: int, body: Callable[[OnTheHost], None]) -> None:
     store = dist.HashStore()
     run_in_threads(size, lambda rank: body(OnTheHost(rank, size, store)), 60.0)
 
@@ -218,7 +199,7 @@ def test_each_op_and_its_prepared_form_call_the_counterpart_of_torchs_group(size
         transport.reduce_scatter(uneven, [torch.full((r + 1,), 2.0) for r in range(size)], ReduceOp.SUM, soon())
         assert torch.equal(uneven, torch.full((rank + 1,), 2.0 * size))
 
-    on_ranks(size, body)
+    on_the_host(size, body)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -252,7 +233,7 @@ def test_each_movement_and_its_prepared_form_call_the_counterpart_of_torchs_grou
         gather(rows, torch.full((2,), float(rank)), soon())
         assert rows.tolist() == [[float(r)] * 2 for r in range(size)]
 
-    on_ranks(size, body)
+    on_the_host(size, body)
 
 
 def calls_of_python(call: Callable[[], object]) -> list[str]:
@@ -271,12 +252,9 @@ def calls_of_python(call: Callable[[], object]) -> list[str]:
     return entered[1:]
 
 
-def test_an_op_that_torchs_group_takes_as_it_is_costs_few_calls_of_python(
-    stand_in: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_op_that_torchs_group_takes_as_it_is_costs_few_calls_of_python(fast_paths: None, tmp_path: Path) -> None:
     """20 of them cost 22 us beside torch's 14 on an H100 (docs/experiments/layers.py has the time)."""
-    monkeypatch.setenv("HOLDFAST_CHECK", "0")
-    with comms.connect("nccl-stand-in", rank=0, size=1, rendezvous=dist.HashStore()) as comm:
+    with registered(stand_in), alone(tmp_path, stand_in.NAME) as comm:
         tensor = torch.ones(2)
         for async_op in (False, True):
             comm.all_reduce(tensor, async_op=async_op).wait()
@@ -287,66 +265,56 @@ def test_an_op_that_torchs_group_takes_as_it_is_costs_few_calls_of_python(
         assert tensor.tolist() == [1, 1] and comm.progress[0] == 5
 
 
-@pytest.mark.parametrize("how", ["abort", "kill", "timeout"])
-def test_an_asynchronous_op_that_hangs_ends_as_a_synchronous_one_does(how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [("abort", r"enough"), ("kill", r"rank 1.* the process is gone"), ("timeout", r"timed out")],
+)
+@on_ranks(2, "gloo", killed=(1,), timeout=60.0, threads=1)
+def test_an_asynchronous_op_that_hangs_ends_as_a_synchronous_one_does(
+    outer: Communicator, how: str, reason: str, tmp_path: Path
+) -> None:
     """Over the stand-in, and on the usual path: without a timeout of its own, hooks and checks."""
-    reasons = {"abort": r"enough", "kill": r"rank 1.* the process is gone", "timeout": r"timed out"}
-
-    def body(outer: Communicator) -> None:
-        comms.register(stand_in_plugin)
-        place = url_of("file", tmp_path / "meet")
-        comm = comms.connect("nccl-stand-in", rank=outer.rank, size=2, rendezvous=place, timeout=20.0)
+    comms.register(stand_in)
+    comm = comms.connect(stand_in.NAME, rank=outer.rank, size=2, rendezvous=f"file://{tmp_path}/meet", timeout=20.0)
+    outer.barrier()
+    waits = tmp_path / "waits"
+    if outer.rank == 1:
+        if how == "kill":
+            eventually(waits.exists)
+            os.kill(os.getpid(), signal.SIGKILL)
         outer.barrier()
-        waits = tmp_path / "waits"
-        if outer.rank == 1:
-            if how == "kill":
-                eventually(waits.exists)
-                os.kill(os.getpid(), signal.SIGKILL)
+    else:
+        if how == "timeout":
+            comm._executor.timeout = 0.3
+        unchecked(comm)
+        work = comm.all_reduce(torch.ones(2), async_op=True)
+        assert isinstance(work, HostWork) and comm.progress[0] == 1
+        with pytest.raises(comms.StillRunning):
+            work.wait(0.01)
+        waits.touch()
+        if how == "abort":
+            comm.abort("enough")
+        with pytest.raises(HoldfastError, match=reason):
+            work.wait()
+        with pytest.raises(HoldfastError, match=reason):
+            comm.all_reduce(torch.ones(2), async_op=True)
+        if how != "kill":
             outer.barrier()
-        else:
-            if how == "timeout":
-                comm._executor.timeout = 0.3
-            unchecked(comm)
-            work = comm.all_reduce(torch.ones(2), async_op=True)
-            assert isinstance(work, HostWork) and comm.progress[0] == 1
-            with pytest.raises(StillRunning):
-                work.wait(0.01)
-            waits.touch()
-            if how == "abort":
-                comm.abort("enough")
-            with pytest.raises(HoldfastError, match=reasons[how]):
-                work.wait()
-            with pytest.raises(HoldfastError, match=reasons[how]):
-                comm.all_reduce(torch.ones(2), async_op=True)
-            if how != "kill":
-                outer.barrier()
-        comm.close()
-
-    with LocalCluster(2, "gloo", timeout=60.0, threads=1) as cluster:
-        survivor = cluster.outcomes(body)[0]
-        assert survivor.error is None, survivor.error
-
-
-@pytest.fixture
-def stand_in() -> Iterator[None]:
-    """The backend `nccl-stand-in` of this process."""
-    comms.register(stand_in_plugin)
-    yield
-    comms.unregister(stand_in_plugin)
+    comm.close()
 
 
 def test_an_abort_reaches_torchs_group_once_and_names_its_reason_in_later_ops() -> None:
     def body(transport: OnTheHost) -> None:
         gather = transport.function(OpPlan.make("all_gather", torch.float32, 8, 0, None, 5.0))
         transport.abort(PeerFailed((2,), "gone"))
-        transport.abort(OpTimeout("later", 1, 1.0))
+        transport.abort(comms.OpTimeout("later", 1, 1.0))
         eventually(lambda: transport._group.aborted == 1)
         with pytest.raises(PeerFailed, match="gone"):
             transport.all_reduce(torch.ones(2), ReduceOp.SUM, soon())
         with pytest.raises(PeerFailed, match="gone"):
             gather(torch.empty(1, 2), torch.ones(2), soon())
 
-    on_ranks(1, body)
+    on_the_host(1, body)
 
 
 # With a GPU -------------------------------------------------------------------------------------------------------
@@ -372,26 +340,16 @@ def connected(outer: Communicator, place: str, timeout: float = 20.0, size: int 
 
 
 @pytest.fixture(params=[1, 2])
-def on_gpu(
-    request: pytest.FixtureRequest, tmp_path: Path
-) -> Iterator[Callable[[Callable[[Communicator], Any]], list[Any]]]:
-    """`run(body)` on 1 or 2 ranks of GPU 0."""
-    size = int(request.param)
-    with LocalCluster(size, "gloo", timeout=120.0) as cluster:
-
-        def run(body: Callable[[Communicator], Any]) -> list[Any]:
-            def on_rank(outer: Communicator) -> Any:
-                with connected(outer, f"{tmp_path}/meet", 30.0, size) as comm:
-                    return body(comm)
-
-            return cluster.run(on_rank)
-
-        yield run
+def gpu_ranks(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
+    """1 or 2 ranks, which connect on GPU 0."""
+    with running(request.param, "gloo", timeout=120.0) as cluster:
+        yield cluster
 
 
 @ON_A_GPU
-def test_gpu_ops_are_right_and_in_stream_order(on_gpu: Callable[..., list[Any]]) -> None:
-    def body(comm: Communicator) -> None:
+@on_ranks_of("gpu_ranks")
+def test_gpu_ops_are_right_and_in_stream_order(outer: Communicator, tmp_path: Path) -> None:
+    with connected(outer, f"{tmp_path}/meet", 30.0, outer.size) as comm:
         for dtype in (torch.float32, torch.bfloat16, torch.int16, torch.bool, torch.complex64):
             tensor = torch.ones(1000, dtype=dtype, device="cuda")
             comm.all_reduce(tensor)
@@ -409,12 +367,11 @@ def test_gpu_ops_are_right_and_in_stream_order(on_gpu: Callable[..., list[Any]])
         assert all(map(torch.equal, outputs, lists))
         comm.barrier()
 
-    on_gpu(body)
-
 
 @ON_A_GPU
-def test_gpu_a_graph_holds_an_all_reduce(on_gpu: Callable[..., list[Any]]) -> None:
-    def body(comm: Communicator) -> None:
+@on_ranks_of("gpu_ranks")
+def test_gpu_a_graph_holds_an_all_reduce(outer: Communicator, tmp_path: Path) -> None:
+    with connected(outer, f"{tmp_path}/meet", 30.0, outer.size) as comm:
         unchecked(comm)  # checks go through the host, which a graph cannot
         tensor = torch.ones(1024, device="cuda")
         side = torch.cuda.Stream()
@@ -435,48 +392,40 @@ def test_gpu_a_graph_holds_an_all_reduce(on_gpu: Callable[..., list[Any]]) -> No
             expected = (expected * comm.size + 1) * comm.size
         assert bool((tensor == expected).all())
 
-    on_gpu(body)
+
+@ON_A_GPU
+@on_ranks(2, "gloo", killed=(1,), timeout=120.0)
+def test_gpu_a_close_that_the_other_rank_does_not_join_is_bounded(outer: Communicator, tmp_path: Path) -> None:
+    comm = connected(outer, f"{tmp_path}/meet")
+    comm.all_reduce(torch.ones(8, device="cuda:0"))
+    torch.cuda.synchronize()
+    if outer.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    comm.close()
+    assert time.monotonic() - began < 20
 
 
 @ON_A_GPU
-def test_gpu_a_close_that_the_other_rank_does_not_join_is_bounded(tmp_path: Path) -> None:
-    def body(outer: Communicator) -> float:
-        comm = connected(outer, f"{tmp_path}/meet")
-        comm.all_reduce(torch.ones(8, device="cuda:0"))
-        torch.cuda.synchronize()
-        if outer.rank == 1:
+@on_ranks(2, "gloo", killed=(1,), timeout=120.0)
+def test_gpu_connecting_to_a_rank_that_dies_is_bounded_and_the_next_connect_works(
+    outer: Communicator, tmp_path: Path
+) -> None:
+    if outer.rank == 1:
+
+        def die(*_: Any) -> Any:
             os.kill(os.getpid(), signal.SIGKILL)
-        began = time.monotonic()
-        comm.close()
-        return time.monotonic() - began
 
-    with LocalCluster(2, "gloo", timeout=120.0) as cluster:
-        outcome = cluster.outcomes(body)[0]
-        assert outcome.error is None and outcome.value < 20
-
-
-@ON_A_GPU
-def test_gpu_connecting_to_a_rank_that_dies_is_bounded_and_the_next_connect_works(tmp_path: Path) -> None:
-    def body(outer: Communicator) -> None:
-        if outer.rank == 1:
-
-            def die(*_: Any) -> Any:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-            nccl.NcclTransport = die  # type: ignore[misc,assignment]
-            connected(outer, f"{tmp_path}/meet")
-        began = time.monotonic()
-        with pytest.raises(HoldfastError):
-            connected(outer, f"{tmp_path}/meet", timeout=8.0)
-        assert time.monotonic() - began < PATIENCE
-        with connected(outer, f"{tmp_path}/alone", size=1) as alone:
-            ones = torch.ones(4, device="cuda:0")
-            alone.all_reduce(ones)
-            assert ones.tolist() == [1, 1, 1, 1]
-
-    with LocalCluster(2, "gloo", timeout=120.0) as cluster:
-        outcome = cluster.outcomes(body)[0]
-        assert outcome.error is None, outcome.error
+        nccl.NcclTransport = die  # type: ignore[misc,assignment]
+        connected(outer, f"{tmp_path}/meet")
+    began = time.monotonic()
+    with pytest.raises(HoldfastError):
+        connected(outer, f"{tmp_path}/meet", timeout=8.0)
+    assert time.monotonic() - began < PATIENCE
+    with connected(outer, f"{tmp_path}/alone", size=1) as single:
+        ones = torch.ones(4, device="cuda:0")
+        single.all_reduce(ones)
+        assert ones.tolist() == [1, 1, 1, 1]
 
 
 @ON_A_GPU

@@ -62,8 +62,14 @@ def soon(seconds: float = 20.0) -> float:
     return time.monotonic() + seconds
 
 
-def fail(*_: Any) -> None:
-    raise dist.DistBackendError("NCCL error in: there, unhandled system error")
+def raising(error: Exception) -> Callable[..., None]:
+    def call(*_: Any) -> None:
+        raise error
+
+    return call
+
+
+fail = raising(dist.DistBackendError("NCCL error in: there, unhandled system error"))
 
 
 @pytest.fixture
@@ -125,10 +131,8 @@ def test_a_rank_that_cannot_connect_is_not_held_up_by_the_end_of_its_group(
         ended.append("abort")
 
     monkeypatch.setattr(nccl, "NcclTransport", lambda *_: over(Recording(allreduce=blocked, abort=abort)))
-    place = context(0, "cuda", "a")
-    place.deadline = soon(0.2)
     with pytest.raises(OpTimeout, match="connect"):
-        nccl.connect_over(place, "nccl")
+        nccl.connect_over(context(0, "cuda", "a", deadline=soon(0.2)), "nccl")
     assert not ended, "it waits for no abort"
     may_abort.set()
     eventually(lambda: ended == ["abort"])
@@ -144,11 +148,9 @@ def test_each_communicator_waits_for_late_ranks_by_its_own_deadline_or_until_its
         assert arrived == [1], "torch's wait begins when all ranks are there"
 
     def connect(rank: int, store: dist.Store, seconds: float) -> None:
-        place = context(rank, "cuda", "aa")
-        place.store, place.deadline = store, soon(seconds)
         if rank == 1:
             arrived.append(rank)
-        nccl.connect_over(place, "nccl")
+        nccl.connect_over(context(rank, "cuda", "aa", store=store, deadline=soon(seconds)), "nccl")
 
     monkeypatch.setattr(nccl, "NcclTransport", lambda *_: over(Recording(allreduce=connected)))
     with pytest.raises(OpTimeout) as caught:
@@ -159,8 +161,7 @@ def test_each_communicator_waits_for_late_ranks_by_its_own_deadline_or_until_its
     late.start()
     connect(0, store, 20.0)
     late.join()
-    place = context(0, "cuda", "aa")
-    place.over = lambda: HoldfastError("another view")
+    place = context(0, "cuda", "aa", over=lambda: HoldfastError("another view"))
     with pytest.raises(HoldfastError, match="another view"):
         nccl.connect_over(place, "nccl")
 
@@ -308,19 +309,15 @@ def test_the_error_tells_what_torchs_watchdog_found_or_that_it_cannot_be_asked(m
 
 
 def test_an_error_of_this_process_is_not_told_as_a_peers_death() -> None:
-    def without_memory(*_: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+    def fails_with(fails: Callable[..., None]) -> None:
+        over(Recording(allreduce=fails)).all_reduce(torch.ones(2), ReduceOp.SUM, soon())
 
     with pytest.raises(torch.OutOfMemoryError):
-        over(Recording(allreduce=without_memory)).all_reduce(torch.ones(2), ReduceOp.SUM, soon())
-
-    def in_torchs_alltoall(*_: Any) -> None:
-        raise RuntimeError("NCCL Error 6: remote process exited or there was a network error")
-
+        fails_with(raising(torch.OutOfMemoryError("CUDA out of memory")))
     with pytest.raises(PeerFailed, match="unhandled system error"):
-        over(Recording(allreduce=fail)).all_reduce(torch.ones(2), ReduceOp.SUM, soon())
-    with pytest.raises(PeerFailed, match="network error"):
-        over(Recording(allreduce=in_torchs_alltoall)).all_reduce(torch.ones(2), ReduceOp.SUM, soon())
+        fails_with(fail)
+    with pytest.raises(PeerFailed, match="network error"):  # of torch's alltoall
+        fails_with(raising(RuntimeError("NCCL Error 6: remote process exited or there was a network error")))
 
 
 # Groups of calls ----------------------------------------------------------------------------------------------------
@@ -452,17 +449,6 @@ class Made:
         self.made, self.device, self.variables = options, device, variables()
 
 
-class Made2(Made):
-    """That of nccl2."""
-
-
-class Older:
-    """The options of torch 2.14 and before."""
-
-    def __init__(self) -> None:
-        self.config = SimpleNamespace(blocking=None)
-
-
 def test_the_older_group_blocks_unless_the_user_says_otherwise(environment: pytest.MonkeyPatch) -> None:
     environment.setattr(dist, "ProcessGroupNCCL", Made, raising=False)
     environment.setattr(torch_groups, "kind_of_group", lambda: torch_groups.LEGACY)
@@ -492,9 +478,10 @@ def test_the_older_group_blocks_unless_the_user_says_otherwise(environment: pyte
 def test_the_group_is_the_one_that_torch_takes_for_nccl(
     environment: pytest.MonkeyPatch, torch_has: str, asked: str | None, taken: str
 ) -> None:
-    options = Made.Options if torch_has == "2.15" else Older
-    environment.setattr(dist, "ProcessGroupNCCL", type("Older", (Made,), {"Options": options}), raising=False)
-    environment.setattr(dist, "ProcessGroupNCCL2", Made2, raising=False)
+    if torch_has != "2.15":
+        environment.delattr(Made.Options, "lazy_init")
+    environment.setattr(dist, "ProcessGroupNCCL", Made, raising=False)
+    environment.setattr(dist, "ProcessGroupNCCL2", type("Made2", (Made,), {}), raising=False)
     if torch_has == "2.13":
         environment.delattr(dist, "ProcessGroupNCCL2")
     environment.delenv("TORCH_DIST_USE_NCCL2", raising=False)
@@ -505,7 +492,7 @@ def test_the_group_is_the_one_that_torch_takes_for_nccl(
     first, later = (SimpleNamespace(store=None, rank=0, size=1, deadline=soon(bound), hints={}) for bound in (5, 50))
     for place, bound in ((first, 5), (later, 50)):
         group = torch_groups.make_group(place, torch.device("cuda", 1))  # type: ignore[arg-type]
-        assert type(group) is (Made2 if taken == "nccl2" else dist.ProcessGroupNCCL)
+        assert type(group) is (dist.ProcessGroupNCCL2 if taken == "nccl2" else Made)
         assert bound - 1 < group.made._timeout.total_seconds() <= bound, "each communicator has its own bound"
         assert group.variables["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2", "a failure does not end the process"
         assert group.made.config.blocking == (0 if taken == "nccl2" else None)
@@ -550,23 +537,21 @@ def test_torchs_own_nccl2_is_made_and_bounded_as_its_stand_in_is() -> None:
 # Devices ------------------------------------------------------------------------------------------------------------
 
 
-class Elsewhere(torch.Tensor):
-    """A tensor that reports the second GPU as its device."""
-
-    device = property(lambda self: torch.device("cuda", 1))  # type: ignore[assignment]
-
-
 def test_a_tensor_of_another_gpu_is_refused_before_anything_moves() -> None:
+    class Elsewhere(torch.Tensor):
+        """A tensor that reports the second GPU as its device."""
+
+        device = property(lambda self: torch.device("cuda", 1))  # type: ignore[assignment]
+
     checks = ArgumentChecks(0, 2, torch.device("cuda", 0), registry().backend("nccl").info)
     with pytest.raises(ValueError, match=r"cuda:1, which a communicator on cuda:0 cannot use"):
         checks.operand(torch.ones(2).as_subclass(Elsewhere))
 
 
-def context(rank: int, device: str, hosts: str = "aaaa") -> Any:
+def context(rank: int, device: str, hosts: str = "aaaa", **more: Any) -> Any:
     peers = tuple(Peer(host, 100 + number, 1) for number, host in enumerate(hosts))
-    place = SimpleNamespace(rank=rank, size=len(peers), device=torch.device(device), peers=peers, deadline=soon())
-    place.store, place.over = dist.HashStore(), lambda: None
-    return place
+    more = {"deadline": soon(), "store": dist.HashStore(), "over": lambda: None} | more
+    return SimpleNamespace(rank=rank, size=len(peers), device=torch.device(device), peers=peers, **more)
 
 
 @pytest.mark.parametrize(

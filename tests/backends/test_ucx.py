@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,28 +26,16 @@ from holdfast.backends.ucx.endpoints import Connections
 from holdfast.backends.ucx.memory_plane import UcxAddress, UcxPlane
 from holdfast.backends.ucx.onesided import UcxChannel
 from holdfast.backends.ucx.worker import ProgressThread, Transports, UcxWorker
-from holdfast.comms import Communicator, PeerFailed, Revoked
-from holdfast.comms.errors import BackendUnavailable, CorruptData, HoldfastError, OpTimeout, RegionGone
+from holdfast.comms import Communicator, CorruptData, HoldfastError, OpTimeout, PeerFailed, RegionGone, Revoked
 from holdfast.comms.memory_plane import Handle
-from holdfast.comms.onesided.requests import (
-    ADD,
-    GET,
-    GONE,
-    PIECE_BYTES,
-    PUT,
-    REFUSED,
-    SWAP,
-    Exposed,
-    Head,
-    Owner,
-    Pending,
-    Requests,
-)
+from holdfast.comms.onesided import requests
+from holdfast.comms.onesided.requests import Exposed, Head
 from holdfast.comms.plugins.spec import Available
 from holdfast.comms.tensors.memory import ExposedMemory
 from holdfast.comms.tensors.packing import span
 from holdfast.harness import LocalCluster
-from support.children import Child
+from support.children import Start
+from support.comms.ranks import on_ranks, on_ranks_of, shared_ranks
 from support.programs.forked_programs import run_holdfast
 from support.waiting import PATIENCE, PROGRAM_SECONDS, eventually
 
@@ -59,11 +49,7 @@ ONE_SIDED = (
 """Checks of the conformance kit on what moves bytes in a way of its own over these transports."""
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[LocalCluster]:
-    with LocalCluster(2, "ucx", timeout=60.0) as cluster:
-        cluster.warm_up()
-        yield cluster
+two = shared_ranks(2, "ucx")
 
 
 @pytest.fixture(params=[SHARED_MEMORY, TCP])
@@ -81,30 +67,22 @@ def over(comm: Communicator, tls: str) -> Communicator:
         del os.environ["UCX_TLS"]
 
 
-def entries(folder: str) -> int:
-    return len(list(Path(folder).iterdir()))
-
-
-def test_a_joining_process_loads_ucx_in_the_background() -> None:
+@on_ranks(1, "gloo")
+def test_a_joining_process_loads_ucx_in_the_background(comm: Communicator) -> None:
     """It loads once a process, so a promoted spare has it already. It holds nothing afterwards."""
+    import sys
 
-    def body(comm: Communicator) -> None:
-        import sys
+    from holdfast.backends.ucx import worker
+    from holdfast.comms.connect import runnable_backends
 
-        from holdfast.backends.ucx import worker
-        from holdfast.comms.connect import runnable_backends
-
-        assert "holdfast.backends.ucx.handshake" not in sys.modules
-        for expected in (1, 0):
-            assert runnable_backends("ucx", torch.device("cpu"))[0] == ["ucx"]
-            loading = [thread for thread in threading.enumerate() if thread.name == "holdfast-ucx-start"]
-            assert len(loading) == expected
-            for thread in loading:
-                thread.join(10.0)
-        assert "holdfast.backends.ucx.handshake" in sys.modules and not worker._in_use
-
-    with LocalCluster(1, "gloo") as cluster:
-        cluster.run(body)
+    assert "holdfast.backends.ucx.handshake" not in sys.modules
+    for expected in (1, 0):
+        assert runnable_backends("ucx", torch.device("cpu"))[0] == ["ucx"]
+        loading = [thread for thread in threading.enumerate() if thread.name == "holdfast-ucx-start"]
+        assert len(loading) == expected
+        for thread in loading:
+            thread.join(10.0)
+    assert "holdfast.backends.ucx.handshake" in sys.modules and not worker._in_use
 
 
 def test_ucx_says_which_version_it_is() -> None:
@@ -129,62 +107,53 @@ def test_the_conformance_kit_passes_over_transports_that_ucx_does_not_take_on_on
 # -- messages
 
 
-def test_a_message_arrives_while_its_sender_computes(two: LocalCluster, tls: str, tmp_path: Path) -> None:
+@on_ranks_of("two")
+def test_a_message_arrives_while_its_sender_computes(comm: Communicator, tls: str, tmp_path: Path) -> None:
     """The sender makes no call until the message has arrived."""
-
-    def body(comm: Communicator) -> None:
-        with over(comm, tls) as part:
-            part.barrier()
-            if part.rank == 0:
-                part.send(torch.ones(50), 1)
-                eventually((tmp_path / "arrived").exists, 20.0)
-            else:
-                part.recv(torch.empty(50), 0)
-                (tmp_path / "arrived").touch()
-            part.barrier()
-
-    two.run(body)
+    with over(comm, tls) as part:
+        part.barrier()
+        if part.rank == 0:
+            part.send(torch.ones(50), 1)
+            eventually((tmp_path / "arrived").exists, 20.0)
+        else:
+            part.recv(torch.empty(50), 0)
+            (tmp_path / "arrived").touch()
+        part.barrier()
 
 
-def test_an_op_that_its_sender_aborted_fails_at_the_receiver(two: LocalCluster, tls: str) -> None:
-    def body(comm: Communicator) -> None:
-        with over(comm, tls) as part:
-            tensor = torch.ones(1_000_000)
-            if part.rank == 0:
-                with pytest.raises(OpTimeout):
-                    part.send(tensor, 1, timeout=0.2)
-                tensor.zero_()
-                comm.barrier()
-            else:
-                comm.barrier()
-                with pytest.raises((Revoked, PeerFailed)):
-                    part.recv(tensor, 0, timeout=10.0)
-
-    two.run(body)
+@on_ranks_of("two")
+def test_an_op_that_its_sender_aborted_fails_at_the_receiver(comm: Communicator, tls: str) -> None:
+    with over(comm, tls) as part:
+        tensor = torch.ones(1_000_000)
+        if part.rank == 0:
+            with pytest.raises(OpTimeout):
+                part.send(tensor, 1, timeout=0.2)
+            tensor.zero_()
+            comm.barrier()
+        else:
+            comm.barrier()
+            with pytest.raises((Revoked, PeerFailed)):
+                part.recv(tensor, 0, timeout=10.0)
 
 
 # -- ends
 
 
-def test_a_stopped_rank_is_named_and_closing_does_not_wait_for_it(two: LocalCluster, tls: str, tmp_path: Path) -> None:
-    def body(comm: Communicator) -> None:
-        pids = comm.all_gather_object(os.getpid())
-        part = over(comm, tls)
-        part.barrier()
-        if part.rank == 1:
-            os.kill(os.getpid(), signal.SIGSTOP)
-            return
-        with pytest.raises(OpTimeout) as caught:
-            part.send(torch.ones(1_000_000), 1, timeout=0.5)
-        began = time.monotonic()
-        part.close()
-        (tmp_path / "said").write_text(f"{caught.value.missing_ranks} {time.monotonic() - began}")
-        os.kill(pids[1], signal.SIGKILL)
-
-    two.outcomes(body)  # one rank dies; `run` would end the others soon after it
-    missing, seconds = (tmp_path / "said").read_text().split(" ")
-    assert missing == "(1,)"
-    assert float(seconds) < 3.0
+@on_ranks(2, "ucx", killed=(1,), timeout=60.0)
+def test_a_stopped_rank_is_named_and_closing_does_not_wait_for_it(comm: Communicator, tls: str) -> None:
+    pids = comm.all_gather_object(os.getpid())
+    part = over(comm, tls)
+    part.barrier()
+    if part.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return
+    with pytest.raises(OpTimeout) as caught:
+        part.send(torch.ones(1_000_000), 1, timeout=0.5)
+    assert caught.value.missing_ranks == (1,)
+    began = time.monotonic()
+    part.close()
+    assert time.monotonic() - began < 3.0
+    os.kill(pids[1], signal.SIGKILL)
 
 
 def test_a_rank_killed_while_ucx_makes_a_segment_leaves_no_file() -> None:
@@ -210,7 +179,7 @@ def test_a_rank_killed_while_ucx_makes_a_segment_leaves_no_file() -> None:
 
 
 @pytest.fixture
-def start(tls: str, monkeypatch: pytest.MonkeyPatch, start: Callable[..., Child]) -> Callable[..., Child]:
+def start(tls: str, monkeypatch: pytest.MonkeyPatch, start: Start) -> Start:
     """A function that starts child processes, in which UCX uses these transports."""
     monkeypatch.setenv("UCX_TLS", tls)
     return start
@@ -221,24 +190,23 @@ def _expose(pipe: Connection) -> None:
         tensor = torch.arange(1_000_000)
         region = plane.expose(tensor, writable=True)
         pipe.send(region.handle.encode())
-        while (said := pipe.recv()) != "end":
-            if said == "close":
-                region.close()
+        while pipe.recv() != "end":
             pipe.send(int(tensor.sum()))
 
 
-def _write_for_ever(pipe: Connection) -> None:
+def _use_for_ever(pipe: Connection, *calls: str) -> None:
+    """Make these calls of the plane in turn, with a region that the pipe names."""
     handle = Handle.decode(pipe.recv())
-    source = torch.zeros(handle.nbytes, dtype=torch.uint8)
+    memory_of = torch.zeros(handle.nbytes, dtype=torch.uint8)
     with UcxPlane() as plane:
-        plane.write(handle, source[:8]).wait()
-        pipe.send("writing")
-        while True:
-            plane.write(handle, source).wait()
+        getattr(plane, calls[0])(handle, memory_of[:8]).wait()
+        pipe.send("using")
+        for call in itertools.cycle(calls):
+            getattr(plane, call)(handle, memory_of).wait()
 
 
-def test_a_writer_that_dies_does_not_delay_others(start: Callable[..., Child]) -> None:
-    writers, waited = [start(_write_for_ever) for _ in range(5)], []
+def test_a_writer_that_dies_does_not_delay_others(start: Start) -> None:
+    writers, waited = [start(_use_for_ever, "write") for _ in range(5)], []
     with UcxPlane() as plane:
         for child in writers:
             region = plane.expose(torch.ones(4 << 20, dtype=torch.uint8), writable=True)
@@ -257,12 +225,12 @@ def _try_to_read(pipe: Connection) -> None:
     with UcxPlane() as plane:
         try:
             plane.read(Handle.decode(pipe.recv()), torch.zeros(8)).wait()
-        except BackendUnavailable as error:
+        except comms.BackendUnavailable as error:
             pipe.send(str(error))
 
 
 @pytest.mark.parametrize("tls", [TCP])
-def test_ucx_over_tcp_is_refused_in_a_forked_child(start: Callable[..., Child]) -> None:
+def test_ucx_over_tcp_is_refused_in_a_forked_child(start: Start) -> None:
     with UcxPlane() as plane, plane.expose(torch.zeros(8)) as region:
         child = start(_try_to_read)
         child.tell(region.handle.encode())
@@ -285,52 +253,41 @@ def test_a_damaged_handle_is_refused() -> None:
 
 
 @pytest.mark.parametrize("answering", [False, True])
-def test_the_caller_of_an_atomic_survives_the_death_of_its_target(two: LocalCluster, tls: str, answering: bool) -> None:
+@on_ranks(2, "ucx", killed=(1,), timeout=60.0)
+def test_the_caller_of_an_atomic_survives_the_death_of_its_target(
+    comm: Communicator, tls: str, answering: bool
+) -> None:
     """UCX ends a process that has to cancel an atomic which could not leave, such as one that is `answering`."""
-
-    def body(comm: Communicator) -> None:
-        pids = comm.all_gather_object(os.getpid())
-        part = over(comm, tls)
-        shared = part.window(torch.zeros(8_000_000, dtype=torch.int64))
-        part.barrier()
-        if part.rank == 1:
-            if answering:
-                threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGSTOP)).start()
-                got = torch.empty(8_000_000, dtype=torch.int64)
-                while True:
-                    shared.get(got, 0)
-            os.kill(os.getpid(), signal.SIGSTOP)
-        time.sleep(0.3)
-        for _ in range(2 if tls == TCP else 0):
-            with pytest.raises(OpTimeout):
-                shared.fetch_add(1, 0, 1, timeout=0.2)
-        os.kill(pids[1], signal.SIGKILL)
-        with pytest.raises(RegionGone):
+    pids = comm.all_gather_object(os.getpid())
+    part = over(comm, tls)
+    shared = part.window(torch.zeros(8_000_000, dtype=torch.int64))
+    part.barrier()
+    if part.rank == 1:
+        if answering:
+            threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+            got = torch.empty(8_000_000, dtype=torch.int64)
             while True:
-                shared.fetch_add(1, 0, 1, timeout=5.0)
-        held = entries("/proc/self/fd")
-        part.close()
-        assert entries("/proc/self/fd") < held
-
-    assert two.outcomes(body)[0].error is None
-
-
-def _use_for_ever(pipe: Connection) -> None:
-    handle = Handle.decode(pipe.recv())
-    memory_of = torch.zeros(handle.nbytes, dtype=torch.uint8)
-    with UcxPlane() as plane:
-        plane.read(handle, memory_of[:8]).wait()
-        pipe.send("using")
-        for turn in range(1_000_000):
-            (plane.write if turn % 2 else plane.read)(handle, memory_of).wait()
+                shared.get(got, 0)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(0.3)
+    for _ in range(2 if tls == TCP else 0):
+        with pytest.raises(OpTimeout):
+            shared.fetch_add(1, 0, 1, timeout=0.2)
+    os.kill(pids[1], signal.SIGKILL)
+    with pytest.raises(RegionGone):
+        while True:
+            shared.fetch_add(1, 0, 1, timeout=5.0)
+    held = len(list(Path("/proc/self/fd").iterdir()))
+    part.close()
+    assert len(list(Path("/proc/self/fd").iterdir())) < held
 
 
-def test_an_owner_survives_answering_dead_users(start: Callable[..., Child]) -> None:
+def test_an_owner_survives_answering_dead_users(start: Start) -> None:
     """The owner comes late to several requests; UCX's emulation of one-sided ops would end it there."""
     owner = start(_expose)
     handle = owner.hear()
     for _ in range(3):
-        users = [start(_use_for_ever) for _ in range(3)]
+        users = [start(_use_for_ever, "read", "write") for _ in range(3)]
         for user in users:
             user.tell(handle)
             user.hear()
@@ -346,19 +303,15 @@ def test_an_owner_survives_answering_dead_users(start: Callable[..., Child]) -> 
     owner.end()
 
 
-def test_over_tcp_ranks_of_one_host_listen_on_loopback_alone() -> None:
+@on_ranks(2, "ucx", timeout=30.0, environ={"UCX_TLS": TCP})
+def test_over_tcp_ranks_of_one_host_listen_on_loopback_alone(comm: Communicator) -> None:
     """By default UCX listens on the outside interface, and accepts any connection."""
-
-    def body(comm: Communicator) -> list[str]:
-        inodes = {str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()}
-        comm.barrier()
-        lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-        comm.all_reduce(torch.ones(1 << 16))
-        return [f[1].partition(":")[0] for f in lines if f[3] == "0A" and f"socket:[{f[9]}]" in inodes]
-
-    with LocalCluster(2, "ucx", timeout=30.0, environ={"UCX_TLS": TCP}) as cluster:
-        for addresses in cluster.run(body):
-            assert addresses and set(addresses) == {"0100007F"}, addresses
+    inodes = {str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()}
+    comm.barrier()
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    comm.all_reduce(torch.ones(1 << 16))
+    addresses = {f[1].partition(":")[0] for f in lines if f[3] == "0A" and f"socket:[{f[9]}]" in inodes}
+    assert addresses == {"0100007F"}
 
 
 def test_a_worker_that_always_has_something_to_do_keeps_nobody_from_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -398,12 +351,12 @@ class Refused(HoldfastError):
         self.outcome = outcome
 
 
-class Itself(Owner):
+class Itself(requests.Owner):
     """A worker that is connected to itself, so that it answers its own requests."""
 
     def __init__(self, over: Transports = Transports("tcp,self", {}, local=False, emulated=True)) -> None:  # noqa: B008
         self.worker = UcxWorker(libucp.FEATURE_AM, over, lambda key, why: None)
-        self.requests = Requests(partial(UcxChannel, self.worker, threading.RLock()))
+        self.requests = requests.Requests(partial(UcxChannel, self.worker, threading.RLock()))
         self.to = self.worker.connect(self.worker.address, 1)
         self.memory = torch.zeros(SIZE, dtype=torch.uint8)
         for region in (REGION, READ_ONLY):
@@ -417,7 +370,7 @@ class Itself(Owner):
     def late(self, op: str, seconds: float) -> OpTimeout:
         return OpTimeout(op, 0, seconds)
 
-    def outcome(self, pending: Pending) -> int:
+    def outcome(self, pending: requests.Pending) -> int:
         try:
             self.requests.finish(pending, time.monotonic() + 10.0, "request")
         except Refused as error:
@@ -439,8 +392,8 @@ regions = st.sampled_from([REGION, READ_ONLY, NO_REGION])
 def expected(region: int, offset: int, nbytes: int, writing: bool) -> int:
     """The owner's answer to a request for these bytes."""
     if region == NO_REGION:
-        return GONE
-    return REFUSED if offset + nbytes > SIZE or (writing and region == READ_ONLY) else DONE
+        return requests.GONE
+    return requests.REFUSED if offset + nbytes > SIZE or (writing and region == READ_ONLY) else DONE
 
 
 @given(region=regions, offset=offsets, nbytes=st.integers(0, 2 * SIZE), writing=st.booleans())
@@ -449,12 +402,9 @@ def test_bytes_within_a_region_are_moved_and_no_others(
 ) -> None:
     owner.memory.copy_(torch.arange(SIZE))
     before, mine = owner.memory.clone(), torch.full((2 * SIZE,), 200, dtype=torch.uint8)
-    if writing:
-        pending = owner.requests.begin(
-            owner, Head(PUT, region, offset=offset, nbytes=nbytes), body=bytes([200]) * nbytes
-        )
-    else:
-        pending = owner.requests.begin(owner, Head(GET, region, offset=offset, nbytes=nbytes), into=mine.data_ptr())
+    head = Head(requests.PUT if writing else requests.GET, region, offset=offset, nbytes=nbytes)
+    bytes_of: dict[str, Any] = {"body": bytes([200]) * nbytes} if writing else {"into": mine.data_ptr()}
+    pending = owner.requests.begin(owner, head, **bytes_of)
     outcome = owner.outcome(pending)
     assert outcome == expected(region, offset, nbytes, writing)
     if outcome == DONE and writing:
@@ -469,7 +419,7 @@ def test_bytes_within_a_region_are_moved_and_no_others(
     region=regions,
     offset=offsets,
     width=st.sampled_from([0, 1, 2, 4, 8, 255]),
-    kind=st.sampled_from([ADD, SWAP]),
+    kind=st.sampled_from([requests.ADD, requests.SWAP]),
     values=st.tuples(st.integers(-(2**63), 2**63 - 1), st.integers(-(2**63), 2**63 - 1)),
 )
 def test_an_integer_is_added_to_and_swapped_as_in_a_model(
@@ -480,12 +430,12 @@ def test_an_integer_is_added_to_and_swapped_as_in_a_model(
     pending = owner.requests.begin(owner, Head(kind, region, detail=width, offset=offset, first=first, second=second))
     outcome = owner.outcome(pending)
     if width not in (4, 8) and region != NO_REGION:
-        assert outcome == REFUSED
+        assert outcome == requests.REFUSED
     else:
         assert outcome == expected(region, offset, width, writing=True)
     found = bytes(owner.memory.tolist())
     if outcome == DONE:
-        becomes = first if kind == ADD else second if first == 0 else 0
+        becomes = first if kind == requests.ADD else second if first == 0 else 0
         assert pending.value == 0
         assert found[offset : offset + width] == (becomes % 2 ** (8 * width)).to_bytes(width, "little")
         assert not any(found[:offset]) and not any(found[offset + width :])
@@ -502,9 +452,8 @@ def test_spoilt_messages_change_nothing(owner: Itself, number: int, header: byte
     at = int(ffi.cast("uintptr_t", source))
     request = call.ucp_am_send_nbx(owner.to, number, header, len(header), at, len(payload), params)
     owner.worker.finish(request, 5.0)
-    assert owner.outcome(owner.requests.begin(owner, Head(GET, REGION, nbytes=8))) == DONE, (
-        "valid requests are answered"
-    )
+    valid = owner.requests.begin(owner, Head(requests.GET, REGION, nbytes=8))
+    assert owner.outcome(valid) == DONE, "valid requests are answered"
     assert torch.equal(owner.memory, torch.arange(SIZE, dtype=torch.uint8))
 
 
@@ -516,11 +465,11 @@ def test_where_the_network_reads_memory_a_large_body_stays_with_its_sender_until
     begin = UcxChannel._receive_body
     monkeypatch.setattr(UcxChannel, "_receive_body", lambda self, *of: (read.append(of[-1]), begin(self, *of))[1])
     owner = Itself(Transports("posix,cma,ib,self", {"RNDV_THRESH": "64k"}, local=False, emulated=False))
-    count, deadline = PIECE_BYTES + 1000, time.monotonic() + 20.0
+    count, deadline = requests.PIECE_BYTES + 1000, time.monotonic() + 20.0
     memory, source = torch.zeros(count, dtype=torch.uint8), (torch.arange(count) % 251).to(torch.uint8)
     owner.requests.expose(12, Exposed(ExposedMemory(memory)))
     owner.requests.write(owner, 12, 0, span(source), source, deadline, "put")
-    assert torch.equal(memory, source) and PIECE_BYTES in read
+    assert torch.equal(memory, source) and requests.PIECE_BYTES in read
     got, zeros = torch.zeros_like(source), torch.zeros_like(source)
     owner.requests.read(owner, 12, 0, span(got), got, deadline, "get")
     assert torch.equal(got, source)

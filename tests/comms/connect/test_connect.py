@@ -1,7 +1,13 @@
-"""`connect`: every form of rendezvous, preference lists, ranks that disagree, and ranks that die while connecting."""
+"""`connect`: every form of rendezvous, preference lists, ranks that disagree, and ranks that die while connecting.
+
+A communicator that is garbage-collected without `close()` warns, and its peers do not wait for it.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import gc
 import importlib
 import logging
 import os
@@ -9,10 +15,12 @@ import signal
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,23 +29,32 @@ import torch.distributed as dist
 
 from holdfast import comms
 from holdfast.backends.gloo.connecting import ATTEMPT_SECONDS
+from holdfast.backends.inproc import transport as inproc
+from holdfast.backends.inproc.transport import InprocTransport
+from holdfast.comms import Communicator, PeerFailed, Revoked
 from holdfast.comms.algorithms.message_passing import cost
 from holdfast.comms.connect import KnownMembers, choose_backend, connect_members
+from holdfast.comms.plugins.spec import hookimpl
 from holdfast.comms.rendezvous import offer_exchange
 from holdfast.comms.rendezvous.offer_exchange import OfferExchange
 from holdfast.comms.transport.base import Context, Link, Peer
 from holdfast.comms.transport.liveness import this_process
 from holdfast.harness import LocalCluster
 from support.children import Child
-from support.comms.meeting import alone, in_threads, total
-from support.comms.ranks import on_ranks
+from support.comms.meeting import alone, in_threads, registered, total
+from support.comms.ranks import on_ranks, second_tier
 from support.comms.torch_groups import ENVIRON, default_group
-from support.waiting import PATIENCE
+from support.waiting import PATIENCE, becomes_true
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> str:
+    """Where the ranks of a test meet."""
+    return f"file://{tmp_path}/meeting"
 
 
 @pytest.mark.parametrize("backend", ["inproc", "gloo"])
-def test_meet_in_a_file_and_use_the_name_again_after_close(tmp_path: Path, backend: str) -> None:
-    place = f"file://{tmp_path}/meeting"
+def test_meet_in_a_file_and_use_the_name_again_after_close(place: str, backend: str) -> None:
     for _ in range(3):
         assert in_threads(2, lambda r: total(comms.connect(backend, rank=r, size=2, rendezvous=place))) == [3.0, 3.0]
 
@@ -52,7 +69,7 @@ def test_meet_by_the_environment(port: int, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_ranks_meet_again_though_one_has_forgotten_how_often_they_met(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The number of counted names is bounded, so a process that uses ever new names does not grow."""
     monkeypatch.setattr(offer_exchange, "_REMEMBERED", 3)
@@ -62,7 +79,6 @@ def test_ranks_meet_again_though_one_has_forgotten_how_often_they_met(
     assert counters("name 0").number == 0, "forgotten"
     counters("name 49").number = 8
     assert counters("name 49").number == 8
-    place = f"file://{tmp_path}/meeting"
     for turn in range(8):
         name = f"name {turn % 2}"
         if turn > 3:
@@ -119,12 +135,9 @@ def test_invalid_arguments_are_refused(arguments: dict[str, Any], said: str, mon
         comms.connect("inproc", **arguments)
 
 
-def test_a_timeout_of_connect_names_the_missing_ranks(tmp_path: Path) -> None:
+def test_a_timeout_of_connect_names_the_missing_ranks(place: str) -> None:
     began = time.monotonic()
-    outcome = in_threads(
-        2,
-        lambda rank: comms.connect("inproc", rank=rank, size=4, rendezvous=f"file://{tmp_path}/meeting", timeout=0.5),
-    )
+    outcome = in_threads(2, lambda rank: comms.connect("inproc", rank=rank, size=4, rendezvous=place, timeout=0.5))
     assert time.monotonic() - began < PATIENCE
     for error in outcome:
         assert isinstance(error, comms.OpTimeout) and error.op == "connect" and error.missing_ranks == (2, 3)
@@ -135,9 +148,7 @@ def test_connect_times_out_without_a_store_server(port: int) -> None:
         comms.connect("inproc", rank=1, size=2, rendezvous=f"tcp://127.0.0.1:{port}", timeout=0.5)
 
 
-def test_a_second_connect_of_the_same_rank_is_refused_at_once(tmp_path: Path) -> None:
-    place = f"file://{tmp_path}/meeting"
-
+def test_a_second_connect_of_the_same_rank_is_refused_at_once(place: str) -> None:
     def body(rank: int) -> float:
         comm = comms.connect("inproc", rank=rank, size=2, rendezvous=place)
         if rank == 1:
@@ -156,11 +167,10 @@ def test_a_second_connect_of_the_same_rank_is_refused_at_once(tmp_path: Path) ->
         ({"backend": "inproc,pigeon"}, "must ask for the same"),
     ],
 )
-def test_ranks_with_different_sizes_or_backends_raise_an_error(tmp_path: Path, odd: dict[str, Any], said: str) -> None:
+def test_ranks_with_different_sizes_or_backends_raise_an_error(place: str, odd: dict[str, Any], said: str) -> None:
     def body(rank: int) -> comms.Communicator:
         arguments: dict[str, Any] = {"backend": "inproc", "size": 2, "timeout": 10.0} | (odd if rank else {})
-        place = f"file://{tmp_path}/meeting"
-        return comms.connect(arguments.pop("backend"), rank=rank, rendezvous=place, **arguments)
+        return comms.connect(rank=rank, rendezvous=place, **arguments)
 
     for error in in_threads(2, body):
         late = "size" in odd and isinstance(error, comms.OpTimeout)
@@ -192,9 +202,9 @@ def connect_again(comm: comms.Communicator, place: str, where: str) -> str:
     return "did not notice"
 
 
-def test_ranks_that_connect_with_a_dying_rank_fail_at_once(process_backend: str, tmp_path: Path) -> None:
+def test_ranks_that_connect_with_a_dying_rank_fail_at_once(process_backend: str, place: str) -> None:
     with LocalCluster(3, process_backend) as cluster:
-        outcomes = cluster.outcomes(connect_again, f"file://{tmp_path}/again", "holdfast.comms.connect._join")
+        outcomes = cluster.outcomes(connect_again, place, "holdfast.comms.connect._join")
     survivors = [outcome.value for outcome in outcomes if outcome.rank != 1]
     assert "lost (1,)" in survivors, "the other survivor may name the one that gives up first"
     assert all(str(value).startswith("lost") for value in survivors), [repr(outcome) for outcome in outcomes]
@@ -210,11 +220,9 @@ def test_a_rank_that_waits_for_the_costs_of_rank_0_learns_that_another_has_died(
     assert caught.value.ranks == (2,)
 
 
-def test_connecting_gloo_does_not_wait_for_a_dead_rank(tmp_path: Path) -> None:
+def test_connecting_gloo_does_not_wait_for_a_dead_rank(place: str) -> None:
     with LocalCluster(3, "gloo", grace=ATTEMPT_SECONDS / 2) as cluster:
-        outcomes = cluster.outcomes(
-            connect_again, f"file://{tmp_path}/again", "holdfast.backends.gloo.connecting.run_interruptible"
-        )
+        outcomes = cluster.outcomes(connect_again, place, "holdfast.backends.gloo.connecting.run_interruptible")
     assert [outcome.value for outcome in outcomes] == ["lost (1,)", None, "lost (1,)"]
 
 
@@ -275,13 +283,8 @@ def test_a_rank_that_closes_at_once_does_not_disturb_ranks_that_still_connect(
     """They connect and close repeatedly. Each time one of the two is late, and the other does not wait for it."""
     for turn in range(60):
         store: dist.Store = dist.FileStore(f"{tmp_path}/{turn}", comm.size)
-        members = KnownMembers(
-            rank=comm.rank,
-            peers=comm.peers,
-            store=late(store) if comm.rank == turn % 2 else store,
-            epoch=0,
-            name=f"turn-{turn}",
-        )
+        store = late(store) if comm.rank == turn % 2 else store
+        members = KnownMembers(rank=comm.rank, peers=comm.peers, store=store, epoch=0, name=f"turn-{turn}")
         connect_members(comm.backend, members).close()
 
 
@@ -313,21 +316,18 @@ def test_all_ranks_name_the_rank_without_the_backend_and_can_connect_later(
     assert in_threads(2, body) == [3.0, 3.0]
 
 
-def test_ranks_that_gave_up_at_different_times_meet_again(tmp_path: Path) -> None:
-    where = f"file://{tmp_path}/meeting"
+def test_ranks_that_gave_up_at_different_times_meet_again(place: str) -> None:
     for _ in range(2):
         with pytest.raises(comms.OpTimeout):
-            comms.connect("inproc", rank=0, size=2, rendezvous=where, timeout=0.3)
-    assert in_threads(2, lambda r: total(comms.connect("inproc", rank=r, size=2, rendezvous=where))) == [3.0, 3.0]
+            comms.connect("inproc", rank=0, size=2, rendezvous=place, timeout=0.3)
+    assert in_threads(2, lambda r: total(comms.connect("inproc", rank=r, size=2, rendezvous=place))) == [3.0, 3.0]
 
 
-def test_members_that_gave_up_a_split_at_different_times_meet_again(tmp_path: Path) -> None:
-    where = f"file://{tmp_path}/meeting"
-
+def test_members_that_gave_up_a_split_at_different_times_meet_again(place: str) -> None:
     given_up = threading.Event()
 
     def body(rank: int) -> float:
-        with comms.connect("inproc", rank=rank, size=2, rendezvous=where) as comm:
+        with comms.connect("inproc", rank=rank, size=2, rendezvous=place) as comm:
             if rank == 0:
                 with pytest.raises(comms.OpTimeout):
                     comm.split([0, 1], timeout=0.3)
@@ -390,14 +390,13 @@ def interrupted(call: Callable[[], object]) -> None:
 
 
 @on_ranks(2, "shm", "ucx", "gloo", timeout=4 * PATIENCE)
-def test_ctrl_c_interrupts_a_call_that_waits(comm: comms.Communicator, tmp_path: Path) -> None:
+def test_ctrl_c_interrupts_a_call_that_waits(comm: comms.Communicator, place: str) -> None:
     for wait in WAITS:
         with comm.split([0, 1], timeout=2 * PATIENCE) as part:
             if comm.rank == 0:
                 interrupted(partial(wait, part))
             comm.barrier()
     if comm.rank == 0:
-        place = f"file://{tmp_path}/meeting"
         interrupted(lambda: comms.connect(comm.backend, rank=0, size=2, rendezvous=place, timeout=2 * PATIENCE))
 
 
@@ -426,3 +425,112 @@ def test_ctrl_c_interrupts_connect_while_the_store_does_not_answer(comm: comms.C
             door.listen()
         place = f"tcp://127.0.0.1:{door.getsockname()[1]}"
         interrupted(lambda: comms.connect("shm", rank=1, size=2, rendezvous=place, timeout=2 * PATIENCE))
+
+
+# -- communicators that are garbage-collected without `close()`
+
+
+def settled(seconds: float = 10.0) -> bool:
+    """Whether all threads of dropped communicators have ended."""
+    names = ("holdfast-dropped", "holdfast-ops")
+    return becomes_true(lambda: not any(each.name.startswith(names) for each in threading.enumerate()), seconds)
+
+
+def collect_until(done: Callable[[], bool], seconds: float = 10.0) -> bool:
+    """Collect garbage until `done()`: the thread that ran an op drops its references a little later."""
+
+    def collected() -> bool:
+        gc.collect()
+        return done()
+
+    return becomes_true(collected, seconds, interval=0.005)
+
+
+def test_a_dropped_communicator_warns_and_releases_everything(tmp_path: Path) -> None:
+    comm = alone(tmp_path)
+    comm.all_reduce(torch.ones(2), async_op=True).wait()
+    gone = weakref.ref(comm)
+    with pytest.warns(ResourceWarning, match="Communicator 'default'.* was not closed") as warned:
+        del comm
+        # The thread of another communicator may collect it: it is gone a moment before it warns.
+        assert collect_until(lambda: gone() is None and len(warned) > 0)
+    assert settled()
+
+
+def test_dropping_a_closed_communicator_does_not_warn(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    alone(tmp_path).close()
+    gc.collect()
+    assert not [each for each in recwarn if each.category is ResourceWarning and "closed" in str(each.message)]
+
+
+def test_an_asynchronous_op_of_a_dropped_communicator_still_completes(tmp_path: Path) -> None:
+    with pytest.warns(ResourceWarning, match="was not closed") as warned:
+        work = alone(tmp_path).all_reduce(torch.ones(2), async_op=True)
+        assert collect_until(lambda: len(warned) > 0)
+    work.wait(10.0)
+    assert settled()
+
+
+def test_a_window_keeps_its_communicator_alive(tmp_path: Path) -> None:
+    window = alone(tmp_path).window(torch.zeros(4))
+    gc.collect()
+    window.put(torch.ones(1), 0)
+    with pytest.warns(ResourceWarning, match="was not closed") as warned:
+        del window
+        assert collect_until(lambda: len(warned) > 0)
+    assert settled()
+
+
+@on_ranks(2, "shm", "gloo", *second_tier("ucx"), timeout=4 * PATIENCE)
+def test_peers_of_a_dropped_communicator_do_not_wait_for_it(comm: Communicator) -> None:
+    part = comm.split([0, 1], timeout=2 * PATIENCE)
+    part.barrier()
+    if comm.rank == 0:
+        del part
+        gc.collect()
+        comm.barrier()
+        return
+    began = time.monotonic()
+    with pytest.raises((PeerFailed, Revoked)):
+        part.barrier()
+    assert time.monotonic() - began < PATIENCE
+    comm.barrier()
+    part.close()
+
+
+# -- a backend that closes its transport itself, after a communicator was made over it (`Context.meanwhile`)
+
+
+def fail(context: Context) -> InprocTransport:
+    """Pass a transport to `meanwhile`, then close it and fail to connect."""
+    transport = inproc.connect(context)
+    context.meanwhile(transport)
+    transport.close()
+    raise PeerFailed((1,), "it did not come")
+
+
+def move(context: Context) -> InprocTransport:
+    """Pass a transport to `meanwhile`, then close it and return another one."""
+    with contextlib.suppress(PeerFailed):
+        fail(context)
+    return inproc.connect(context)
+
+
+@pytest.mark.parametrize(("connect", "connects"), [(fail, False), (move, True)])
+def test_a_transport_that_its_backend_closed_is_not_closed_again(
+    connect: Callable[[Context], InprocTransport],
+    connects: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    info = dataclasses.replace(inproc.holdfast_backends()[0], name="handing-over", connect=connect)
+    failures: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", failures.append)
+    members = KnownMembers(rank=0, peers=[this_process()], store=dist.HashStore(), epoch=0)
+    with registered(SimpleNamespace(holdfast_backends=hookimpl(lambda: [info]))):
+        with contextlib.nullcontext() if connects else pytest.raises(PeerFailed):
+            connect_members("handing-over", members).close()
+        gc.collect()
+        assert settled()
+    assert not failures
+    assert not [each for each in recwarn if issubclass(each.category, ResourceWarning)]

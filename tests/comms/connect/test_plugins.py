@@ -18,21 +18,12 @@ import torch
 
 from holdfast import comms
 from holdfast.comms import Communicator, HoldfastError, Mismatch, PeerFailed, Unsupported
+from holdfast.comms.plugins import spec
 from holdfast.comms.plugins.hints import Hint, parse_hints
 from holdfast.comms.plugins.registry import InvalidPlugin, Registry, registry
-from holdfast.comms.plugins.spec import (
-    API_VERSION,
-    AbortEvent,
-    Available,
-    BackendInfo,
-    Capabilities,
-    OpEvent,
-    Unavailable,
-    hookimpl,
-)
+from holdfast.comms.plugins.spec import API_VERSION, Available, BackendInfo, Capabilities, OpEvent, hookimpl
 from holdfast.comms.rendezvous import fetch
 from holdfast.comms.transport.base import Context, Transport
-from holdfast.harness import LocalCluster
 from support.comms.meeting import alone, registered
 from support.comms.ranks import on_ranks, on_ranks_of
 from support.source_tree import modules, parsed
@@ -48,13 +39,8 @@ GOOD = BackendInfo(
 )
 
 
-class Plugin:
-    def __init__(self, *infos: Any) -> None:
-        self._infos = list(infos)
-
-    @hookimpl
-    def holdfast_backends(self) -> list[BackendInfo]:
-        return self._infos
+def plugin_of(*infos: Any) -> Any:
+    return SimpleNamespace(holdfast_backends=hookimpl(lambda: list(infos)))
 
 
 def test_built_in_backends_are_loaded_through_entry_points() -> None:
@@ -68,7 +54,7 @@ def test_built_in_backends_are_loaded_through_entry_points() -> None:
 
 def test_a_plugin_can_be_registered_and_unregistered() -> None:
     fresh = Registry()
-    plugin = Plugin(GOOD)
+    plugin = plugin_of(GOOD)
     fresh.register(plugin)
     assert fresh.backend("mine").available
     fresh.unregister(plugin)
@@ -103,7 +89,7 @@ def test_a_malformed_plugin_adds_nothing(info: Any, said: str) -> None:
     fresh = Registry()
     other = dataclasses.replace(GOOD, name="other")
     with pytest.raises(InvalidPlugin, match=said):
-        fresh.register(Plugin(other, info))
+        fresh.register(plugin_of(other, info))
     assert not fresh.backends
 
 
@@ -118,7 +104,7 @@ def test_a_plugin_of_the_version_before_is_accepted(tmp_path: Path) -> None:
         return inner(context)
 
     before = BackendInfo("before", (1, 0), "a test", GOOD.capabilities, Available, connect_as_before)
-    with registered(Plugin(before)):
+    with registered(plugin_of(before)):
         with alone(tmp_path, "before") as comm:
             comm.barrier()
             assert (comm.backend, dict(comm.info.hints)) == ("before", {})
@@ -136,7 +122,7 @@ def test_a_plugin_of_the_version_before_is_accepted(tmp_path: Path) -> None:
 )
 def test_auto_takes_the_backend_of_the_highest_priority(priority: int, order: list[str], tmp_path: Path) -> None:
     mine = dataclasses.replace(registry().backends["shm"], name="mine", auto={"cpu": priority})
-    with registered(Plugin(mine)), alone(tmp_path, "auto") as comm:
+    with registered(plugin_of(mine)), alone(tmp_path, "auto") as comm:
         assert comm.backend == order[0]
         assert registry().by_priority("cpu")[:3] == order
 
@@ -144,7 +130,7 @@ def test_auto_takes_the_backend_of_the_highest_priority(priority: int, order: li
 @on_ranks(2, "shm")
 def test_auto_falls_to_what_all_ranks_have(comm: comms.Communicator, tmp_path: Path) -> None:
     """Ranks on other hosts may lack a plugin that comes first here."""
-    plugin = Plugin(dataclasses.replace(registry().backends["shm"], name="mine", auto={"cpu": 1000}))
+    plugin = plugin_of(dataclasses.replace(registry().backends["shm"], name="mine", auto={"cpu": 1000}))
     own, place = registered(plugin) if comm.rank == 0 else nullcontext(), f"file://{tmp_path}/meeting"
     with own, comms.connect(rank=comm.rank, size=2, rendezvous=place) as made:
         assert made.backend == "shm"
@@ -180,11 +166,11 @@ def test_the_core_names_no_backend() -> None:
 
 def test_a_second_backend_of_the_same_name_is_refused() -> None:
     fresh = Registry()
-    fresh.register(Plugin(GOOD))
+    fresh.register(plugin_of(GOOD))
     with pytest.raises(InvalidPlugin, match="registered already"):
-        fresh.register(Plugin(GOOD))
+        fresh.register(plugin_of(GOOD))
     with pytest.raises(InvalidPlugin, match="registered already"):
-        fresh.register(Plugin(dataclasses.replace(GOOD, name="x"), dataclasses.replace(GOOD, name="x")))
+        fresh.register(plugin_of(dataclasses.replace(GOOD, name="x"), dataclasses.replace(GOOD, name="x")))
     assert list(fresh.backends) == ["mine"]
 
 
@@ -194,8 +180,8 @@ def test_a_broken_plugin_does_not_break_the_others(monkeypatch: pytest.MonkeyPat
 
     points = [
         SimpleNamespace(name="broken", load=explode),
-        SimpleNamespace(name="good", load=lambda: Plugin(GOOD)),
-        SimpleNamespace(name="old", load=lambda: Plugin(dataclasses.replace(GOOD, name="old", api=(0, 1)))),
+        SimpleNamespace(name="good", load=lambda: plugin_of(GOOD)),
+        SimpleNamespace(name="old", load=lambda: plugin_of(dataclasses.replace(GOOD, name="old", api=(0, 1)))),
     ]
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: points)
     fresh = Registry()
@@ -211,43 +197,39 @@ def test_a_probe_that_raises_means_unavailable() -> None:
         raise OSError("no such device")
 
     fresh = Registry()
-    fresh.register(Plugin(dataclasses.replace(GOOD, probe=probe)))
+    fresh.register(plugin_of(dataclasses.replace(GOOD, probe=probe)))
     status = fresh.backend("mine").status
-    assert isinstance(status, Unavailable) and "no such device" in status.reason
+    assert isinstance(status, spec.Unavailable) and "no such device" in status.reason
 
 
 def test_a_backend_that_cannot_run_here_is_refused_with_its_hint() -> None:
     """Before it looks for a meeting place."""
-    plugin = Plugin(dataclasses.replace(GOOD, probe=lambda: Unavailable("no card", "buy one")))
+    plugin = plugin_of(dataclasses.replace(GOOD, probe=lambda: spec.Unavailable("no card", "buy one")))
     with registered(plugin), pytest.raises(comms.BackendUnavailable, match=r"no card.*buy one"):
         comms.connect("mine", rank=0, size=1)
 
 
-class Observer:
-    def __init__(self) -> None:
-        self.seen: list[tuple[str, OpEvent]] = []
-        self.aborts: list[object] = []
-
-    @hookimpl
-    def before_op(self, event: OpEvent) -> None:
-        self.seen.append(("before", event))
-
-    @hookimpl
-    def after_op(self, event: OpEvent) -> None:
-        self.seen.append(("after", event))
-
-    @hookimpl
-    def on_abort(self, event: AbortEvent) -> None:
-        self.aborts.append(event.error)
-
-
 def test_observers_see_every_op_begin_and_end_and_the_abort(fast_paths: None, tmp_path: Path) -> None:
     """Also those of the fast path, which an op has taken before an observer is there."""
-    observer, tensor = Observer(), torch.ones(10)
+    seen, aborts, tensor = list[tuple[str, OpEvent]](), list[object](), torch.ones(10)
+
+    class Observer:
+        @hookimpl
+        def before_op(self, event: OpEvent) -> None:
+            seen.append(("before", event))
+
+        @hookimpl
+        def after_op(self, event: OpEvent) -> None:
+            seen.append(("after", event))
+
+        @hookimpl
+        def on_abort(self, event: spec.AbortEvent) -> None:
+            aborts.append(event.error)
+
     with alone(tmp_path, "inproc", name="seen") as comm:
         comm.barrier()
         assert not registry().observed
-        with registered(observer):
+        with registered(Observer()):
             assert registry().observed
             comm.all_reduce(tensor)
             comm.barrier(async_op=True).wait()
@@ -255,12 +237,12 @@ def test_observers_see_every_op_begin_and_end_and_the_abort(fast_paths: None, tm
             with pytest.raises(comms.Revoked):
                 comm.barrier()
         assert not registry().observed
-    names = [(when, event.op) for when, event in observer.seen]
+    names = [(when, event.op) for when, event in seen]
     assert names == [("before", "all_reduce"), ("after", "all_reduce"), ("before", "barrier"), ("after", "barrier")]
-    after = observer.seen[1][1]
+    after = seen[1][1]
     assert (after.communicator, after.nbytes, after.seq, after.rank, after.error) == ("seen", 40, 2, 0, None)
     assert after.seconds > 0 and after.outputs[0].data_ptr() == tensor.data_ptr()
-    assert [type(error) for error in observer.aborts] == [comms.Revoked]
+    assert [type(error) for error in aborts] == [comms.Revoked]
 
 
 # -- hints, and what a communicator says of itself
@@ -374,39 +356,30 @@ def test_gloo_runs_with_the_threads_and_over_the_interface_that_are_named(tmp_pa
         alone(tmp_path, "gloo", name="nowhere", hints={"interface": "nowhere0"})
 
 
-def test_a_rank_that_yields_soon_looks_whether_the_others_are_there() -> None:
+@on_ranks(2, "shm")
+def test_a_rank_that_yields_soon_looks_whether_the_others_are_there(comm: Communicator) -> None:
     """On a busy machine a yield takes as long as others compute; its own processor time is the same everywhere."""
-
-    def body(comm: Communicator) -> float:
-        with comm.split([0, 1], hints={"spins": 0, "yields": 10_000_000}) as part:
-            part.barrier()
-            if part.rank == 0:
-                return 0.0
+    with comm.split([0, 1], hints={"spins": 0, "yields": 10_000_000}) as part:
+        part.barrier()
+        if part.rank == 1:
             began = time.thread_time()
             with pytest.raises(PeerFailed, match="it left the communicator"):
                 part.barrier()
-            return time.thread_time() - began
-
-    with LocalCluster(2, "shm") as cluster:
-        assert cluster.run(body)[1] < 0.1
+            assert time.thread_time() - began < 0.1
 
 
-def test_a_rank_without_spins_and_yields_waits_without_computing() -> None:
-    def body(comm: Communicator) -> list[float]:
-        used = []
-        for checks in (0, 10_000_000) * 3:
-            with comm.split([0, 1], hints={"spins": checks, "yields": 0}) as part:
-                part.barrier()
-                if part.rank == 0:
-                    time.sleep(0.2)
-                began = time.thread_time()
-                part.barrier()
-                used.append(time.thread_time() - began)
-        return used
-
-    with LocalCluster(2, "shm") as cluster:
-        used = cluster.run(body)[1]
-    assert sum(used[::2]) < sum(used[1::2]) / 3
+@on_ranks(2, "shm")
+def test_a_rank_without_spins_and_yields_waits_without_computing(comm: Communicator) -> None:
+    used = []
+    for checks in (0, 10_000_000) * 3:
+        with comm.split([0, 1], hints={"spins": checks, "yields": 0}) as part:
+            part.barrier()
+            if part.rank == 0:
+                time.sleep(0.2)
+            began = time.thread_time()
+            part.barrier()
+            used.append(time.thread_time() - began)
+    assert comm.rank == 0 or sum(used[::2]) < sum(used[1::2]) / 3
 
 
 @on_ranks(4, "ucx")

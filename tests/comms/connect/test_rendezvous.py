@@ -9,12 +9,14 @@ import os
 import random
 import select
 import socket
+import socketserver
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,6 @@ from holdfast.comms.rendezvous.offer_exchange import Offer, decode_offer
 from holdfast.comms.system.keys import Seal, create_key
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import is_gone, this_process
-from holdfast.ft import listen_address
 from holdfast.ft.control.rpc import AsyncRpcServer
 from holdfast.ft.listen_address import check_interface, check_ours
 from support.children import Child
@@ -59,10 +60,8 @@ def test_more_ranks_ask_the_store_hardly_more_often_each(backend: str, monkeypat
     for size in (2, 8):
         store = dist.HashStore()
         asked.clear()
-        results = in_threads(
-            size,
-            lambda rank, size=size, store=store: total(comms.connect(backend, rank=rank, size=size, rendezvous=store)),
-        )
+        connect = partial(comms.connect, backend, size=size, rendezvous=store)
+        results = in_threads(size, lambda rank, connect=connect: total(connect(rank=rank)))
         assert results == [size * (size + 1) / 2] * size
         each[size] = len(asked) / size
     # One more for each peer were six more; a busy machine makes ranks read twice what others have just written.
@@ -73,37 +72,28 @@ def test_more_ranks_ask_the_store_hardly_more_often_each(backend: str, monkeypat
 
 
 @contextlib.contextmanager
-def listener(answer: bytes | None) -> Iterator[int]:
+def listener(answer: bytes) -> Iterator[int]:
     """A foreign server at a port: it never answers, or sends every client the same bytes."""
-    with socket.socket() as door:
-        door.bind(("127.0.0.1", 0))
-        door.listen(8)
-        door.settimeout(0.05)
-        lines: list[socket.socket] = []
-        over = threading.Event()
+    over = threading.Event()
 
-        def serve() -> None:
-            while not over.is_set():
-                with contextlib.suppress(OSError):
-                    line, _ = door.accept()
-                    lines.append(line)
-                    if answer is not None:
-                        line.sendall(answer)
+    class Answer(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with contextlib.suppress(OSError):
+                self.request.sendall(answer)
+            over.wait()
 
-        thread = threading.Thread(target=serve)
-        thread.start()
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,)).start()
         try:
-            yield int(door.getsockname()[1])
+            yield int(server.server_address[1])
         finally:
             over.set()
-            thread.join()
-            for line in lines:
-                line.close()
+            server.shutdown()
 
 
-@pytest.mark.parametrize("answer", [None, b"220 mail.example ESMTP\r\n", b"\0" * 64])
+@pytest.mark.parametrize("answer", [b"", b"220 mail.example ESMTP\r\n", b"\0" * 64])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_another_server_at_the_port_is_an_error_within_the_timeout(answer: bytes | None, rank: int) -> None:
+def test_another_server_at_the_port_is_an_error_within_the_timeout(answer: bytes, rank: int) -> None:
     with listener(answer) as port:
         began = time.monotonic()
         with pytest.raises(comms.HoldfastError, match=rf"127\.0\.0\.1:{port}"):
@@ -271,9 +261,8 @@ def forged(**changes: Any) -> bytes:
 
 def test_the_store_listens_at_the_named_interface_only(port: int) -> None:
     with comms.connect("inproc", rank=0, size=1, rendezvous=f"tcp://127.0.0.1:{port}"):
-        lines = [
-            line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()
-        ]
+        tables = "".join(Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6"))
+        lines = [line.split() for line in tables.splitlines()]
         listening = [line[1] for line in lines if line[3] == "0A" and line[1].endswith(f":{port:04X}")]
     assert listening == [f"0100007F:{port:04X}"]
 
@@ -319,11 +308,7 @@ def test_a_stranger_cannot_take_a_rank_of_a_job_with_a_key(key_file: Path) -> No
     store = dist.HashStore()
     store.set("holdfast/default/0/offer/1", forged())  # type: ignore[arg-type]
     store.set("holdfast/default/0/offer/0", "x" * (1 << 20))
-
-    def body(rank: int) -> Any:
-        return total(comms.connect("inproc", rank=rank, size=2, rendezvous=store, timeout=10.0))
-
-    assert in_threads(2, body) == [3.0, 3.0]
+    assert in_threads(2, lambda r: total(comms.connect("inproc", rank=r, size=2, rendezvous=store))) == [3.0, 3.0]
 
 
 def test_a_rank_with_the_key_refuses_an_offer_without_it(key_file: Path) -> None:
@@ -423,12 +408,10 @@ class Garbage(dist.Store):
 @pytest.mark.parametrize("value", [b"", b"\xff\xfe", b"{}", b"[1]", b"x" * (1 << 17), b"0" * 64])
 @pytest.mark.parametrize("name", ["inproc", "shm", "gloo", "ucx"])
 def test_a_malformed_address_is_a_typed_error(name: str, value: bytes) -> None:
+    peers, store = [this_process()] * 2, Garbage(value)
+    members = KnownMembers(rank=1, peers=peers, store=store, epoch=0, name=uuid4().hex)
     with pytest.raises(comms.HoldfastError):
-        connect_members(
-            name,
-            KnownMembers(rank=1, peers=[this_process()] * 2, store=Garbage(value), epoch=0, name=uuid4().hex),
-            timeout=1.0,
-        )
+        connect_members(name, members, timeout=1.0)
 
 
 @pytest.mark.parametrize(
@@ -468,7 +451,7 @@ def test_a_host_name_that_is_unknown_or_means_every_interface_or_takes_too_long_
     try:
         for lookup, seconds, words in lookups:
             monkeypatch.setattr(socket, "getaddrinfo", lookup)
-            monkeypatch.setattr(listen_address, "LOOKUP_SECONDS", seconds)
+            monkeypatch.setattr("holdfast.ft.listen_address.LOOKUP_SECONDS", seconds)
             with pytest.raises(ValueError, match=words):
                 check_ours("node17")
     finally:

@@ -19,16 +19,7 @@ import torch
 import torch.distributed as dist
 
 from holdfast import comms
-from holdfast.comms import (
-    BackendUnavailable,
-    Communicator,
-    HoldfastError,
-    Mismatch,
-    NotConnected,
-    OpTimeout,
-    PeerFailed,
-    Revoked,
-)
+from holdfast.comms import Communicator, Mismatch, NotConnected, OpTimeout, PeerFailed, Revoked
 from holdfast.comms.plugins.spec import AbortEvent
 from holdfast.comms.system.keys import create_key
 from holdfast.ft import Session, Timeouts
@@ -244,17 +235,15 @@ def both(first: Callable[[], Any], second: Callable[[], Any]) -> list[Any]:
     return in_threads(2, lambda number: (first, second)[number]())
 
 
-@pytest.fixture
-def pair() -> Iterator[tuple[Communicator, Communicator]]:
-    """Two communicators of this process without members."""
-    with (
-        comms.unconnected("inproc", timeout=PATIENCE) as first,
-        comms.unconnected("inproc", timeout=PATIENCE) as second,
-    ):
-        yield first, second
-
-
 Pair = tuple[Communicator, Communicator]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    """Two communicators of this process without members."""
+    first, second = (comms.unconnected("inproc", timeout=PATIENCE) for _ in range(2))
+    with first, second:
+        yield first, second
 
 
 @pytest.mark.parametrize("backend", ["inproc", "shm", "gloo", "ucx", MPI])
@@ -301,23 +290,22 @@ def test_three_ranks_become_two_by_a_death_and_three_by_a_new_process(backend: s
     ], [outcome.error for outcome in outcomes]
 
 
-def mapped_by_peers() -> int:
-    """How many mappings of shared memory this process has."""
-    return sum("holdfast" in line and "memfd" not in line for line in Path("/proc/self/maps").read_text().splitlines())
-
-
 @on_ranks(3, "inproc", "shm", "gloo", "ucx", MPI)
 def test_a_suspended_communicator_holds_no_shared_memory_and_resumes_with_its_hooks(
     outer: Communicator, tmp_path: Path
 ) -> None:
-    before, ops, place = mapped_by_peers(), list[str](), f"file://{tmp_path}/meeting"
+    def mapped() -> int:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        return sum("holdfast" in line and "memfd" not in line for line in lines)
+
+    before, ops, place = mapped(), list[str](), f"file://{tmp_path}/meeting"
     with comms.connect(outer.backend, rank=outer.rank, size=3, rendezvous=place, name="held") as comm:
         comm.hooks.before_op(lambda op: ops.append(op.op))
         assert total(comm) == 6.0
         pending = comm.all_reduce(torch.ones(1), async_op=True)
         comm.suspend()
         pending.wait()
-        assert outer.backend == "inproc" or mapped_by_peers() == before
+        assert outer.backend == "inproc" or mapped() == before
         with pytest.raises(NotConnected, match=r"'held' is suspended; call resume\(\)"):
             total(comm)
         comm.resume()
@@ -337,7 +325,7 @@ def test_an_unconnected_communicator_says_so_until_it_has_members() -> None:
         comm.reconfigure(1, [comm.handle()]).wait()
         assert (comm.rank, comm.size, total(comm), comm.over) == (0, 1, 1.0, None)
         assert comm.info.hints["spins"] == 5
-    with pytest.raises(BackendUnavailable):
+    with pytest.raises(comms.BackendUnavailable):
         comms.unconnected("no_such")
     with pytest.raises(ValueError, match="unknown hint"):
         comms.unconnected("shm", hints={"no_such": 1})
@@ -371,7 +359,7 @@ def bad_handles(own: str) -> list[tuple[Any, type[BaseException], str]]:
         ([own, changed(other, version=2)], Mismatch, "version 2, this process reads 1"),
         ([own, changed(other, job="another")], Mismatch, r"rank 1 is of another job .*HOLDFAST_KEY_FILE"),
         ([own, changed(other, device="cuda")], Mismatch, "another device"),
-        ([own, changed(other, backends=["mpi"])], BackendUnavailable, "no backend in common"),
+        ([own, changed(other, backends=["mpi"])], comms.BackendUnavailable, "no backend in common"),
         ([own, changed(other, peer={**json.loads(own)["peer"], "started": 1})], PeerFailed, "has ended"),
     ]
 
@@ -386,7 +374,7 @@ def test_bad_handles_change_nothing(comm: Communicator) -> None:
     with pytest.raises(ValueError, match="unknown hint"):
         comm.reconfigure(1, [comm.handle()], hints={"no_such": 1})
     comm.reconfigure(1, [comm.handle()])
-    with pytest.raises(HoldfastError, match="uuid 1 was already used"):
+    with pytest.raises(comms.HoldfastError, match="uuid 1 was already used"):
         comm.reconfigure(1, [comm.handle()])
     for uuid, wrong in ((1.5, TypeError), (True, TypeError), ("", ValueError), ("u" * 201, ValueError)):
         with pytest.raises(wrong, match="uuid"):

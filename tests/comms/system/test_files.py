@@ -21,16 +21,8 @@ from holdfast import comms
 from holdfast.backends.common.process_memory import MOST_BYTES, read_process, write_process
 from holdfast.comms import Communicator
 from holdfast.comms.algorithms.message_passing import tuning
-from holdfast.comms.system.files import (
-    OwnedDescriptor,
-    bind_unix,
-    connect_unix,
-    path_of,
-    read_all,
-    read_at,
-    url_of,
-    write_all,
-)
+from holdfast.comms.system import files
+from holdfast.comms.system.files import OwnedDescriptor, path_of, url_of
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import Liveness, start_time, this_host, this_process
 from holdfast.ft.registers import open_cell
@@ -201,9 +193,9 @@ def test_a_unix_socket_may_be_at_a_path_of_any_length(tmp_path: Path) -> None:
     folder = tmp_path / LONG / LONG / ODD
     folder.mkdir(parents=True)
     with socket.socket(socket.AF_UNIX) as door, socket.socket(socket.AF_UNIX) as line:
-        bind_unix(door, folder / "socket")
+        files.bind_unix(door, folder / "socket")
         door.listen()
-        connect_unix(line, folder / "socket")
+        files.connect_unix(line, folder / "socket")
     assert (folder / "socket").is_socket()
 
 
@@ -249,14 +241,16 @@ def test_a_cluster_runs_in_a_temporary_folder_with_an_odd_name(tmp_path: Path, m
         assert cluster.run(lambda comm: comm.size) == [2, 2]
 
 
-def refuse(path: Path) -> bytes:
-    raise PermissionError(13, "Permission denied", str(path))
-
-
 @pytest.mark.parametrize("home", ["missing", "file", "unset", "unreadable"])
 def test_a_job_runs_with_a_home_that_cannot_hold_the_optional_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str
 ) -> None:
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    def no_home() -> Path:
+        raise RuntimeError("no home")
+
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     (tmp_path / "file").touch()
     monkeypatch.setenv("HOME", str(tmp_path / home))
@@ -264,7 +258,7 @@ def test_a_job_runs_with_a_home_that_cannot_hold_the_optional_cache(
         monkeypatch.setattr(Path, "read_bytes", refuse)
     if home == "unset":
         monkeypatch.delenv("HOME")
-        monkeypatch.setattr(Path, "home", classmethod(lambda cls: (_ for _ in ()).throw(RuntimeError("no home"))))
+        monkeypatch.setattr(Path, "home", no_home)
     assert tuning.load() == tuning.Tuning()
 
 
@@ -306,10 +300,10 @@ def test_a_copy_stops_at_inaccessible_memory_and_returns_its_length() -> None:
 def test_files_are_read_and_written_whole(data: bytes, at_once: int, offset: int, nbytes: int) -> None:
     fd = os.memfd_create("short-results")
     try:
-        write_all(fd, data, at_once)
-        assert read_at(fd, nbytes, offset, at_once) == data[offset : offset + nbytes]
+        files.write_all(fd, data, at_once)
+        assert files.read_at(fd, nbytes, offset, at_once) == data[offset : offset + nbytes]
         os.lseek(fd, 0, os.SEEK_SET)
-        assert read_all(fd, at_once) == data
+        assert files.read_all(fd, at_once) == data
     finally:
         os.close(fd)
 

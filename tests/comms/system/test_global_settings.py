@@ -57,24 +57,17 @@ def every_op(comm: Communicator) -> None:
 
 
 @contextmanager
-def double() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
+def set_by(call: Callable[[Any], object], value: object, default: object) -> Iterator[None]:
+    call(value)
     yield
-    torch.set_default_dtype(torch.float32)
-
-
-@contextmanager
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+    call(default)
 
 
 SETTINGS: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "default device": lambda: torch.device("meta"),
     "inference mode": torch.inference_mode,
-    "default dtype": double,
-    "deterministic algorithms": deterministic,
+    "default dtype": lambda: set_by(torch.set_default_dtype, torch.float64, torch.float32),
+    "deterministic algorithms": lambda: set_by(torch.use_deterministic_algorithms, True, False),
 }
 
 

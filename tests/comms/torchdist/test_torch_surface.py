@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from packaging.requirements import Requirement
-from torch._C import _distributed_c10d
 
-import holdfast.comms.torchdist  # noqa: F401  # registers the backend
-from holdfast.comms import NotConnected, Unsupported
+from holdfast.comms import BackendUnavailable, Communicator, HoldfastError, NotConnected, Revoked, Unsupported
+from holdfast.comms.torchdist import Options
 from holdfast.comms.torchdist.process_group import AVAILABLE, HoldfastBackend, HoldfastProcessGroup
 from holdfast.comms.torchdist.works import TorchWork
+from support.comms import nccl_stand_in as stand_in
+from support.comms.meeting import registered
+from support.comms.torch_groups import default_group, group_cluster
+from support.programs import torch_suite
 from support.programs.torch_names import table, uses
-from support.programs.torch_suite import TABLE as SUITE
-from support.programs.torch_suite import TRANSPORTS, Report, outcomes
 from support.source_tree import ROOT
 
+_distributed_c10d: Any = torch._C._distributed_c10d
 HOOKS = pytest.mark.skipif(not hasattr(_distributed_c10d, "PreHookArgs"), reason="torch has hooks from 2.14 on")
 
 INHERITED: dict[type, set[str]] = {
@@ -57,9 +65,10 @@ def test_every_name_of_torchs_class_is_ours_or_known_to_work_as_inherited(ours: 
 
 
 @pytest.fixture
-def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[HoldfastProcessGroup]:
-    """A default group of this process alone."""
-    monkeypatch.setenv("HOLDFAST_BACKEND", "shm")
+def group(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[HoldfastProcessGroup]:
+    """A default group of this process alone, in an environment of the test's parameters."""
+    for name, value in {"HOLDFAST_BACKEND": "shm", **getattr(request, "param", {})}.items():
+        monkeypatch.setenv(name, value)
     dist.init_process_group("holdfast", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=30))
     made: Any = dist.group.WORLD
     yield made
@@ -70,13 +79,10 @@ def test_what_a_group_cannot_do_is_said_or_refused_by_name(group: Any) -> None:
     assert group._supports_time_estimate is False
     for name in ("supports_window", "supports_abort_hooks", "supports_completion_hooks", "_supports_time_estimate"):
         assert getattr(HoldfastBackend, name) is False
-    calls: dict[str, tuple[Any, ...]] = {
-        "memory_stats": (),
-        "merge_remote_group": (dist.HashStore(), 2),
-    }
-    for name, arguments in calls.items():
-        with pytest.raises(Unsupported, match=name):
-            getattr(group, name)(*arguments)
+    with pytest.raises(Unsupported, match="memory_stats"):
+        group.memory_stats()
+    with pytest.raises(Unsupported, match="merge_remote_group"):
+        group.merge_remote_group(dist.HashStore(), 2)
 
 
 def test_a_work_tells_its_timeout_and_its_number(group: Any) -> None:
@@ -207,36 +213,26 @@ def test_hooks_of_the_abort_run_once_each_and_can_be_removed(group: Any) -> None
     assert seen == [1, 2], "one that raises keeps no other from running"
 
 
-def test_the_check_for_nan_refuses_inputs_and_no_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_DIST_NAN_CHECK", "1")
-    monkeypatch.setenv("HOLDFAST_BACKEND", "shm")
-    dist.init_process_group("holdfast", store=dist.HashStore(), rank=0, world_size=1)
+@pytest.mark.parametrize("group", [{"TORCH_DIST_NAN_CHECK": "1"}], indirect=True, ids=["checked"])
+def test_the_check_for_nan_refuses_inputs_and_no_outputs(group: Any) -> None:
     nan = torch.tensor([0.0, float("nan")])
-    try:
-        sparse = torch.sparse_coo_tensor([[0]], [float("nan")], (2,), check_invariants=True)
-        for tensor in (nan, nan.to(torch.complex64), nan.to(torch.float8_e5m2), sparse):
-            with pytest.raises(RuntimeError, match="allreduce: input tensor 0 holds NaN"):
-                dist.all_reduce(tensor)
-        dist.all_gather_into_tensor(nan, torch.ones(2))
-        assert nan.tolist() == [1, 1]
-        dist.all_reduce(torch.ones(2, dtype=torch.int8))
-    finally:
-        dist.destroy_process_group()
+    sparse = torch.sparse_coo_tensor([[0]], [float("nan")], (2,), check_invariants=True)
+    for tensor in (nan, nan.to(torch.complex64), nan.to(torch.float8_e5m2), sparse):
+        with pytest.raises(RuntimeError, match="allreduce: input tensor 0 holds NaN"):
+            dist.all_reduce(tensor)
+    dist.all_gather_into_tensor(nan, torch.ones(2))
+    assert nan.tolist() == [1, 1]
+    dist.all_reduce(torch.ones(2, dtype=torch.int8))
 
 
 TABLE = table()
-ADVICE = "take another name, or look for it with getattr; tests/support/programs/torch_names.py makes the tables anew"
 
 
-def claimed() -> list[str]:
-    """The versions of torch that pyproject.toml allows, as "2.11"."""
+def test_there_is_a_table_for_each_version_that_pyproject_allows() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     specifier = next(each.specifier for each in map(Requirement, project["dependencies"]) if each.name == "torch")
-    return [f"2.{minor}" for minor in range(100) if specifier.contains(f"2.{minor}.0")]
-
-
-def test_there_is_a_table_for_each_claimed_version() -> None:
-    assert sorted(TABLE, key=lambda version: int(version[2:])) == claimed()
+    allowed = [f"2.{minor}" for minor in range(100) if specifier.contains(f"2.{minor}.0")]
+    assert sorted(TABLE, key=lambda version: int(version[2:])) == allowed
 
 
 @pytest.mark.parametrize("version", TABLE)
@@ -248,7 +244,7 @@ def test_each_name_that_is_imported_from_torch_is_in_the_version(version: str) -
         if name not in TABLE[version].get(module, ())
     ]
     missing += [module for module in uses() if module not in TABLE[version]]
-    assert not missing, ADVICE
+    assert not missing, "take another name, or look for it with getattr; torch_names.py makes the tables anew"
 
 
 def test_the_modules_of_the_installed_version_have_the_names_too() -> None:
@@ -257,16 +253,16 @@ def test_the_modules_of_the_installed_version_have_the_names_too() -> None:
         assert hasattr(dist, name) or name.startswith("ProcessGroup"), place
 
 
-SELECTION: list[str] = tomllib.loads(SUITE.read_text())["selection"]["tests"]
+SELECTION: list[str] = tomllib.loads(torch_suite.TABLE.read_text())["selection"]["tests"]
 
 
 @pytest.mark.thorough
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", torch_suite.TRANSPORTS)
 def test_what_passes_over_plain_gloo_passes_over_holdfast(transport: str) -> None:
     """Runs all of the selection over shm, and one test in four over each other transport."""
-    names = SELECTION if transport == "shm" else SELECTION[TRANSPORTS.index(transport) :: 4]
-    report = Report.of(names, outcomes("holdfast", transport, names))
+    names = SELECTION if transport == "shm" else SELECTION[torch_suite.TRANSPORTS.index(transport) :: 4]
+    report = torch_suite.Report.of(names, torch_suite.outcomes("holdfast", transport, names))
     assert not report.failed
     assert report.passed > 0.7 * len(names), report
 
@@ -277,7 +273,7 @@ def test_what_torch_skips_by_the_backends_name_is_told_apart_from_what_fails() -
         "b": {"outcome": "skipped", "why": "a rank's output\nTest requires backend holdfast to be one of {'nccl'}"},
         "c": {"outcome": "failed", "why": "wrong sum"},
     }
-    report = Report.of(["a", "b", "c", "d"], ended)
+    report = torch_suite.Report.of(["a", "b", "c", "d"], ended)
     assert (report.passed, list(report.skipped), report.failed) == (1, ["b"], {"c": "wrong sum", "d": "did not end"})
     assert str(report).splitlines() == [
         "1 of 4 pass, 2 fail, torch skips 1",
@@ -285,3 +281,284 @@ def test_what_torch_skips_by_the_backends_name_is_told_apart_from_what_fails() -
         "  failed: d: did not end",
         "  skipped by torch: b: Test requires backend holdfast to be one of {'nccl'}",
     ]
+
+
+# -- docs/reference/torch-surface.toml: what each new name of torch 2.15 does over each transport. Each check runs in a
+# default group of its own, and calls the name as a program would: by torch's function where there is one. Over `nccl`
+# runs its stand-in, which has this package's code and host memory.
+
+
+ROWS: list[dict[str, Any]] = tomllib.loads((ROOT / "docs/reference/torch-surface.toml").read_text())["row"]
+TRANSPORTS = ("shm", "gloo", "ucx", "mpi", "nccl")
+c10d: Any = dist.distributed_c10d
+
+
+@dataclass(frozen=True)
+class Case:
+    """One rank of the default group in which a check runs."""
+
+    group: Any
+    rank: int
+    outer: Communicator
+    transport: str
+
+    @property
+    def peer(self) -> int:
+        return 1 - self.rank
+
+    @contextmanager
+    def window(self) -> Iterator[Any]:
+        made = c10d._new_window(torch.zeros(4))
+        yield made
+        made.close()
+
+    def total(self) -> float:
+        tensor = torch.full((2,), dist.get_rank() + 1.0)
+        dist.all_reduce(tensor)
+        return float(tensor[0])
+
+
+def supports_window(case: Case) -> None:
+    if not c10d._supports_window():
+        raise Unsupported("_supports_window() is False")
+
+
+def window(case: Case) -> None:
+    with case.window():
+        pass
+
+
+def put_and_signal(case: Case) -> None:
+    with case.window() as window:
+        window.put(torch.ones(2), case.peer, 1, False)
+        window.wait_signal(case.peer, False)
+        window.signal(case.peer, True).wait()
+        assert window.wait_signal(case.peer, True).wait()
+
+
+def map_remote_tensor(case: Case) -> None:
+    with case.window() as window:
+        try:
+            window.map_remote_tensor(case.peer)
+        finally:
+            dist.barrier()
+
+
+def get_attr(case: Case) -> None:
+    with case.window() as window:
+        assert window.get_attr(case.peer).access_type.name in ("UNIFIED", "SEPARATE")
+
+
+def register(case: Case) -> None:
+    with case.window() as window:
+        window.tensor_deregister()
+        window.tensor_register(torch.zeros(2), owning=False)
+
+
+def op_hooks(case: Case) -> None:
+    seen: list[Any] = []
+    case.group.register_pre_hook(1, seen.append)
+    case.group.register_post_hook(1, seen.append)
+    case.group._register_on_completion_hook(seen.append)
+    assert case.total() == 3
+    case.group._wait_for_pending_works()
+    assert len(seen) == 3
+
+
+def abort_hook(case: Case) -> None:
+    seen: list[int] = []
+    case.group.register_abort_hook(1, lambda: seen.append(1))
+    case.outer.barrier()
+    case.group.abort()
+    assert seen == [1]
+
+
+def nan_check(case: Case) -> None:
+    case.group._hooks.refuse_nan = True  # as TORCH_DIST_NAN_CHECK=1 sets it when the group is made
+    with pytest.raises(HoldfastError, match="NaN"):
+        dist.all_reduce(torch.tensor([float("nan")]))
+    assert case.total() == 3
+
+
+def health_check(case: Case) -> None:
+    _distributed_c10d.HealthCheckHook.attach(case.group)
+    case.outer.barrier()
+    case.group.abort()
+    answers: list[str] = []
+
+    class Answer(_distributed_c10d._Response):  # type: ignore[misc]  # of torch's debug server
+        def set_content(self, content: str, content_type: str) -> None:
+            answers.append(content)
+
+        def set_status(self, status: int) -> None:
+            """Does nothing."""
+
+    _distributed_c10d._get_handler("c10d_health_check")(_distributed_c10d._Request(), Answer())
+    if not json.loads(answers[0])["unhealthy_backends"]:
+        raise Unsupported("torch calls it for groups in C++ alone; register_abort_hook is called")
+
+
+def flight_recorder(case: Case) -> None:
+    try:
+        _distributed_c10d.FlightRecorderHook.attach(case.group, [0, 1])
+    except RuntimeError as error:
+        raise Unsupported(str(error).splitlines()[0]) from error
+
+
+def reconfigure(case: Case) -> None:
+    assert c10d._supports_reconfigure()
+    handles = case.outer.all_gather_object(c10d._get_reconfigure_handle())
+    assert c10d._reconfigure(5, list(reversed(handles))).wait()
+    assert (dist.get_rank(), case.total()) == (case.peer, 3)
+    assert c10d._reconfigure(6, set(handles), timeout=timedelta(seconds=20)).wait()
+    assert case.total() == 3
+
+
+def split_group(case: Case) -> None:
+    part = dist.split_group(split_ranks=[[0], [1]])
+    assert dist.get_world_size(part) == 1
+
+
+def shrink_group(case: Case) -> None:
+    if case.rank == 0:
+        dist.shrink_group([1])
+        assert case.total() == 1
+    case.outer.barrier()
+
+
+def gather_single(case: Case) -> None:
+    output = torch.empty(2) if case.rank == 0 else None
+    c10d.gather_single(torch.full((1,), float(case.rank)), output, dst=0)
+    assert output is None or output.tolist() == [0, 1]
+
+
+def work(case: Case) -> None:
+    c10d.set_timeout(timedelta(seconds=17), dist.group.WORLD)
+    issued: Any = dist.all_reduce(torch.ones(1), async_op=True)
+    assert issued.wait() and issued._get_sequence_number() == 1
+    assert issued.timeout == timedelta(seconds=17)
+
+
+def duration(case: Case) -> None:
+    if case.transport == "nccl":  # the stand-in has no streams, which the transport has
+        type(case.group.communicator.transport).streams = True
+    try:
+        case.group._enable_collectives_timing()
+    finally:
+        if case.transport == "nccl":
+            type(case.group.communicator.transport).streams = False
+    work: Any = dist.all_reduce(torch.ones(1000), async_op=True)
+    work.wait()
+    assert 0 < work._get_duration() < 60_000
+
+
+def suspend_and_resume(case: Case) -> None:
+    group: Any = c10d.get_backend_impl(device=torch.device("cpu"))
+    assert group is case.group
+    group.suspend()
+    with pytest.raises(NotConnected, match=r"resume\(\)"):
+        case.total()
+    group.resume()
+    assert case.total() == 3
+
+
+def memory_stats(case: Case) -> None:
+    c10d.get_backend_impl(device=torch.device("cpu")).memory_stats()
+
+
+def merge_remote_group(case: Case) -> None:
+    case.group.merge_remote_group(dist.HashStore(), 2)
+
+
+def mesh_abort(case: Case) -> None:
+    mesh: Any = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    case.outer.barrier()
+    mesh.abort()
+    with pytest.raises(Revoked):
+        case.group.allreduce(torch.ones(1)).wait()
+    c10d._update_default_pg(None)  # torch removes the default group from its tables, and keeps it as the default
+
+
+def transport(case: Case) -> None:
+    new_transport = importlib.import_module("torch.distributed._transport").new_transport
+    try:
+        made = new_transport("holdfast", "cpu", plane=case.transport)
+    except RuntimeError as error:  # torch's own, of the error that says why
+        assert isinstance(error.__cause__, BackendUnavailable)
+        raise Unsupported("it has no memory plane") from error
+    with made:
+        memory = made.register_memory(torch.arange(2.0))
+        url, descriptor = case.outer.all_gather_object((made.bind(), memory.to_remote_buffer().serialize()))[case.peer]
+        assert made.connect(url) == 0
+        into = torch.empty(2)
+        remote = type(memory.to_remote_buffer()).deserialize(descriptor)
+        made.read(made.register_memory(into).to_mutable_view(), remote)
+        assert into.tolist() == [0, 1]
+        case.outer.barrier()
+
+
+CHECKS: dict[Callable[[Case], None], tuple[str, ...]] = {
+    supports_window: ("_supports_window",),
+    window: ("_new_window",),
+    put_and_signal: ("Window.put", "Window.signal", "Window.wait_signal"),
+    map_remote_tensor: ("Window.map_remote_tensor",),
+    get_attr: ("Window.get_attr",),
+    register: ("Window.tensor_register", "Window.tensor_deregister"),
+    op_hooks: ("register_pre_hook", "register_post_hook", "_register_on_completion_hook"),
+    abort_hook: ("register_abort_hook",),
+    nan_check: ("NanCheckHook",),
+    health_check: ("HealthCheckHook",),
+    flight_recorder: ("FlightRecorderHook",),
+    reconfigure: (
+        "_supports_reconfigure", "_get_reconfigure_handle", "_reconfigure",
+        "init_process_group(enable_reconfigure=True)",
+    ),
+    split_group: ("split_group",),
+    shrink_group: ("shrink_group",),
+    gather_single: ("gather_single",),
+    work: ("set_timeout", "Work.timeout", "Work._get_sequence_number"),
+    duration: ("_enable_collectives_timing", "Work._get_duration"),
+    suspend_and_resume: ("get_backend_impl", "Backend.suspend", "Backend.resume"),
+    memory_stats: ("Backend.memory_stats",),
+    merge_remote_group: ("merge_remote_group",),
+    mesh_abort: ("DeviceMesh.abort",),
+    transport: ("_transport.new_transport",),
+}  # fmt: skip
+
+
+def all_checks(outer: Communicator, transport: str, folder: Path) -> dict[str, str]:
+    """What each name does on this rank: "works", or the text of its `Unsupported`."""
+    found: dict[str, str] = {}
+    with registered(stand_in) if transport == "nccl" else nullcontext():
+        for number, (check, names) in enumerate(CHECKS.items()):
+            options: dict[str, Any] = {"init_method": f"file://{folder}/{number}"}
+            options["pg_options"] = Options(stand_in.NAME if transport == "nccl" else transport)
+            if check is reconfigure:
+                options["enable_reconfigure"] = True
+            said = "works"
+            try:
+                with default_group(outer, folder, **options):
+                    check(Case(dist.group.WORLD, outer.rank, outer, transport))
+            except Unsupported as error:
+                said = str(error).removeprefix("unsupported: ").replace(stand_in.NAME, "nccl")
+            except Exception as error:
+                error.add_note(f"in the check of {names} over {transport}")
+                raise
+            found |= dict.fromkeys(names, said)
+            outer.barrier()
+    return found
+
+
+@pytest.mark.skipif(find_spec("torch.distributed._transport") is None, reason="the table is of torch 2.15")
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_each_name_does_what_the_table_says(transport: str, tmp_path: Path) -> None:
+    # "works", or words of the error
+    expected = {row["name"]: str(row.get(transport, row.get("all", "works"))) for row in ROWS}
+    with group_cluster(2, "gloo" if transport == "nccl" else transport, timeout=200.0) as cluster:
+        for found in cluster.run(all_checks, transport, tmp_path):
+            assert {name: text for name, text in found.items() if expected[name] not in text} == {}
+
+
+def test_the_table_has_a_row_for_each_check_and_no_other_transports() -> None:
+    assert sorted(row["name"] for row in ROWS) == sorted(name for names in CHECKS.values() for name in names)
+    assert all({"name", "since"} <= set(row) <= {"name", "since", "all", *TRANSPORTS} for row in ROWS)

@@ -1,38 +1,35 @@
-"""`torch.distributed` over holdfast: programs for plain gloo run unchanged, with the same results."""
+"""`torch.distributed` over holdfast: programs for plain gloo run unchanged, and groups get other members."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from importlib.metadata import entry_points
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from holdfast.comms import Communicator, Mismatch, OpTimeout, Unsupported, Work
+from holdfast.comms import Communicator, Mismatch, OpTimeout, PeerFailed, Revoked, Unsupported, Work
 from holdfast.comms.executor import Executor
-from holdfast.comms.torchdist import Options
+from holdfast.comms.torchdist import Options, behind, process_group
+from holdfast.comms.torchdist.process_group import HoldfastProcessGroup
 from holdfast.harness import LocalCluster
-from support.comms.ranks import on_ranks, second_tier
-from support.comms.torch_groups import (
-    ENVIRON,
-    default_group,
-    group_cluster,
-    in_group,
-    losses_of,
-    on_each_rank_of,
-    shared_groups,
-    tiny_model,
-    train_ddp,
-    train_fsdp2,
-)
+from support.comms import torch_groups
+from support.comms.ranks import on_ranks, on_ranks_of, second_tier
+from support.comms.torch_groups import ENVIRON, default_group, in_group, on_each_rank_of, shared_groups
 
 pair = shared_groups(2, "shm", "gloo", *second_tier("ucx", "mpi"))
 four = shared_groups(4, "shm")
@@ -42,14 +39,12 @@ compiling = shared_groups(2, "shm", timeout=300.0, TORCHINDUCTOR_COMPILE_THREADS
 
 
 def train_with_fp16_hook(rank: int, size: int) -> list[float]:
-    from torch.nn.parallel import DistributedDataParallel
-
-    model = DistributedDataParallel(tiny_model())
+    model = DistributedDataParallel(torch_groups.tiny_model())
     model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
-    return losses_of(model, rank)
+    return torch_groups.losses_of(model, rank)
 
 
-@pytest.mark.parametrize("train", [train_ddp, train_fsdp2, train_with_fp16_hook])
+@pytest.mark.parametrize("train", [torch_groups.train_ddp, torch_groups.train_fsdp2, train_with_fp16_hook])
 def test_losses_equal_those_over_plain_gloo(
     pair: LocalCluster, tmp_path: Path, train: Callable[[int, int], list[float]]
 ) -> None:
@@ -61,21 +56,17 @@ def test_losses_equal_those_over_plain_gloo(
 @on_each_rank_of("pair")
 def test_ddp_with_powersgd_whose_hook_waits_inside_a_callback(rank: int, size: int) -> None:
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-    from torch.nn.parallel import DistributedDataParallel
 
-    model = DistributedDataParallel(tiny_model())
+    model = DistributedDataParallel(torch_groups.tiny_model())
     state = powerSGD_hook.PowerSGDState(process_group=None, matrix_approximation_rank=1, start_powerSGD_iter=2)
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    losses = losses_of(model, rank)
+    losses = torch_groups.losses_of(model, rank)
     assert rank == 1 or losses[-1] < losses[0]
 
 
 @on_each_rank_of("pair")
 def test_dtensor_redistribution(rank: int, size: int) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-
-    mesh = init_device_mesh("cpu", (size,))
+    mesh = dist.init_device_mesh("cpu", (size,))
     whole = torch.arange(7.0 * 6).reshape(7, 6)
     by_rows = distribute_tensor(whole, mesh, [Shard(0)])
     assert torch.equal(by_rows.full_tensor(), whole)
@@ -89,10 +80,7 @@ def test_dtensor_redistribution(rank: int, size: int) -> None:
 
 @on_each_rank_of("four")
 def test_a_mesh_of_two_by_two_has_groups_of_its_rows_and_columns(rank: int, size: int) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     for name, sums in (("replicas", [2, 4, 2, 4]), ("shards", [1, 1, 5, 5])):
         total = torch.tensor([float(rank)])
         dist.all_reduce(total, group=mesh.get_group(name))
@@ -104,13 +92,10 @@ def test_a_mesh_of_two_by_two_has_groups_of_its_rows_and_columns(rank: int, size
 
 @on_each_rank_of("four")
 def test_hybrid_sharded_fsdp_and_overlapping_subgroups(rank: int, size: int) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
-    model = fully_shard(tiny_model(), mesh=mesh)
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    model = fully_shard(torch_groups.tiny_model(), mesh=mesh)
     losses: list[object] = [None] * size
-    dist.all_gather_object(losses, losses_of(model, 0)[-1])
+    dist.all_gather_object(losses, torch_groups.losses_of(model, 0)[-1])
     assert len(set(losses)) == 1
     low, high = dist.new_group([0, 1, 2]), dist.new_group([2, 3])
     total = torch.ones(1)
@@ -125,10 +110,8 @@ def test_hybrid_sharded_fsdp_and_overlapping_subgroups(rank: int, size: int) -> 
 @on_each_rank_of("pair")
 def test_a_distributed_checkpoint_is_saved_and_loaded(rank: int, size: int, tmp_path: Path) -> None:
     import torch.distributed.checkpoint as checkpoint
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
 
-    mesh, folder = init_device_mesh("cpu", (size,)), str(tmp_path / "checkpoint")
+    mesh, folder = dist.init_device_mesh("cpu", (size,)), str(tmp_path / "checkpoint")
     weight = torch.arange(20.0).reshape(5, 4)
     checkpoint.save({"weight": distribute_tensor(weight, mesh, [Shard(0)]), "step": 7}, checkpoint_id=folder)
     state = {"weight": distribute_tensor(torch.zeros(5, 4), mesh, [Shard(1)]), "step": 0}
@@ -138,16 +121,12 @@ def test_a_distributed_checkpoint_is_saved_and_loaded(rank: int, size: int, tmp_
 
 @on_each_rank_of("pair")
 def test_functional_collectives_plain_and_traced(rank: int, size: int) -> None:
-    import torch.distributed._functional_collectives as functional
-
     group = dist.group.WORLD
     mine = torch.full((2,), float(rank + 1))
     assert torch.equal(functional.all_reduce(mine, "sum", group), torch.full((2,), 3.0))
     assert functional.all_gather_tensor(mine, 0, group).tolist() == [1, 1, 2, 2]
-    assert functional.reduce_scatter_tensor(torch.arange(4.0), "sum", 0, group).tolist() == [
-        4.0 * rank,
-        4.0 * rank + 2,
-    ]
+    part = functional.reduce_scatter_tensor(torch.arange(4.0), "sum", 0, group)
+    assert part.tolist() == [4.0 * rank, 4.0 * rank + 2]
     assert functional.broadcast(mine, 1, group).tolist() == [2, 2]
     swapped = functional.all_to_all_single(torch.arange(4.0) + 10 * rank, [2, 2], [2, 2], group)
     assert swapped.tolist() == [2.0 * rank, 2.0 * rank + 1, 10 + 2.0 * rank, 11 + 2.0 * rank]
@@ -186,10 +165,8 @@ def test_object_collectives(rank: int, size: int) -> None:
 
 @on_each_rank_of("pair")
 def test_coalesced_ops_and_async_handles(rank: int, size: int) -> None:
-    from torch.distributed.distributed_c10d import _coalescing_manager
-
     tensors = [torch.full((n,), float(rank + 1)) for n in (1, 1000)]
-    with _coalescing_manager(async_ops=True) as several:
+    with dist.distributed_c10d._coalescing_manager(async_ops=True) as several:
         for tensor in tensors:
             dist.all_reduce(tensor)
     several.wait()
@@ -208,7 +185,6 @@ def test_coalesced_ops_and_async_handles(rank: int, size: int) -> None:
 @on_each_rank_of("pair")
 def test_sends_and_receives_run_concurrently(rank: int, size: int) -> None:
     """Both ranks send first, payloads too large to buffer; with tags, and with any-source receives."""
-
     peer = 1 - rank
     for count in (1, 300_000):
         mine, theirs = torch.full((count,), float(rank)), torch.empty(count)
@@ -255,12 +231,8 @@ def test_a_missing_rank_raises_holdfasts_op_timeout(rank: int, size: int) -> Non
 
 @on_ranks(3, of="process_backend", killed=(1,), environ=ENVIRON)
 def test_a_killed_rank_raises_in_the_others_even_inside_backward(comm: Communicator, tmp_path: Path) -> None:
-    from torch.nn.parallel import DistributedDataParallel
-
-    from holdfast.comms.torchdist import Options
-
     with default_group(comm, tmp_path, pg_options=Options(comm.backend)):
-        model, other = DistributedDataParallel(tiny_model()), torch.ones(1)
+        model, other = DistributedDataParallel(torch_groups.tiny_model()), torch.ones(1)
         with pytest.raises(RuntimeError, match=r"rank 1|lost a connection"):
             for step in range(100):
                 if comm.rank == 1 and step == 2:
@@ -271,8 +243,6 @@ def test_a_killed_rank_raises_in_the_others_even_inside_backward(comm: Communica
 
 @on_each_rank_of("pair")
 def test_options_choose_the_transport_and_are_inherited(rank: int, size: int) -> None:
-    from holdfast.comms.torchdist import behind
-
     chosen_by_environment = os.environ.pop("HOLDFAST_BACKEND")
     other = "gloo" if chosen_by_environment == "shm" else "shm"
     try:
@@ -293,8 +263,6 @@ def test_options_choose_the_transport_and_are_inherited(rank: int, size: int) ->
 def test_a_group_may_have_another_backend_for_each_device_from_torch_2_14_on(
     comm: Communicator, tmp_path: Path
 ) -> None:
-    from holdfast.comms.torchdist import behind, process_group
-
     group = default_group(comm, tmp_path, "cpu:holdfast_device,cuda:gloo", init_method=f"file://{tmp_path}/meet")
     if not process_group.AVAILABLE:
         with pytest.raises(Unsupported, match=r"torch 2\.14"), group:
@@ -318,8 +286,6 @@ def test_a_group_may_have_another_backend_for_each_device_from_torch_2_14_on(
 
 
 def test_the_entry_point_of_torch_2_14_registers_the_backend() -> None:
-    from importlib.metadata import entry_points
-
     (point,) = [each for each in entry_points(group="torch.distributed.backends") if each.name == "holdfast"]
     point.load()()
     assert dist.is_backend_available("holdfast")
@@ -355,7 +321,6 @@ def test_the_debug_level_detail_finds_ranks_that_disagree(rank: int, size: int) 
 @on_each_rank_of("four")
 def test_groups_with_equal_numbers_and_different_members_are_a_mismatch(rank: int, size: int) -> None:
     """Ranks 1 and 2 make a group without rank 0; rank 0's next group then takes the same number."""
-
     if rank in (1, 2):
         dist.new_group([1, 2])
     dist.barrier()
@@ -389,7 +354,6 @@ def test_an_op_takes_the_short_path_unless_it_has_a_timeout_of_its_own(rank: int
 @on_each_rank_of("compiling")
 def test_a_compiled_ddp_model_has_the_gradients_of_ddp(rank: int, size: int) -> None:
     """Uses dynamo's DDP optimizer, which splits the graph at the two buckets."""
-
     torch.manual_seed(0)
     layers = [nn.Linear(8, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 8)]
     model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=2)
@@ -413,7 +377,6 @@ def test_a_compiled_ddp_model_has_the_gradients_of_ddp(rank: int, size: int) -> 
 def test_inductor_moves_computation_between_a_collective_and_its_wait(rank: int, size: int) -> None:
     """One graph without a break, in the order that inductor gives gloo's collectives, too."""
 
-    import torch.distributed._functional_collectives as functional
     from torch._inductor.utils import run_and_get_code
 
     def step(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -434,8 +397,6 @@ def test_inductor_moves_computation_between_a_collective_and_its_wait(rank: int,
 @pytest.mark.thorough
 @on_each_rank_of("compiling")
 def test_compiled_collectives_have_the_gradients_of_torchs(rank: int, size: int) -> None:
-    import torch.distributed._functional_collectives as functional
-
     group = dist.group.WORLD
 
     @torch.compile(backend="aot_eager", fullgraph=True)
@@ -454,12 +415,11 @@ def test_compiled_collectives_have_the_gradients_of_torchs(rank: int, size: int)
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-@pytest.mark.parametrize("train", [train_ddp, train_fsdp2])
+@pytest.mark.parametrize("train", [torch_groups.train_ddp, torch_groups.train_fsdp2])
 def test_gpu_losses_equal_those_of_torchs_own_nccl(
     train: Callable[[int, int, str], list[float]], tmp_path: Path
 ) -> None:
     def body(comm: Communicator) -> list[list[float]]:
-
         os.environ["NCCL_HOSTID"] = f"process-{os.getpid()}"
         losses = []
         for name, options in (("nccl", None), ("holdfast", Options("nccl", device="cuda:0"))):
@@ -467,6 +427,113 @@ def test_gpu_losses_equal_those_of_torchs_own_nccl(
                 losses.append(train(comm.rank, comm.size, "cuda:0"))
         return losses
 
-    with group_cluster(2, "gloo", timeout=120.0) as cluster:
+    with torch_groups.group_cluster(2, "gloo", timeout=120.0) as cluster:
         (plain, ours), (other_plain, other_ours) = cluster.run(body)
     assert (ours, other_ours) == (plain, other_plain) and plain != other_plain
+
+
+# -- `reconfigure` changes the members of a group, as in torch's own `test_c10d_fault_tolerance.py`
+
+
+def sum_of_ranks() -> float:
+    tensor = torch.full((4,), dist.get_rank() + 1.0)
+    dist.all_reduce(tensor)
+    assert len(set(tensor.tolist())) == 1
+    return float(tensor[0])
+
+
+@contextmanager
+def group_and_handles(outer: Communicator, path: Path, **options: Any) -> Iterator[tuple[Any, list[str]]]:
+    """The default process group, and the handles of all its ranks."""
+    if process_group.AVAILABLE:
+        options["enable_reconfigure"] = True
+    with default_group(outer, path, timeout=timedelta(seconds=30), **options):
+        group: Any = dist.group.WORLD
+        yield group, outer.all_gather_object(group.get_reconfigure_handle())
+        if outer.over is None:
+            outer.barrier()
+
+
+three = shared_groups(3, "shm", "gloo", "ucx", *second_tier("mpi"))
+
+
+@on_ranks_of("three")
+def test_reconfigure_to_the_same_members_then_fewer_then_all_in_another_order(
+    outer: Communicator, tmp_path: Path
+) -> None:
+    with group_and_handles(outer, tmp_path) as (group, handles):
+        assert group.supports_reconfigure and handles[outer.rank] == group.get_reconfigure_handle()
+        options = SimpleNamespace(uuid=100, handles=handles, timeout=timedelta(seconds=30), hints=None)
+        assert group.reconfigure(options).wait()
+        assert (dist.get_rank(), dist.get_world_size(), sum_of_ranks()) == (outer.rank, 3, 6)
+        group.reconfigure(200 + outer.rank, [group.get_reconfigure_handle()])
+        assert (dist.get_rank(), dist.get_world_size(), sum_of_ranks()) == (0, 1, 1)
+        group.reconfigure(300, list(reversed(handles)))
+        assert (dist.get_rank(), dist.get_world_size(), sum_of_ranks()) == (2 - outer.rank, 3, 6)
+        right, left = (dist.get_rank() + 1) % 3, (dist.get_rank() - 1) % 3
+        got = torch.empty(2)
+        for work in [dist.isend(torch.full((2,), float(dist.get_rank())), right), dist.irecv(got, left)]:
+            work.wait()
+        assert got.tolist() == [left, left]
+        dist.barrier()
+        group.reconfigure(SimpleNamespace(**{**vars(options), "uuid": 400, "handles": set(handles)}))
+        assert (dist.get_rank(), sum_of_ranks()) == (sorted(handles).index(handles[outer.rank]), 6)
+
+
+@on_ranks_of("three")
+def test_reconfigure_works_after_an_abort_and_refuses_bad_arguments(outer: Communicator, tmp_path: Path) -> None:
+    with group_and_handles(outer, tmp_path) as (group, handles):
+        group.reconfigure(1, handles)
+        outer.barrier()  # gloo does not detect within its timeout that a rank leaves while another connects
+        group.abort()
+        assert group.get_error().name == "SUCCESS"
+        with pytest.raises(Revoked):
+            sum_of_ranks()
+        for wrong in ([handles[(outer.rank + 1) % 3]], handles + handles, ["{}"], ["x" * 10_000], []):
+            with pytest.raises(ValueError, match=r"handle"):
+                group.reconfigure(2, wrong)
+        group.reconfigure(3, handles)
+        with pytest.raises(RuntimeError, match="already used"):
+            group.reconfigure(3, handles)
+        assert sum_of_ranks() == 6
+
+
+@pytest.mark.skipif(not HoldfastProcessGroup.supports_shrinking, reason="torch shrinks groups of others from 2.14 on")
+@pytest.mark.parametrize("flags", [0, 1], ids=["at rest", "with an abort"])
+@on_ranks_of("three")
+def test_shrink_group_goes_on_without_the_excluded(outer: Communicator, tmp_path: Path, flags: int) -> None:
+    """torch's own function: the new default group has the others, in their order; the excluded one is not asked."""
+    with group_and_handles(outer, tmp_path):
+        assert sum_of_ranks() == 6
+        if outer.rank == 1:
+            return
+        pending = dist.all_reduce(torch.ones(2), async_op=True) if flags else None
+        with pytest.raises(TypeError, match="pg_options"):
+            dist.shrink_group([1], shrink_flags=flags, pg_options=SimpleNamespace())
+        dist.shrink_group([1], shrink_flags=flags)
+        if pending is not None:
+            with pytest.raises((Revoked, PeerFailed)):
+                pending.wait()
+        assert (dist.get_rank(), dist.get_world_size(), sum_of_ranks()) == (outer.rank // 2, 2, 3)
+
+
+@on_ranks(3, of="process_backend", killed=(1,))
+def test_survivors_of_a_kill_reconfigure_and_continue(outer: Communicator, tmp_path: Path) -> None:
+    with group_and_handles(outer, tmp_path, pg_options=Options(outer.backend)) as (group, handles):
+        assert sum_of_ranks() == 6
+        if outer.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises((PeerFailed, Revoked)):
+            for _ in range(1000):
+                sum_of_ranks()
+        assert group.get_error().name == "COMM_ERROR"
+        group.reconfigure(7, [handles[0], handles[2]])
+        assert (dist.get_rank(), dist.get_world_size(), sum_of_ranks()) == (outer.rank // 2, 2, 3)
+        if outer.backend == "shm":
+            torch.manual_seed(0)
+            model = DistributedDataParallel(torch.nn.Linear(4, 1))
+            model(torch.full((2, 4), float(dist.get_rank()))).sum().backward()
+            weight = model.module.weight.grad
+            assert weight is not None
+            assert weight.view(-1).tolist() == [1.0] * 4  # the mean over two, not three
+        outer.abort("its rank 1 is dead")

@@ -50,10 +50,6 @@ REASON = "disk on fire"
 _NAMES_VICTIM = re.compile(rf"\branks? (\d+, )*{VICTIM}\b")
 
 
-def _single(comm: Communicator, **how: Any) -> Any:
-    return comm.all_gather_single(torch.empty(comm.size * 8), torch.ones(8), **how)
-
-
 def _message(comm: Communicator, **how: Any) -> Any:
     return comm.send(torch.ones(8), 0, **how) if comm.rank == VICTIM else comm.recv(torch.empty(8), VICTIM, **how)
 
@@ -67,7 +63,7 @@ def _batch(comm: Communicator, **how: Any) -> Any:
 OPS: dict[str, Callable[..., Any]] = {
     "all_reduce": lambda comm, **how: comm.all_reduce(torch.ones(8), **how),
     "broadcast": lambda comm, **how: comm.broadcast(torch.ones(8), VICTIM, **how),
-    "all_gather": _single,
+    "all_gather": lambda comm, **how: comm.all_gather_single(torch.empty(8 * RANKS), torch.ones(8), **how),
     "reduce_scatter": lambda comm, **how: comm.reduce_scatter_single(torch.ones(8), torch.ones(8 * comm.size), **how),
     "all_to_all": lambda comm, **how: comm.all_to_all_single(torch.empty(8 * RANKS), torch.ones(8 * RANKS), **how),
     "barrier": lambda comm, **how: comm.barrier(**how),
@@ -133,10 +129,9 @@ class CellResult:
         return tuple(name for name in ("usable", "told", "bounded") if not getattr(self, name))
 
     def __str__(self) -> str:
-        lines = [f"{self.cell.op}, {self.cell.fault}, {self.cell.mode}: not {', '.join(self.missing)}"]
-        return "\n    ".join(
-            [*lines, *(f"{end.error} after {end.seconds:.2f} s: {end.text}; {end.next}" for end in self.ends)]
-        )
+        ends = [f"{end.error} after {end.seconds:.2f} s: {end.text}; {end.next}" for end in self.ends]
+        cell = f"{self.cell.op}, {self.cell.fault}, {self.cell.mode}: not {', '.join(self.missing)}"
+        return "\n    ".join([cell, *ends])
 
 
 def cells(backend: str, ops: Iterable[str] = OPS, faults: Iterable[str] = FAULTS) -> Iterator[MatrixCell]:
@@ -165,14 +160,12 @@ def measure(backend: str, wanted: Sequence[MatrixCell]) -> Iterator[CellResult]:
                 yield CellResult(backend, cell, tuple(end for rank, end in enumerate(ends) if rank != VICTIM))
         for number, cell in enumerate(deadly, len(lasting)):
             outcomes = cluster.outcomes(_run_cells, backend, [cell], folder, number)
-            survivors = [outcome for rank, outcome in enumerate(outcomes) if rank != VICTIM]
-            yield CellResult(backend, cell, tuple(_end_of(outcome) for outcome in survivors))
-
-
-def _end_of(outcome: Any) -> OpEnd:
-    if outcome.error is not None:
-        return OpEnd(type(outcome.error).__name__, str(outcome.error), 0.0, "not reached")
-    return outcome.value[0]  # type: ignore[no-any-return]
+            survivors = [outcome for outcome in outcomes if outcome.rank != VICTIM]
+            ends = [
+                OpEnd(type(each.error).__name__, str(each.error), 0.0, "not reached") if each.error else each.value[0]
+                for each in survivors
+            ]
+            yield CellResult(backend, cell, tuple(ends))
 
 
 # On each rank ---------------------------------------------------------------------------------------------------------
@@ -187,27 +180,22 @@ def _run_cells(
     os.environ["NCCL_HOSTID"] = f"rank-{outer.rank}"  # NCCL refuses two ranks of one host on one GPU
     pids = outer.all_gather_object(os.getpid())
     with torch.device(_device(backend)):
-        return [
-            _run_cell(outer, backend, cell, Path(folder, str(number)), pids)
-            for number, cell in enumerate(wanted, first)
-        ]
+        places = [(Path(folder, str(number)), cell) for number, cell in enumerate(wanted, first)]
+        return [_run_cell(outer, backend, cell, place, pids) for place, cell in places]
 
 
 def _device(backend: str) -> str:
     return "cuda:0" if backend == GPU else "cpu"
 
 
+def _connect(backend: str, rank: int, size: int, place: Path, timeout: float) -> Communicator:
+    where: dict[str, Any] = {"rendezvous": url_of("file", place), "name": place.name, "device": _device(backend)}
+    return comms.connect(backend, rank=rank, size=size, timeout=timeout, **where)
+
+
 def _run_cell(outer: Communicator, backend: str, cell: MatrixCell, place: Path, pids: Sequence[int]) -> OpEnd:
     rank = outer.rank
-    comm = comms.connect(
-        backend,
-        rank=rank,
-        size=outer.size,
-        rendezvous=url_of("file", place),
-        name=f"cell-{place.name}",
-        timeout=LONG,
-        device=_device(backend),
-    )
+    comm = _connect(backend, rank, outer.size, place, LONG)
     outer.barrier()
     how: dict[str, Any] = {"timeout": SHORT} if cell.fault in LATE else {}  # without one an op takes the usual way
     how["async_op"] = cell.mode == "async"
@@ -246,10 +234,8 @@ def _failure(call: Callable[[], Any], comm: Communicator | None = None) -> Excep
 def _commit(fault: str, comm: Communicator, outs: Sequence[Path]) -> None:
     """Do to this rank what the cell says, once the others wait for it."""
     time.sleep(0.05)
-    if fault == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif fault == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
+    if fault in ("kill", "stop"):
+        os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
     elif fault == "slow":
         wait_for_files(*outs)
     elif fault == "exception":
@@ -263,15 +249,7 @@ def _commit(fault: str, comm: Communicator, outs: Sequence[Path]) -> None:
 
 def _use_next(backend: str, rank: int, size: int, place: Path) -> None:
     tensor = torch.full((8,), float(rank + 1))
-    with comms.connect(
-        backend,
-        rank=rank,
-        size=size,
-        rendezvous=url_of("file", f"{place}-next"),
-        name=f"next-{place.name}",
-        timeout=60.0,
-        device=_device(backend),
-    ) as comm:
+    with _connect(backend, rank, size, place.with_name(f"{place.name}-next"), 60.0) as comm:
         comm.all_reduce(tensor)
         comm.barrier()
     if tensor.tolist() != [size * (size + 1) / 2] * 8:

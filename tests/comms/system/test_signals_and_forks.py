@@ -1,34 +1,205 @@
-"""A forked child cannot use or close its parent's communicators, and ends without a warning."""
+"""Signals at any point of any call: a handler may abort and close, and Ctrl-C reaches the caller. Forked children."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import os
+import random
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from holdfast.comms import Communicator, UsedAfterFork
+from holdfast.comms import Communicator, HoldfastError, UsedAfterFork
 from holdfast.comms.ops import OpDescription
+from holdfast.comms.system.signal_safety import HandlerLock, run_shielded, shared_lock
 from holdfast.comms.system.waiting import run_interruptible
 from holdfast.ft import Session
 from holdfast.ft.control.event_loop import LoopThread
 from holdfast.ft.control.rpc import AsyncRpcServer
 from holdfast.harness import LocalCluster
 from holdfast.store import WeightStore
-from support.children import Child
+from support.children import children
+from support.comms.collectives import COLLECTIVES, collective
 from support.comms.meeting import alone
-from support.comms.ranks import MPI, on_ranks_of
+from support.comms.ranks import MPI, on_ranks, on_ranks_of
 from support.rpc_servers import RpcThread
 from support.waiting import PROGRAM_SECONDS
+
+LOCAL = ("split",)
+"""Calls that need no other rank."""
+
+CALLS: dict[str, Callable[[Communicator, int], object]] = {
+    **{op: lambda comm, turn, op=op: getattr(comm, op)(*_arguments(op, comm.rank, turn % 8)) for op in COLLECTIVES},
+    "all_reduce of another size": lambda comm, turn: comm.all_reduce(torch.zeros(100_000)),
+    "all_reduce, strided": lambda comm, turn: comm.all_reduce(torch.zeros(8, 8).t()[::2]),
+    "all_reduce, later": lambda comm, turn: comm.all_reduce(torch.zeros(9), async_op=True).wait(),
+    "all_gather_object": lambda comm, turn: comm.all_gather_object({"turn": turn}),
+    "broadcast_object": lambda comm, turn: comm.broadcast_object(turn, 0),
+    "window": lambda comm, turn: _window(comm),
+    "split": lambda comm, turn: comm.split([comm.rank]).close(),
+}
+
+
+@cache
+def _arguments(op: str, rank: int, turn: int) -> Sequence[Any]:
+    return collective(op, rank, 2, 400 * turn + 1, turn % 2).arguments
+
+
+def _window(comm: Communicator) -> None:
+    with comm.window(torch.zeros(8)) as window:
+        for _ in range(5):
+            window.put(torch.ones(4), 1 - comm.rank)
+            window.signal(1 - comm.rank)
+            window.wait_signal(1 - comm.rank)
+
+
+def _rounds(
+    whole: Communicator, calls: list[str], rounds: int, on_signal: Callable[[Communicator, int], None]
+) -> list[str]:
+    """Rank 0 gets a signal at a random point of its calls, over and over. Rank 1 makes the same calls."""
+    assert threading.current_thread() is threading.main_thread()
+    draw, wrong, unraisable = random.Random(whole.rank), list[str](), list[str]()
+    handled, lost = [0], list[str]()
+
+    def note(event: sys.UnraisableHookArgs) -> None:
+        # Python loses what a handler raises in a callback of a weak reference.
+        in_weak_set = event.exc_type is KeyboardInterrupt and "WeakSet" in repr(event.object)
+        (lost if in_weak_set else unraisable).append(f"{event.exc_type.__name__} in {event.object!r}")
+
+    sys.unraisablehook = note
+
+    def handle(number: int, frame: object) -> None:
+        handled[0] += 1
+        on_signal(part, handled[0])
+
+    before = signal.signal(signal.SIGALRM, handle)
+    gc.disable()  # the collector calls such callbacks, too
+    gc.freeze()
+    for turn in range(rounds):
+        call = calls[turn % len(calls)]
+        part = whole.split([0, 1], timeout=30.0)
+        handled[0], ended, count, first = 0, "", 0, None
+        lost.clear()
+        gc.collect()
+        if call in COLLECTIVES:  # the signal shall hit the op, and not the making of its tensors
+            for number in range(8):
+                _arguments(call, whole.rank, number)
+        try:
+            if whole.rank == 0:
+                signal.setitimer(signal.ITIMER_REAL, draw.uniform(2e-5, 4e-3))
+            for count in range(1_000_000 if whole.rank == 0 or call not in LOCAL else 0):
+                CALLS[call](part, count)
+                first = first if first is not None or not handled[0] else count
+                if first is not None and count > first + 100:
+                    ended = "" if lost else "went on after the signal"
+                    break
+        except KeyboardInterrupt:
+            pass
+        except HoldfastError as error:
+            if whole.rank == 0 and part.over is None:
+                ended = repr(error)
+        except BaseException as error:
+            ended = repr(error)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        if ended:
+            wrong.append(f"{call}, round {turn}, call {count}: {ended}")
+        part.abort("the round is over")
+        part.close()
+        if not part._executor._released:
+            wrong.append(f"{call}, round {turn}: not released")
+        whole.barrier(timeout=30.0)
+    signal.signal(signal.SIGALRM, before)
+    gc.unfreeze()
+    gc.enable()
+    return wrong + unraisable
+
+
+def end(part: Communicator, number: int) -> None:
+    (part.abort if number % 2 else part.close)()
+
+
+def press_ctrl_c(part: Communicator, number: int) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("act", [end, press_ctrl_c])
+@on_ranks(2, of="process_backend", checks="0", timeout=120.0)
+def test_a_signal_at_any_point_of_any_call(comm: Communicator, act: Callable[[Communicator, int], None]) -> None:
+    calls = [call for call in CALLS if call != "window" or comm.backend != "gloo"]
+    assert _rounds(comm, calls, 2 * len(calls), act) == []
+
+
+def test_what_a_handler_asks_for_below_the_lock_is_done_right_after() -> None:
+    lock, done = HandlerLock(), list[str]()
+
+    def outer() -> None:
+        lock.run(lambda: done.append("nested"), lambda: done.append("again"))  # as a handler does at this point
+        done.append("outer")
+
+    lock.run(outer, pytest.fail)
+    assert done == ["outer", "again"]
+
+    def fails() -> None:
+        lock.run(pytest.fail, lambda: done.append("after the failure"))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        lock.run(fails, pytest.fail)
+    assert done[2:] == ["after the failure"]
+
+
+def test_a_shielded_call_ends_before_the_interruption_is_raised() -> None:
+    ended = []
+
+    def interrupted() -> None:
+        signal.raise_signal(signal.SIGINT)
+        threading.Event().wait(0.05)
+        ended.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_shielded(interrupted)
+    assert ended == [True]
+    with pytest.raises(KeyError):
+        run_shielded(lambda: {}["nothing"])
+
+
+def test_a_call_whose_thread_begins_after_the_interruption_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ran beside its caller, which had gone on, and found half of what it was to make."""
+    launched, made = list[threading.Thread](), list[int]()
+
+    def interrupted(thread: threading.Thread) -> None:
+        launched.append(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run_shielded(lambda: made.append(1))
+    launched[0].start()
+    launched[0].join()
+    assert made == []
+
+
+def test_a_shielded_call_runs_at_once_below_a_handler_that_came_under_a_shared_lock() -> None:
+    lock, threads = shared_lock(), list[threading.Thread]()
+    with lock:
+        run_shielded(lambda: threads.append(threading.current_thread()))
+    run_shielded(lambda: threads.append(threading.current_thread()))
+    assert threads[0] is threading.main_thread() and threads[1] is not threading.main_thread()
+
+
+# -- a forked child cannot use or close its parent's communicators, and ends without a warning
+
 
 on_processes = pytest.mark.parametrize("two_ranks", ["shm", "gloo", "ucx", MPI], indirect=True)
 
@@ -39,14 +210,11 @@ def in_child(body: Callable[[], Any], seconds: float = 20.0) -> Any:
     def run(pipe: Any) -> None:
         pipe.send(body())
 
-    child = Child(run)
-    try:
+    with children() as start:
+        child = start(run)
         heard = child.hear(seconds)
         child.end()
         return heard
-    finally:
-        child.kill()
-        child.pipe.close()
 
 
 def refusal(call: Callable[[], object]) -> str:
@@ -153,25 +321,21 @@ def test_a_work_that_is_pending_at_the_fork_fails_in_the_child(comm: Communicato
         work.wait()
 
 
-class Samples(torch.utils.data.Dataset[torch.Tensor]):
-    """A user's dataset that holds the communicator and reads its rank."""
-
-    def __init__(self, comm: Communicator) -> None:
-        self.comm = comm
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor(float(index * self.comm.size + self.comm.rank))
-
-
 @on_processes
 def test_data_loader_workers_run_and_exit_without_output(
     two_ranks: LocalCluster, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def body(comm: Communicator) -> float:
-        loader = torch.utils.data.DataLoader(Samples(comm), num_workers=2, multiprocessing_context="fork")
+        class Samples(torch.utils.data.Dataset[torch.Tensor]):
+            """A user's dataset that reads the communicator's rank."""
+
+            def __len__(self) -> int:
+                return 8
+
+            def __getitem__(self, index: int) -> torch.Tensor:
+                return torch.tensor(float(index * comm.size + comm.rank))
+
+        loader = torch.utils.data.DataLoader(Samples(), num_workers=2, multiprocessing_context="fork")
         total = torch.zeros(())
         for sample in loader:
             comm.all_reduce(sample)
@@ -204,12 +368,8 @@ if child:
 
 def test_a_forked_child_ends_as_any_interpreter_does(tmp_path: Path) -> None:
     """Atexit handlers and destructors run; they neither wait for the parent's threads nor free its resources."""
-    done = subprocess.run(
-        [sys.executable, "-X", "dev", "-W", "ignore", "-c", _SCRIPT, str(tmp_path / "meeting")],
-        capture_output=True,
-        text=True,
-        timeout=PROGRAM_SECONDS,
-    )
+    command = [sys.executable, "-X", "dev", "-W", "ignore", "-c", _SCRIPT, tmp_path / "meeting"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_SECONDS)
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -1,13 +1,18 @@
-"""A process that runs out of a resource raises an error that names it; no peer is called dead."""
+"""`Liveness` ends a wait at every death of a peer process; a process that runs out of a resource calls no peer dead."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import platform
 import resource
+import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,15 +22,139 @@ from holdfast import comms
 from holdfast.backends.gloo.connecting import meaning_of
 from holdfast.comms import BackendUnavailable, Communicator, HoldfastError, PeerFailed, ResourceExhausted, Revoked
 from holdfast.comms.errors import describe
+from holdfast.comms.system.files import OwnedDescriptor
 from holdfast.comms.system.local_causes import local_cause, resource_exhausted, unopenable_file, unreadable_memory
+from holdfast.comms.transport import liveness as processes
+from holdfast.comms.transport.base import Peer
+from holdfast.comms.transport.liveness import Liveness, this_process
 from holdfast.ft import Session
 from holdfast.harness import LocalCluster
 from support.comms.ranks import on_ranks
 from support.programs import seccomp_deny
 from support.programs.forked_programs import run_forked
 from support.programs.seccomp_deny import CALLS
+from support.waiting import eventually
 
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it mounts a file system of its own")
+
+@pytest.fixture
+def wake() -> Iterator[OwnedDescriptor]:
+    fd = OwnedDescriptor(os.eventfd(0, os.EFD_CLOEXEC))
+    yield fd
+    fd.close()
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["sleep", "60"]) as each:
+        yield each
+        each.kill()
+
+
+def peer_of(process: subprocess.Popen[bytes], host: str | None = None) -> Peer:
+    return Peer(host or processes.this_host(), process.pid, processes.start_time(process.pid))
+
+
+@pytest.fixture
+def liveness(process: subprocess.Popen[bytes]) -> Iterator[Liveness]:
+    """That of this process, rank 0, and of `process`, rank 1."""
+    with contextlib.closing(Liveness([this_process(), peer_of(process)], 0)) as made:
+        yield made
+
+
+def test_a_process_that_exits_counts_as_dead_before_the_kernel_has_freed_its_memory(
+    process: subprocess.Popen[bytes], liveness: Liveness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not liveness.is_ending(1)
+    monkeypatch.setattr("holdfast.comms.transport.liveness.is_exiting", lambda pid: pid == process.pid)
+    eventually(lambda: liveness.is_ending(1))  # it looks once a millisecond
+    assert liveness.dead() == (1,), "for good, and for all waits"
+    with contextlib.closing(Liveness([this_process(), Peer("elsewhere", process.pid, 1)], 0)) as elsewhere:
+        assert not elsewhere.is_ending(1), "the number is another process's there"
+
+
+def test_a_process_is_exiting_from_its_sigkill_on(process: subprocess.Popen[bytes]) -> None:
+    assert not processes.is_exiting(process.pid)
+    process.kill()
+    eventually(lambda: processes.is_exiting(process.pid))
+    process.wait()
+    assert processes.is_exiting(process.pid)
+
+
+@pytest.mark.parametrize("when", ["before it was made", "before the first wait", "while somebody waits"])
+def test_a_death_ends_a_wait(process: subprocess.Popen[bytes], wake: OwnedDescriptor, when: str) -> None:
+    peer = peer_of(process)
+    if when == "before it was made":
+        process.kill()
+        process.wait()
+    liveness = Liveness([this_process(), peer], 0)
+    if when == "before the first wait":
+        process.kill()
+        process.wait()
+    if when == "while somebody waits":
+        threading.Timer(0.05, process.kill).start()
+    alarm = threading.Timer(10.0, os.eventfd_write, (wake, 1))
+    alarm.start()
+    assert liveness.wait(wake), "the death ended the wait, not the alarm"
+    alarm.cancel()
+    assert liveness.dead() == (1,)
+    assert liveness.wait(wake, 0.01), "a death ends one wait only: this one ends by its timeout"
+    liveness.close()
+
+
+def test_a_wake_up_ends_a_wait(liveness: Liveness, wake: OwnedDescriptor) -> None:
+    os.eventfd_write(wake, 1)
+    assert not liveness.wait(wake)
+    assert liveness.dead() == ()
+
+
+def test_threads_may_call_dead_while_another_thread_waits(
+    process: subprocess.Popen[bytes], liveness: Liveness, wake: OwnedDescriptor
+) -> None:
+    asked = threading.Barrier(9, timeout=10.0)
+
+    def ask() -> tuple[int, ...]:
+        for _ in range(1000):
+            assert liveness.dead() == ()
+        asked.wait()
+        while not (dead := liveness.dead()):
+            pass
+        return dead
+
+    with ThreadPoolExecutor(9) as threads:
+        waited = threads.submit(liveness.wait, wake, 10.0)
+        answers = [threads.submit(ask) for _ in range(8)]
+        with contextlib.suppress(threading.BrokenBarrierError):
+            asked.wait()
+        process.kill()
+        assert [answer.result() for answer in answers] == [(1,)] * 8
+        assert waited.result()
+
+
+def test_a_recycled_pid_counts_as_a_death(process: subprocess.Popen[bytes], wake: OwnedDescriptor) -> None:
+    now = peer_of(process)
+    with contextlib.closing(Liveness([this_process(), Peer(now.host, now.pid, now.started - 1)], 0)) as liveness:
+        assert liveness.dead() == (1,)
+        assert liveness.wait(wake), "although `dead` returned it before"
+
+
+def test_processes_of_other_hosts_are_not_watched(wake: OwnedDescriptor) -> None:
+    with contextlib.closing(Liveness([this_process(), Peer("elsewhere", 1, 1)], 0)) as liveness:
+        assert liveness.wait(wake, 0.01)
+        assert liveness.dead() == ()
+
+
+def test_stopped_processes_are_found_among_the_other_processes_of_this_host(process: subprocess.Popen[bytes]) -> None:
+    peers = [this_process(), peer_of(process, "another host"), peer_of(process)]
+    assert processes.stopped_ranks(peers) == ()
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+    assert processes.stopped_ranks(peers) == (2,)
+    process.kill()
+    process.wait()
+    assert processes.stopped_ranks(peers) == ()
+
+
+# -- a resource that runs out here: the error names it, and no peer is called dead
 
 
 @pytest.mark.parametrize(
@@ -148,7 +277,6 @@ def test_a_member_without_descriptors_leaves_and_the_others_go_on() -> None:
         assert cluster.start(train).results(timeout=60) == [(6, 2)] * 2
 
 
-_IN_A_NAMESPACE = ("unshare", "-m", "--propagation", "private", "bash", "-c")
 _TINY = """
 import sys, torch
 from holdfast import comms
@@ -160,16 +288,12 @@ except comms.ResourceExhausted as error:
 
 
 @pytest.mark.root
-@needs_root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it mounts a file system of its own")
 @pytest.mark.parametrize(("options", "words"), [("size=1m", "1.0 of 1.0 MiB are free"), ("size=64m,ro", "read-only")])
 def test_ucx_reports_missing_shared_memory(options: str, words: str, tmp_path: Path) -> None:
     mount = f'mount -t tmpfs -o {options} tmpfs /dev/shm && exec "$@"'
-    done = subprocess.run(
-        [*_IN_A_NAMESPACE, mount, "_", sys.executable, "-c", _TINY, str(tmp_path / "meeting")],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    command = ["unshare", "-m", "--propagation", "private", "bash", "-c", mount, "_", sys.executable, "-c", _TINY]
+    done = subprocess.run([*command, tmp_path / "meeting"], capture_output=True, text=True, timeout=60)
     if "unshare" in done.stderr or "mount:" in done.stderr:
         pytest.skip(f"no mount namespace here: {done.stderr.strip()}")
     assert done.returncode == 0, done.stderr
@@ -189,9 +313,7 @@ def used_memory() -> float:
     return (found.f_blocks - found.f_bfree) * found.f_frsize
 
 
-@pytest.fixture
-def used_before() -> float:
-    return used_memory()
+used_before = pytest.fixture(used_memory)
 
 
 @on_ranks(2, "ucx")
