@@ -1,24 +1,40 @@
-"""Arguments of ops: what is refused before a byte moves, and inputs that outputs overlap."""
+"""Arguments of ops: integers and timeouts of any kind, inputs that outputs overlap, and what is refused.
+
+An op that is refused before any byte moves leaves the communicator usable, as the conformance kit checks too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.comms import Communicator, Recv, Send
+from holdfast import comms
+from holdfast.comms import Communicator, Recv, ReduceOp, Send, collectives
 from holdfast.comms.arithmetic import EIGHT_BIT_FLOATS
 from holdfast.comms.collectives import ArgumentChecks
-from holdfast.comms.errors import Unsupported
-from holdfast.comms.ops import TAGS, ReduceOp
+from holdfast.comms.errors import HoldfastError, Unsupported
+from holdfast.comms.ops import TAGS
 from holdfast.comms.plugins.spec import API_VERSION, Available, BackendInfo, Capabilities
+from holdfast.comms.quantities import integer, integer_in, seconds, seconds_or, time_left
 from holdfast.comms.tensors.overlap import check_outputs
-from support.comms.ranks import on_ranks, on_ranks_of
+from holdfast.comms.transport.base import Transport
+from holdfast.comms.work import DONE
+from holdfast.ft import Timeouts
+from holdfast.harness import LocalCluster
+from holdfast.store import WeightStore
+from support.comms.collectives import collective
+from support.comms.ranks import MPI, on_ranks, on_ranks_of, second_tier
 
 NAMES = frozenset({"float32", "float16", "int64", "bool"})
 CPU = torch.device("cpu")
@@ -164,7 +180,10 @@ def _shared(op: str, rank: int, count: int, shift: int) -> Parts:
     return [whole], [moved]
 
 
-@pytest.mark.parametrize("checks", ["0", "1"], indirect=True)
+fast_and_checked = pytest.mark.parametrize("checks", ["0", "1"], indirect=True)
+
+
+@fast_and_checked
 @on_ranks_of("three_ranks")
 def test_an_input_that_shares_memory_with_the_output_is_read_as_it_was(comm: Communicator) -> None:
     """The result is that of separate memory for each tensor."""
@@ -256,3 +275,303 @@ def test_outputs_are_refused_only_if_a_byte_belongs_to_two_elements(
     else:
         with pytest.raises(ValueError, match="share memory"):
             check_outputs(outputs, ["a", "b"])
+
+
+# -- after a refusal
+
+
+shared_code = pytest.mark.parametrize("two_ranks", ["inproc", "shm", "gloo", *second_tier("ucx", "mpi")], indirect=True)
+on_processes = pytest.mark.parametrize("two_ranks", ["shm", "gloo", "ucx", MPI], indirect=True)
+
+
+def _works(comm: Communicator) -> None:
+    total = torch.ones(4)
+    comm.all_reduce(total)
+    comm.all_reduce(total, async_op=True).wait()
+    assert total.tolist() == [comm.size**2] * 4 and comm.over is None
+
+
+@contextmanager
+def refusing(comm: Communicator) -> Iterator[None]:
+    """The transport lacks one op."""
+
+    def refuse(*args: Any) -> None:
+        raise Unsupported("avg of uint64 on this device", "sum, and divide on the host")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(comm.transport), "all_reduce", refuse)
+        patch.setattr(type(comm.transport), "function", Transport.function)
+        yield
+
+
+@on_processes
+@on_ranks_of("two_ranks")
+def test_a_communicator_works_after_a_transport_refused_an_op(comm: Communicator) -> None:
+    before = comm.progress[0]
+    for refused in (
+        lambda: comm.all_reduce(torch.ones(4, dtype=torch.int16), ReduceOp.AVG),
+        lambda: comm.all_reduce(torch.ones(4, 2)[:, 0], async_op=True).wait(),
+    ):
+        comm.barrier()
+        with refusing(comm):
+            with pytest.raises(Unsupported):
+                refused()
+            comm.barrier()
+        _works(comm)
+    assert comm.progress[0] - before == 9, "2 x 4 ops, and the asynchronous one, which keeps its number"
+
+
+@contextmanager
+def _without_memory_for_a_copy() -> Iterator[None]:
+    def fail(tensor: torch.Tensor) -> torch.Tensor:
+        raise MemoryError("for a copy")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "packed", fail)
+        yield
+
+
+@fast_and_checked
+@on_processes
+@on_ranks_of("two_ranks")
+def test_an_op_that_could_not_be_prepared_can_be_called_again(comm: Communicator) -> None:
+    """One rank has no memory for a copy; it calls the op again, which then completes."""
+    view = torch.ones(4, 2)[:, 0]
+    if comm.rank == 0:
+        with _without_memory_for_a_copy():
+            for call in (lambda: comm.all_reduce(view), lambda: comm.all_reduce(view, timeout=5.0)):
+                with pytest.raises(MemoryError):
+                    call()
+    comm.all_reduce(view)
+    assert view.tolist() == [2.0] * 4 and comm.progress[0] == 1
+    _works(comm)
+
+
+@pytest.mark.parametrize("two_ranks", ["shm"], indirect=True)
+@on_ranks_of("two_ranks")
+def test_an_asynchronous_op_that_could_not_be_prepared_ends_the_communicator(comm: Communicator) -> None:
+    """Ops are queued behind one that rank 0 cannot prepare: none may pair with that op of another rank."""
+    view = torch.ones(4, 2)[:, 0]
+    with _without_memory_for_a_copy() if comm.rank == 0 else nullcontext():
+        first = comm.all_reduce(view, async_op=True)
+        with pytest.raises(HoldfastError):
+            comm.all_reduce(torch.full((4,), 100.0), async_op=True).wait(20.0)
+        with pytest.raises((MemoryError, HoldfastError)):
+            first.wait(20.0)
+    assert comm.over is not None
+
+
+@shared_code
+@on_ranks_of("two_ranks")
+def test_asynchronous_ops_run_with_the_modes_of_their_caller(comm: Communicator) -> None:
+    """Their tensors may be such that only these modes allow to write."""
+    kind, seen = type(comm.transport), list[tuple[bool, bool]]()
+
+    def barrier(self: Any, deadline: float) -> None:
+        seen.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
+        original(self, deadline)
+
+    original = kind.barrier
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with mode():
+            for tensor in (
+                torch.ones(4, 2)[:, 0],
+                torch.ones(4),
+                torch.ones(4, requires_grad=not torch.is_inference_mode_enabled()),
+                torch.ones(4, dtype=torch.float16),
+                torch.ones(4, dtype=torch.complex64).conj(),
+            ):
+                comm.all_reduce(tensor, async_op=True).wait()
+                comm.broadcast(tensor, 0, async_op=True).wait()
+                outputs = [torch.empty(4, 2, dtype=tensor.dtype)[:, 0] for _ in range(2)]
+                comm.all_gather(outputs, tensor, True).wait()
+                assert tensor.tolist() == [2.0] * 4
+            if comm.backend != "inproc":  # its ranks share the class
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(kind, "barrier", barrier)
+                    comm.barrier(async_op=True).wait()
+                assert seen[-1] == (torch.is_inference_mode_enabled(), torch.is_grad_enabled())
+    outside = torch.inference_mode()(lambda: torch.ones(4, 2)[:, 0])()
+    comm.all_reduce(outside, async_op=True).wait()
+    comm.all_reduce(outside)
+    assert outside.tolist() == [4.0] * 4
+
+
+def _deep() -> list[object]:
+    nested: list[object] = []
+    for _ in range(3000):
+        nested = [nested]
+    return nested
+
+
+@fast_and_checked
+@shared_code
+@on_ranks_of("two_ranks")
+def test_an_object_that_cannot_be_sent_takes_its_turn(comm: Communicator) -> None:
+    """On one rank an object is refused; every rank gets the error, and the next objects are paired rightly."""
+    for number, unsendable in enumerate(({1, 2}, 1 << 70, "\ud800", {(1, 2): 3}, torch.ones(2), _deep(), object())):
+        odd = number % comm.size
+        obj = unsendable if comm.rank == odd else "fine"
+        words = "." if comm.rank == odd else f"rank {odd} could not send its object"
+        for call in (comm.all_gather_object, lambda obj, odd=odd: comm.broadcast_object(obj, odd)):
+            with pytest.raises(TypeError, match=words):
+                call(obj)
+            assert comm.all_gather_object([number, comm.rank]) == [[number, rank] for rank in range(comm.size)]
+            assert comm.broadcast_object(number if comm.rank == odd else None, odd) == number
+
+
+# -- integers and timeouts of every kind
+
+
+INTEGERS: list[Callable[[int], Any]] = [int, np.int64, np.uint8, np.int16, lambda value: torch.tensor(value)]
+NO_INTEGERS: list[Any] = [True, np.True_, 1.0, np.float32(1), "1", None, [1], torch.tensor(1.5), torch.ones(2)]
+TIMEOUTS: list[Any] = [5, 5.0, np.float32(5), np.int64(5), timedelta(seconds=5)]
+NO_TIMEOUTS: list[Any] = [True, "5", float("nan"), float("inf"), -float("inf"), np.float64("nan")]
+NO_TIMEOUTS += [1e9, -1e9, 1e12, 10**400, -(10**400)]
+
+
+@given(st.integers(0, 200), st.sampled_from(INTEGERS))
+def test_every_kind_of_integer_becomes_its_int(value: int, kind: Callable[[int], Any]) -> None:
+    found = integer(kind(value), "it")
+    assert found == value and type(found) is int
+
+
+@pytest.mark.parametrize("value", NO_INTEGERS, ids=repr)
+def test_a_value_that_is_no_integer_is_a_type_error_that_names_the_argument(value: Any) -> None:
+    with pytest.raises(TypeError, match="offset must be a whole number"):
+        integer(value, "offset")
+
+
+def test_a_timeout_is_a_number_or_a_timedelta_and_zero_if_it_is_negative() -> None:
+    for value in TIMEOUTS:
+        assert seconds(value) == 5.0 and type(seconds(value)) is float
+    for value in (-1, -0.1, timedelta(-1), np.float32(-2)):
+        assert seconds(value) == 0.0
+    assert [seconds_or(value, 7.0) for value in (None, timedelta(seconds=5), 0)] == [7.0, 5.0, 0.0]
+
+
+@pytest.mark.parametrize("value", NO_TIMEOUTS, ids=repr)
+def test_a_timeout_is_never_a_wait_without_an_end(value: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="timeout="):
+        seconds(value)
+
+
+def test_bounds_are_named() -> None:
+    with pytest.raises(ValueError, match="size=0 is out of range: at least 1"):
+        integer_in(0, "size", 1)
+    with pytest.raises(ValueError, match="size=9 is out of range: 1 to 8"):
+        integer_in(np.int64(9), "size", 1, 8)
+    with pytest.raises(ValueError, match="size=0 is out of range: 1 to 8"):
+        integer_in(0, "size", 1, 8)
+    assert [integer_in(number, "size", 1, 8) for number in (1, 8)] == [1, 8] and integer_in(9, "size", 9) == 9
+
+
+def test_what_is_left_of_a_timeout_falls_to_zero_and_no_timeout_has_none() -> None:
+    left, over = time_left(timedelta(seconds=60)), time_left(-1)
+    first, later = left(), left()
+    assert first is not None and later is not None and 60.0 >= first >= later > 0.0
+    assert over() == 0.0 and time_left(None)() is None
+
+
+def refuse(calls: list[Callable[[Any], object]], values: list[Any], error: Any = TypeError) -> None:
+    """Check that each call refuses each of the values."""
+    for value, call in product(values, calls):
+        with pytest.raises(error):
+            call(value)
+
+
+@pytest.mark.parametrize("two_ranks", ["inproc", "shm", *second_tier("gloo", "ucx", "mpi")], indirect=True)
+@on_ranks_of("two_ranks")
+def test_a_communicator_takes_whole_numbers_of_every_kind(comm: Communicator) -> None:
+    x, peer = torch.ones(4), 1 - comm.rank
+    for kind in INTEGERS:
+        for op in ("broadcast", "reduce", "gather", "scatter"):
+            *arguments, _ = collective(op, comm.rank, 2, 4, root=1).arguments
+            getattr(comm, op)(*arguments, kind(1))
+        comm.all_to_all_single(torch.empty(4), x, [kind(2), kind(2)], [kind(2), kind(2)])
+        comm.batch_send_recv([Send(x, kind(peer), kind(7)), Recv(torch.empty(4), kind(peer), kind(7))])
+        (comm.send if comm.rank else comm.recv)(x, kind(peer), kind(7))
+        comm.broadcast_object("word", kind(1))
+    calls: list[Callable[[Any], object]] = [
+        lambda bad: comm.broadcast(x, bad),
+        lambda bad: comm.reduce(x, bad),
+        lambda bad: comm.gather(x, None, bad),
+        lambda bad: comm.scatter(x, None, bad),
+        lambda bad: comm.all_to_all_single(torch.empty(4), x, [bad, 2], [2, 2]),
+        lambda bad: comm.send(x, bad),
+        lambda bad: comm.send(x, peer, bad),
+        lambda bad: comm.recv(x, bad),
+        lambda bad: comm.batch_send_recv([Recv(x, bad)]),
+        lambda bad: comm.broadcast_object(None, bad),
+        lambda bad: comm.split([bad]),
+    ]
+    refuse(calls, NO_INTEGERS)
+    refuse([lambda late: comm.all_reduce(x, timeout=late)], NO_TIMEOUTS, (TypeError, ValueError))
+    for timeout in TIMEOUTS:
+        comm.all_reduce(x, timeout=timeout, async_op=True).wait(timeout)
+
+
+@pytest.mark.parametrize("two_ranks", ["inproc", "shm", *second_tier("ucx", "mpi")], indirect=True)
+@on_ranks_of("two_ranks")
+def test_a_window_takes_whole_numbers_of_every_kind(comm: Communicator) -> None:
+    one = torch.ones(1, dtype=torch.int64)
+    with comm.window(torch.zeros(4, dtype=torch.int64)) as window:
+        for kind in INTEGERS:
+            peer = kind(1 - comm.rank)
+            window.put(one, peer, kind(2))
+            window.get(one.clone(), peer, kind(3), timeout=timedelta(seconds=5))
+            window.fetch_add(peer, kind(0), kind(1))
+            window.compare_swap(peer, kind(1), kind(0), kind(3))
+            window.signal(peer)
+            window.wait_signal(peer)
+            window.flush(peer)
+        calls: list[Callable[[Any], object]] = [
+            lambda bad: window.put(one, bad),
+            lambda bad: window.put(one, 0, bad),
+            lambda bad: window.get(one, 0, bad),
+            lambda bad: window.fetch_add(0, bad, 1),
+            lambda bad: window.fetch_add(0, 0, bad),
+            lambda bad: window.compare_swap(0, 0, bad, 1),
+            lambda bad: window.signal(bad),
+            lambda bad: window.wait_signal(bad),
+        ]
+        refuse(calls, NO_INTEGERS)
+        comm.barrier()
+
+
+def test_a_plane_takes_offsets_and_timeouts_of_every_kind() -> None:
+    one = torch.ones(1)
+    with comms.memory("inproc") as plane, plane.expose(torch.ones(4)) as region:
+        for kind in INTEGERS:
+            plane.read(region.handle, one, kind(4), timeout=timedelta(seconds=5)).wait()
+        refuse([lambda bad: plane.read(region.handle, one, bad)], NO_INTEGERS)
+        refuse([lambda late: plane.read(region.handle, one, timeout=late)], NO_TIMEOUTS, (TypeError, ValueError))
+
+
+def test_a_store_takes_versions_and_timeouts_of_every_kind() -> None:
+    weights = {"x": torch.ones(1)}
+    with WeightStore("memory://", keep=np.int64(20), timeout=timedelta(seconds=10)) as store:
+        for version, kind in enumerate(INTEGERS):
+            store.publish(kind(version), weights, part=kind(0), parts=kind(1), timeout=np.float32(5))
+            assert store.get(kind(version), weights, timeout=timedelta(seconds=5)) == version
+        refuse([lambda bad: store.publish(bad, weights)], NO_INTEGERS, (TypeError, ValueError))
+        refuse([lambda late: store.wait(0, late)], NO_TIMEOUTS, (TypeError, ValueError))
+
+
+def test_sessions_and_clusters_take_numbers_of_every_kind(tmp_path: Path) -> None:
+    quick = Timeouts(heartbeat=timedelta(milliseconds=100), suspect=np.float32(1), join=np.int64(20))  # type: ignore[arg-type]
+    assert quick == Timeouts(heartbeat=0.1, suspect=1.0, join=20.0)
+    for late in (*NO_TIMEOUTS, 0, -1.0):
+        with pytest.raises(ValueError, match="timeout join="):
+            Timeouts(join=late)
+    LocalCluster(np.int64(2), "inproc", np.int8(1), timeout=timedelta(seconds=5))  # type: ignore[arg-type]
+    refuse([lambda bad: LocalCluster(bad, "inproc")], NO_INTEGERS)
+    connect: Any = partial(comms.connect, "inproc", rendezvous=f"file://{tmp_path}/meet")
+    connect(rank=np.int64(0), size=np.int8(1)).close()
+    refuse([lambda bad: connect(rank=bad, size=1)], [bad for bad in NO_INTEGERS if bad is not None])
+    waits: list[Callable[[Any], object]] = [
+        lambda late: LocalCluster(2, "inproc", timeout=late),
+        lambda late: connect(rank=0, size=1, timeout=late),
+        DONE.wait,
+    ]
+    refuse(waits, ["5", float("nan")], (TypeError, ValueError))

@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 from holdfast import comms
-from holdfast.comms import (
-    Communicator,
-    CorruptData,
-    HoldfastError,
-    NonFinite,
-    OpTimeout,
-    PeerFailed,
-    Recv,
-    ReduceOp,
-    Revoked,
-    Send,
-    Work,
-)
+from holdfast.comms import Communicator, Recv, ReduceOp, Send, Work
 from holdfast.comms.hooks import OpLog, check_finite, compare_checksums
 from holdfast.comms.ops import OpDescription
 from holdfast.comms.plugins.spec import AbortEvent, OpEvent
+from support.comms.meeting import run_in_threads
 from support.comms.ranks import on_ranks, on_ranks_of, shared_ranks
 
 ranks = shared_ranks(2, "inproc", "shm", checks="0", timeout=30.0)  # ops without hooks take the fast paths
@@ -65,17 +57,18 @@ def test_every_begun_op_ends_once_with_its_time_and_its_error(comm: Communicator
     assert type(ended[1].error) in (type(caught.value), comms.OpTimeout)
 
 
+def complain(event: OpEvent) -> None:
+    raise ArithmeticError(f"at {event.op}")
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 @on_ranks_of("ranks")
 def test_an_op_that_a_hook_refuses_is_issued_again(comm: Communicator, asynchronous: bool) -> None:
-    def refuse(event: OpEvent) -> None:
-        raise ArithmeticError(f"not {event.op}")
-
     tensor = torch.ones(4)
     if comm.rank == 0:
         ended: list[OpEvent] = []
-        refused = pytest.raises(ArithmeticError, match="not all_reduce")
-        with comm.hooks.after_op(ended.append), comm.hooks.before_op(refuse), refused:
+        refused = pytest.raises(ArithmeticError, match="at all_reduce")
+        with comm.hooks.after_op(ended.append), comm.hooks.before_op(complain), refused:
             comm.all_reduce(tensor, async_op=asynchronous)
         assert [type(event.error) for event in ended] == [ArithmeticError]
     before = comm.progress
@@ -88,12 +81,9 @@ def test_an_op_that_a_hook_refuses_is_issued_again(comm: Communicator, asynchron
 @pytest.mark.parametrize("asynchronous", [False, True])
 @on_ranks_of("ranks")
 def test_an_op_whose_later_hook_raises_fails_with_it_and_is_complete(comm: Communicator, asynchronous: bool) -> None:
-    def complain(event: OpEvent) -> None:
-        raise ArithmeticError(f"after {event.op}")
-
     tensor, called = torch.ones(4), list[int]()
     if comm.rank == 0:
-        failed = pytest.raises(ArithmeticError, match="after all_reduce")
+        failed = pytest.raises(ArithmeticError, match="at all_reduce")
         with comm.hooks.after_op(complain), comm.hooks.after_op(lambda event: called.append(event.seq)), failed:
             comm.all_reduce(tensor, async_op=asynchronous).wait()
         assert len(called) == 1, "one hook's error does not keep the op from the others"
@@ -105,9 +95,6 @@ def test_an_op_whose_later_hook_raises_fails_with_it_and_is_complete(comm: Commu
 
 @on_ranks_of("ranks")
 def test_a_failed_op_keeps_its_error_when_a_hook_raises_too(comm: Communicator) -> None:
-    def complain(event: OpEvent) -> None:
-        raise ArithmeticError("a hook's")
-
     comm.hooks.after_op(complain)
     with pytest.raises(comms.HoldfastError):
         comm.recv(torch.ones(1), 1 - comm.rank, timeout=0.05)
@@ -121,13 +108,13 @@ def test_numbers_that_are_not_finite_are_named_with_op_rank_and_tensor(comm: Com
         comm.all_reduce(tensor)
         if comm.rank == 1:
             tensor[3] = bad
-        with pytest.raises(NonFinite) as caught:
+        with pytest.raises(comms.NonFinite) as caught:
             comm.all_reduce(tensor)
         error = caught.value
         assert (error.op, error.rank, error.nans + error.infinities) == ("all_reduce", comm.rank, 1)
         assert error.tensor == ("input" if comm.rank == 1 else "output")
         outputs = [torch.empty(8) for _ in range(comm.size)]
-        with pytest.raises(NonFinite, match=r"its input" if comm.rank == 1 else r"its outputs\[1\]"):
+        with pytest.raises(comms.NonFinite, match=r"its input" if comm.rank == 1 else r"its outputs\[1\]"):
             comm.all_gather(outputs, torch.full((8,), bad if comm.rank == 1 else 1.0))
     comm.all_reduce(tensor)
     assert comm.over is None
@@ -145,7 +132,7 @@ def test_results_that_differ_between_ranks_name_the_odd_rank(comm: Communicator)
             event.outputs[0][17] += comm.rank == 2
 
         comm.hooks._after = (corrupt, *comm.hooks._after)
-        with pytest.raises(CorruptData, match=r"all_reduce.*ranks \[2\] than on rank 0"):
+        with pytest.raises(comms.CorruptData, match=r"all_reduce.*ranks \[2\] than on rank 0"):
             comm.all_reduce(same)
     assert comm.over is None
 
@@ -163,7 +150,7 @@ def test_the_log_names_ops_that_had_not_ended(comm: Communicator) -> None:
     work = comm.recv(torch.ones(2), 1 - comm.rank, async_op=True)
     assert [op.op for op in log.running] == ["recv"]
     comm.close()
-    assert isinstance(work.exception(), Revoked)
+    assert isinstance(work.exception(), comms.Revoked)
     logging.getLogger("holdfast.comms").removeHandler(handler)
     assert [op.op for op in log.leaked] == ["recv"]
     (message,) = [message for message in messages if f"on rank {comm.rank} " in message]
@@ -210,14 +197,14 @@ def test_a_work_that_is_done_calls_back_at_once(comm: Communicator) -> None:
 
 def test_a_callback_learns_of_a_failure(comm: Communicator) -> None:
     def fail(deadline: float) -> None:
-        raise PeerFailed((0,), "for this test")
+        raise comms.PeerFailed((0,), "for this test")
 
     gate, errors, called = Gate(comm), list[BaseException | None](), threading.Event()
     failing = comm._executor.issue(OpDescription("failing", 0, False), lambda: fail, True, None)
     failing.add_done_callback(lambda work: errors.append(work.exception()))
     failing.add_done_callback(lambda work: called.set())
     gate.open()
-    assert called.wait(20.0) and isinstance(errors[0], PeerFailed)
+    assert called.wait(20.0) and isinstance(errors[0], comms.PeerFailed)
 
 
 def test_what_a_callback_raises_is_logged_and_keeps_no_other_from_its_call(
@@ -242,19 +229,13 @@ def test_a_callback_is_called_once_when_work_and_caller_race() -> None:
     for _ in range(300):
         work, calls, start = Work("op"), list[Work](), threading.Barrier(3)
 
-        def complete(work: Work = work, start: threading.Barrier = start) -> None:
-            start.wait()
-            work.run(lambda: None)
+        complete, add = partial(work.run, lambda: None), partial(work.add_done_callback, calls.append)
 
-        def add(work: Work = work, start: threading.Barrier = start, calls: list[Work] = calls) -> None:
+        def race(number: int, start: threading.Barrier = start, acts: Sequence[Any] = (complete, add, add)) -> None:
             start.wait()
-            work.add_done_callback(calls.append)
+            acts[number]()
 
-        threads = [threading.Thread(target=target) for target in (complete, add, add)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_in_threads(3, race, None)
         assert calls == [work, work]
 
 
@@ -306,9 +287,9 @@ def test_a_failed_op_and_the_end_of_the_whole_call_back(comm: Communicator) -> N
         for each in (comm, part):
             each.hooks.on_abort(ends.append)
         if comm.rank == 0:
-            with pytest.raises(OpTimeout):
+            with pytest.raises(comms.OpTimeout):
                 comm.barrier(timeout=0.2)
         else:
-            with pytest.raises(HoldfastError):
+            with pytest.raises(comms.HoldfastError):
                 comm.recv(torch.empty(1), 0)
-        assert [type(end.error) for end in ends] == [Revoked] * 2
+        assert [type(end.error) for end in ends] == [comms.Revoked] * 2

@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -20,40 +20,22 @@ from holdfast.comms import Communicator, OpTimeout, RegionGone, Unsupported
 from holdfast.comms._native import ActiveCalls, WindowBounds, Words
 from holdfast.comms.onesided import requests
 from holdfast.comms.onesided.mapped import MappedWindow, WindowLock
-from holdfast.comms.onesided.requests import (
-    ADD,
-    GET,
-    HEAD,
-    PIECE_BYTES,
-    PUT,
-    SIGNAL,
-    SWAP,
-    Channel,
-    Exposed,
-    Head,
-    RequestService,
-)
+from holdfast.comms.onesided.requests import ADD, GET, HEAD, PIECE_BYTES, PUT, SIGNAL, SWAP, Exposed, Head
 from holdfast.comms.onesided.window import Window, WindowInfo
 from holdfast.comms.tensors.memory import ExposedMemory
 from holdfast.comms.transport.base import WindowMemory, closed_there
 from holdfast.comms.transport.liveness import Liveness, PeerWatch, is_gone, is_stopped
 from holdfast.harness.conformance.windows import *  # noqa: F403
 from support.comms.meeting import run_in_threads
-from support.comms.ranks import on_ranks, second_tier, shared_ranks
+from support.comms.ranks import each_of, on_ranks, second_tier, shared_ranks
 from support.waiting import PATIENCE, eventually
 
 SIZED = ["inproc-1", "inproc-3", "shm-1", "shm-3", "ucx-3", "mpi-3", "gloo-3"]
 ranks = shared_ranks(3, *SIZED, *second_tier("ucx-1", "mpi-1", "gloo-1"), timeout=30.0)
 
 
-@pytest.fixture(params=["inproc", "shm", "ucx", "mpi", "gloo"])
-def windowed(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture(params=["shm", "ucx", "mpi", "gloo"])
-def windowed_processes(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+windowed = each_of("inproc", "shm", "ucx", "mpi", "gloo")
+windowed_processes = each_of("shm", "ucx", "mpi", "gloo")
 
 
 @on_ranks(2, "shm")
@@ -200,9 +182,6 @@ def test_an_unusual_tensor_takes_the_full_check() -> None:
         WindowBounds(torch.empty(0), (-1,))
 
 
-Tensor = torch.Tensor
-
-
 class OneSignaller(WindowMemory):
     """A window in which rank 0 does something whenever the waiting rank looks whether it lives."""
 
@@ -261,10 +240,10 @@ def test_what_was_put_arrives_before_the_ranks_meet_to_withdraw_their_tensors() 
 ROOM = 32
 
 
-class Wire(Channel):
+class Wire(requests.Channel):
     """Passes frames to the other ranks' services at once, or keeps those to the ranks that are `stopped`."""
 
-    def __init__(self, rank: int, services: list[RequestService]) -> None:
+    def __init__(self, rank: int, services: list[requests.RequestService]) -> None:
         self.broken: set[int] = set()
         self.stopped: set[int] = set()
         self.kept: list[Callable[[], None]] = []
@@ -295,11 +274,11 @@ class Pair:
 
     def __init__(self) -> None:
         liveness = Liveness((), 0)
-        services: list[RequestService] = []
+        services: list[requests.RequestService] = []
         self.wires = [Wire(rank, services) for rank in range(2)]
         for rank in range(2):
             watch = PeerWatch(liveness, tuple)
-            services.append(RequestService(rank, 2, watch, lambda received, rank=rank: self.wires[rank]))
+            services.append(requests.RequestService(rank, 2, watch, lambda received, rank=rank: self.wires[rank]))
         self.services = services
         self.memory = torch.zeros(4, dtype=torch.int64)
         self.theirs, self.mine = (
@@ -313,8 +292,8 @@ def soon() -> float:
 
 
 @pytest.fixture
-def pair() -> Iterator[Pair]:
-    yield Pair()
+def pair() -> Pair:
+    return Pair()
 
 
 @given(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import queue
-import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,17 +26,8 @@ from support.comms.meeting import run_in_threads
 Tensor = torch.Tensor
 
 
-class Mail:
-    """A queue for each (sender, receiver, tag), made on first use."""
-
-    def __init__(self) -> None:
-        self._queues: dict[tuple[int, int, int], queue.Queue[Tensor]] = {}
-        self._lock = threading.Lock()
-
-    def __getitem__(self, key: tuple[int, int, int]) -> queue.Queue[Tensor]:
-        with self._lock:
-            return self._queues.setdefault(key, queue.Queue())
-
+Mail = dict[tuple[int, int, int], queue.Queue[Tensor]]
+"""A queue for each (sender, receiver, tag), made on first use."""
 
 QUICK_TO_SEND = Link(latency=1e-9, bandwidth=1e9)
 SLOW_TO_SEND = Link(latency=1.0, bandwidth=1e9)
@@ -53,10 +43,10 @@ class QueueTransport(MessageTransport):
 
     def _post_send(self, tensor: Tensor, dst: int, tag: int) -> None:
         self.sent += 1
-        self._mail[self.rank, dst, tag].put(tensor.detach().clone())
+        self._mail.setdefault((self.rank, dst, tag), queue.Queue()).put(tensor.detach().clone())
 
     def _post_recv(self, tensor: Tensor, src: int, tag: int) -> Any:
-        return tensor, self._mail[src, self.rank, tag]
+        return tensor, self._mail.setdefault((src, self.rank, tag), queue.Queue())
 
     def _complete(self, posted: Sequence[Any], deadline: float, op: str, seq: int) -> None:
         for each in posted:
@@ -74,8 +64,7 @@ class QueueTransport(MessageTransport):
 
 def in_ranks(size: int, body: Callable[[QueueTransport], Any], link: Link = QUICK_TO_SEND) -> list[Any]:
     """Call `body(transport)` on every rank, in threads; results by rank."""
-    mail = Mail()
-    store = dist.HashStore()
+    mail, store = Mail(), dist.HashStore()
 
     def run(rank: int) -> Any:
         context = Context(

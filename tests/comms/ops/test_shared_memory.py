@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -67,22 +68,23 @@ class Schedules:
 
 View = dict[int, int]
 """For each word, the number of the first store that a thread can still read."""
+Stores = defaultdict[int, list[tuple[int, View]]]
+"""For each word, the values that were stored, and what the storing thread knew of."""
 
 
-class WeakMemory:
-    """The words of a board in the memory of weakly ordered processors.
+class ThreadWords:
+    """One thread's words, in place of `_native.Words`, in the memory of weakly ordered processors.
 
     A load may return any store to its word that is not older than one which the thread knows of. A thread knows of its
     own stores, of what it has read, and, after an acquiring load of a releasing store, of all that the storing thread
-    knew of.
+    knew of. Every access is an acquire or a release, if they are `ordered`.
     """
 
-    def __init__(self, schedules: Schedules, ordered: bool) -> None:
-        self._schedules, self._ordered = schedules, ordered
-        self._stores: dict[int, list[tuple[int, View]]] = {}
+    def __init__(self, stores: Stores, schedules: Schedules, ordered: bool) -> None:
+        self._stores, self._schedules, self._ordered, self._view = stores, schedules, ordered, View()
 
-    def load(self, view: View, word: int) -> int:
-        stores = self._stores.setdefault(word, [(0, {})])
+    def __getitem__(self, word: int) -> int:
+        stores, view = self._stores[word], self._view
         first = view.get(word, 0)
         last = len(stores) - 1
         number = last - (self._schedules.choose(last - first + 1) if last > first else 0)
@@ -93,23 +95,9 @@ class WeakMemory:
                 view[other] = max(view.get(other, 0), least)
         return value
 
-    def store(self, view: View, word: int, value: int) -> None:
-        stores = self._stores.setdefault(word, [(0, {})])
-        view[word] = len(stores)
-        stores.append((value, dict(view)))
-
-
-class ThreadWords:
-    """One thread's words, in place of `_native.Words`; every access is an acquire or a release."""
-
-    def __init__(self, memory: WeakMemory) -> None:
-        self._memory, self._view = memory, View()
-
-    def __getitem__(self, word: int) -> int:
-        return self._memory.load(self._view, word)
-
     def __setitem__(self, word: int, value: int) -> None:
-        self._memory.store(self._view, word, value)
+        self._view[word] = len(self._stores[word])
+        self._stores[word].append((value, dict(self._view)))
 
 
 class ModelBoard:
@@ -117,8 +105,8 @@ class ModelBoard:
 
     size = 2
 
-    def __init__(self, memory: WeakMemory, rank: int) -> None:
-        self.rank, self.words, self.native = rank, ThreadWords(memory), self
+    def __init__(self, rank: int, words: ThreadWords) -> None:
+        self.rank, self.words, self.native = rank, words, self
 
     def entry(self, src: int, dst: int, number: int) -> int:
         return 8 * number
@@ -127,22 +115,19 @@ class ModelBoard:
         """Do nothing: no rank sleeps."""
 
 
-def channels_over(board: Any, read: Callable[[int], None]) -> Channels:
-    return Channels(board, lambda rank, address, into, nbytes: read(address))
-
-
 def run_once(schedules: Schedules, tags: Sequence[int], wanted: Sequence[int], ordered: bool = True) -> None:
     """Send a message of each tag, and receive the wanted ones, under one schedule.
 
     The sender posts at any time between two receives; loads that see less than that stand for later times.
     """
-    memory = WeakMemory(schedules, ordered)
+    stores: Stores = defaultdict(lambda: [(0, {})])
     into = torch.zeros(channels.INLINE_BYTES + 1, dtype=torch.uint8)
     messages = [(torch.empty_like(into), RECEIVER, tag) for tag in tags]
     numbers = {tensor.data_ptr(): number for number, (tensor, _, _) in enumerate(messages)}
     taken: list[int] = []
-    sender = channels_over(ModelBoard(memory, SENDER), lambda address: None)
-    receiver = channels_over(ModelBoard(memory, RECEIVER), lambda address: taken.append(numbers[address]))
+    boards: list[Any] = [ModelBoard(rank, ThreadWords(stores, schedules, ordered)) for rank in (SENDER, RECEIVER)]
+    sender = Channels(boards[SENDER], lambda *message: None)
+    receiver = Channels(boards[RECEIVER], lambda rank, address, into, nbytes: taken.append(numbers[address]))
     posted = 0
     for tag in wanted:
         while posted < len(messages) and schedules.choose(2) and sender._post(messages[posted]) is not None:
@@ -155,15 +140,15 @@ def run_once(schedules: Schedules, tags: Sequence[int], wanted: Sequence[int], o
     assert [tags[number] for number in taken] == list(wanted)
 
 
-CASES = [
-    (2, (7, 7, 7, 7), (7, 7, 7, 7)),
-    (3, (7, 7, 7, 7), (7, 7, 7, 7)),
-    (3, (7, 9, 7, 9), (9, 7, 7, 9)),
-    (3, (9, 7, 7, 7), (7, 7, 7, 9)),
-]
-
-
-@pytest.mark.parametrize(("entries", "tags", "wanted"), CASES)
+@pytest.mark.parametrize(
+    ("entries", "tags", "wanted"),
+    [
+        (2, (7, 7, 7, 7), (7, 7, 7, 7)),
+        (3, (7, 7, 7, 7), (7, 7, 7, 7)),
+        (3, (7, 9, 7, 9), (9, 7, 7, 9)),
+        (3, (9, 7, 7, 7), (7, 7, 7, 9)),
+    ],
+)
 def test_no_order_of_loads_and_stores_lets_messages_overtake_each_other(
     entries: int, tags: tuple[int, ...], wanted: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,6 +32,16 @@ def running(size: int, backend: str, checks: str | None = None, **options: Any) 
             yield cluster
 
 
+def each_of(*names: str) -> Any:
+    """A fixture that has each of the names in turn."""
+
+    @pytest.fixture(params=names)
+    def name(request: pytest.FixtureRequest) -> str:
+        return str(request.param)
+
+    return name
+
+
 def shared_ranks(size: int, *backends: Any, timeout: float = 60.0, **options: Any) -> Any:
     """A fixture of a module: a cluster over each backend in turn. "shm-1" is one rank, whatever the `size`."""
 
