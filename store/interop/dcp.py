@@ -11,6 +11,7 @@ import io
 import math
 import mmap
 import pickle
+import pickletools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -95,6 +96,16 @@ class _MetadataUnpickler(pickle.Unpickler):
         raise CorruptData(f"it asks for {module}.{name}, which DCP does not write there")
 
 
+def _check_sizes(data: bytes) -> None:
+    """Raise unless each op of a pickle lies in it, and numbers as many values at most.
+
+    The unpickler allocates what an op announces before it looks whether that is there: gigabytes for one wrong bit.
+    """
+    for op, argument, _ in pickletools.genops(data):
+        if op.name in ("PUT", "BINPUT", "LONG_BINPUT") and not 0 <= int(argument or 0) <= len(data):
+            raise CorruptData(f"it numbers a value {argument}, and has {len(data)} bytes")
+
+
 def read_metadata(directory: Path) -> Metadata:
     """The metadata of a checkpoint. Raises `CorruptData`, `CopyFailed`."""
     path = directory / METADATA
@@ -104,6 +115,7 @@ def read_metadata(directory: Path) -> Metadata:
         except FileNotFoundError:
             raise CopyFailed(directory, f"it has no {METADATA} of torch.distributed.checkpoint") from None
     with _damage(str(path)):
+        _check_sizes(data)
         found = _MetadataUnpickler(io.BytesIO(data)).load()
         if not isinstance(found, Metadata) or not all(isinstance(name, str) for name in found.state_dict_metadata):
             raise CorruptData(f"{path} is not the metadata of a checkpoint")

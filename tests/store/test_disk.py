@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import signal
+import struct
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -296,6 +297,22 @@ def test_a_value_in_an_empty_file_is_damaged(tmp_path: Path) -> None:
 
     with pytest.raises(CorruptData, match=r"'step' in .* is damaged"):
         DcpDirectory(changed(directory, elsewhere)).state({}, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("op", "words"),
+    [
+        (b"r" + struct.pack("<I", 1 << 31), "it numbers a value 2147483648, and has 9 bytes"),
+        (b"\x96" + struct.pack("<Q", 1 << 40), "expected 1099511627776 bytes"),
+    ],
+    ids=["number of a value", "length of an array"],
+)
+def test_metadata_that_announces_gigabytes_is_refused_before_memory_is_taken(
+    tmp_path: Path, op: bytes, words: str
+) -> None:
+    (tmp_path / ".metadata").write_bytes(b"\x80\x05N" + op + b".")
+    with pytest.raises(CorruptData, match=words):
+        DcpDirectory(tmp_path)
 
 
 FUZZED = {"safetensors": (INDEX, "holdfast.json"), "dcp": (".metadata", "__0_0.distcp")}
