@@ -17,6 +17,7 @@ import sys
 import tempfile
 import textwrap
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -263,3 +264,9 @@ def test_a_tight_limit_is_found() -> None:
     body = "def f():\n    began = time.monotonic()\n    g()\n    assert time.monotonic() - began < {}\n"
     assert len(list(tight(ast.parse(body.format("2.0"))))) == 1
     assert not list(tight(ast.parse(body.format("PATIENCE"))))
+
+
+def test_no_two_files_of_tests_have_one_name() -> None:
+    """pytest would import the first, and not collect the others."""
+    names = Counter(path.name for path in TESTS.rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
