@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -230,7 +231,10 @@ class GlooTransport(TorchGroup):
                     raise _ConnectionsLost("Connection closed by all peers")
 
         try:
-            run_interruptible(partial(start, limit), look)  # gloo waits in C++, where Ctrl-C has no effect
+            if threading.current_thread() is threading.main_thread():
+                run_interruptible(partial(start, limit), look)  # gloo waits in C++, where Ctrl-C has no effect
+            else:
+                start(limit)  # a thread for each message of another thread doubles its time
         except HoldfastError:
             raise
         except RuntimeError as error:
