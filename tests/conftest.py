@@ -14,7 +14,7 @@ from typing import Any
 
 os.environ.setdefault("HOLDFAST_CHECK", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# A TCPStore that connects asks the name server for the name of 127.0.0.1: no answer must not cost 5 s.
+# A TCPStore that torch itself makes asks the name server for the name of 127.0.0.1: no answer must not cost 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 
 import pytest

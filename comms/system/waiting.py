@@ -86,6 +86,8 @@ Result = TypeVar("Result")
 
 _CHECK_SECONDS = 0.002
 _END_SECONDS = 1.0
+"""How long a fork waits for threads that end. They wait for nobody."""
+
 _ending: deque[int] = deque(maxlen=64)
 """The last threads whose calls have returned, as the system numbers them."""
 
