@@ -44,7 +44,7 @@ from support.children import Start
 from support.mutations import damages, mutated
 from support.waiting import eventually
 from support.weights.catalogs import announced
-from support.weights.state_dicts import a_llama, content, of_many_dtypes, same, value_in, weights
+from support.weights.state_dicts import a_llama, of_many_dtypes, same, value_in, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -96,7 +96,7 @@ def test_a_model_that_transformers_saved_fills_a_store(store: WeightStore, tmp_p
         with pytest.raises(ValueError, match="say which version"):
             import_version(store, tmp_path / limit)
         assert import_version(store, tmp_path / limit, version) == version
-        found = content(store, version, model.state_dict())
+        found = store.load(version)
         assert all(same(found[name], tensor) for name, tensor in model.state_dict().items())
 
 
@@ -176,35 +176,31 @@ def test_a_killed_export_leaves_no_version_and_the_next_one_removes_what_it_left
         assert all(same(tensor, state[name]) for name, tensor in files(tmp_path / "copies" / "1").items())
 
 
-def peak_of_export(pipe: Connection, url: str, directory: Path) -> None:
-    """Export version 1, and say by how much private memory grew meanwhile; pages of the holder do not count."""
-    with WeightStore(url, hold=False) as store:
-        safetensors.export_version(store, 1, directory.with_name("warm"))
-        before, seen, done = private_bytes(), [0], threading.Event()
-
-        def watch() -> None:
-            while not done.wait(0.001):
-                seen.append(private_bytes())
-
-        watcher = threading.Thread(target=watch)
-        watcher.start()
-        safetensors.export_version(store, 1, directory)
-        done.set()
-        watcher.join()
-        pipe.send(max(seen) - before)
-
-
-def private_bytes() -> int:
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
-    return int(line.split()[1]) << 10
-
-
 def test_an_export_needs_memory_for_one_batch_only(url: str, tmp_path: Path, start: Start) -> None:
+    """The private memory of its process is watched; pages of the holder do not count."""
+
+    def export(pipe: Connection) -> None:
+        with WeightStore(url, hold=False) as reader:
+            for name in ("warm", "copy"):
+                safetensors.export_version(reader, 1, tmp_path / name)
+                pipe.send(name)
+                pipe.recv()
+
+    def private_bytes() -> int:
+        lines = Path(f"/proc/{child.pid}/status").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
+
     state = {f"{number}": torch.ones(2 << 20) for number in range(24)}
     with WeightStore(url, replicas=1) as store:
         store.publish(1, state)
-        grown = start(peak_of_export, url, tmp_path / "copy").hear(60.0)
-    assert grown < 140e6, f"{sum(each.nbytes for each in state.values())} bytes were exported"
+        child = start(export)
+        child.hear()
+        before, seen = private_bytes(), [0]
+        child.tell("go on")
+        while not child.pipe.poll(0.001):
+            seen.append(private_bytes())
+        assert child.hear() == "copy"
+    assert max(seen) - before < 140e6, f"{sum(each.nbytes for each in state.values())} bytes were exported"
 
 
 def plain_weights() -> dict[str, torch.Tensor]:

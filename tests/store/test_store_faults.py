@@ -461,11 +461,8 @@ def publish_and_reach(start: Start, url: str, point: str, hold: bool) -> None:
         ("closed", True),
         ("leaving", True),
         ("gone", False),
-        ("returned", True),
-        pytest.param("closed", False, marks=pytest.mark.thorough),
         pytest.param("leaving", False, marks=pytest.mark.thorough),
         pytest.param("gone", True, marks=pytest.mark.thorough),
-        pytest.param("returned", False, marks=pytest.mark.thorough),
     ],
 )
 def test_a_part_whose_publish_has_returned_outlives_its_store(

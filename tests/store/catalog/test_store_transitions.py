@@ -467,14 +467,14 @@ def asked(catalog: Catalog, cast: str = "bf16") -> Catalog:
     return request_cast(catalog, 1, 0, DIGEST, cast)
 
 
-def form(catalog: Catalog, cast: str = "bf16") -> CastForm:
+def form(catalog: Catalog) -> CastForm:
     shard = catalog.shard(1, 0)
-    found = None if shard is None else shard.cast(cast)
+    found = None if shard is None else shard.cast("bf16")
     assert found is not None
     return found
 
 
-def packed(catalog: Catalog, maker: str) -> CastForm:
+def packed(maker: str) -> CastForm:
     return CastForm("bf16", maker, b"f" * 16, 400, Handle("shm", maker.encode(), 1000))
 
 
@@ -495,16 +495,14 @@ def test_only_the_holder_that_was_asked_lists_a_form_and_one_that_is_withdrawn_i
     now = asked(catalog)
     maker = form(now).maker
     other = next(each for each in "abc" if each != maker)
-    assert announce_cast(now, 1, 0, DIGEST, packed(now, other)) == now
-    listed = announce_cast(now, 1, 0, DIGEST, packed(now, maker))
-    assert form(listed) == packed(now, maker)
-    assert [each[2] for each in casts_of(listed, maker, packed=True)] == [packed(now, maker)]
-    assert announce_cast(listed, 1, 0, DIGEST, replace(packed(now, maker), digest=b"g")) == listed
-    first = asked(catalog)
-    listed = announce_cast(first, 1, 0, DIGEST, packed(first, form(first).maker))
-    assert withdraw_cast(listed, 1, 0, form(first)) == listed
-    assert withdraw_cast(first, 1, 0, form(first)) == withdraw_cast(listed, 1, 0, form(listed)) == catalog
-    assert asked(withdraw_cast(listed, 1, 0, form(listed))) == first
+    assert announce_cast(now, 1, 0, DIGEST, packed(other)) == now
+    listed = announce_cast(now, 1, 0, DIGEST, packed(maker))
+    assert form(listed) == packed(maker)
+    assert [each[2] for each in casts_of(listed, maker, packed=True)] == [packed(maker)]
+    assert announce_cast(listed, 1, 0, DIGEST, replace(packed(maker), digest=b"g")) == listed
+    assert withdraw_cast(listed, 1, 0, form(now)) == listed
+    assert withdraw_cast(now, 1, 0, form(now)) == withdraw_cast(listed, 1, 0, form(listed)) == catalog
+    assert asked(withdraw_cast(listed, 1, 0, form(listed))) == now
 
 
 @pytest.mark.parametrize("how", ["dies", "leaves"])
@@ -518,9 +516,9 @@ def test_another_holder_packs_when_one_goes(catalog: Catalog, how: str) -> None:
 def test_a_form_goes_with_the_replica_of_its_holder_and_with_its_version(catalog: Catalog) -> None:
     now = asked(catalog)
     maker = next(each for each in KEEPERS if each.id == form(now).maker)
-    listed = announce_cast(now, 1, 0, DIGEST, packed(now, maker.id))
+    listed = announce_cast(now, 1, 0, DIGEST, packed(maker.id))
     left = transitions.remove_dead_holders(listed, {maker.peer}).shard(1, 0)
     assert left is not None and left.casts == ()
     staying = transitions.leave(listed, maker.id).shard(1, 0)
-    assert staying is not None and staying.casts == (packed(now, maker.id),)
+    assert staying is not None and staying.casts == (packed(maker.id),)
     assert list(casts_of(transitions.delete(listed, 1), maker.id, packed=True)) == []

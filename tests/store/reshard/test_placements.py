@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 
 from holdfast.comms.errors import Mismatch, Unsupported
-from holdfast.ft.state.boxes import count_of, cover, shape_of, whole
-from holdfast.store.reshard.giving import Given, given
+from holdfast.ft.state.boxes import count_of, shape_of, whole
+from holdfast.store.reshard.giving import given
 from holdfast.store.reshard.placements import (
     Blocks,
     LocalBlock,
@@ -113,22 +113,6 @@ def test_the_order_of_fully_shard_differs_in_uneven_tensors_only(
         assert [i for box, _ in blocks_of((length,), order, sizes, coords) for i in range(*box[0])] == local.tolist()
         if length % math.prod(sizes) == 0 and length:
             assert blocks_of((length,), order, sizes, coords) == blocks_of((length,), cuts, sizes, coords)
-
-
-@given_examples(st.data(), st.integers(0, 3))
-def test_a_cover_takes_each_element_once_from_the_first_box_that_has_it(data: st.DataObject, dims: int) -> None:
-    pairs = st.tuples(*[st.tuples(st.integers(0, 4), st.integers(0, 4)).map(lambda p: (min(p), max(p)))] * dims)
-    wanted, boxes = data.draw(pairs), data.draw(st.lists(pairs, max_size=5))
-    owner = torch.full((4,) * dims, -1)
-    for number, box in reversed(list(enumerate(boxes))):
-        part(owner, box).fill_(number)
-    taken, left = cover(wanted, boxes)
-    seen = torch.full((4,) * dims, -2)
-    for number, box in [*taken, *((-1, box) for box in left)]:
-        assert (part(seen, box) == -2).all()
-        part(seen, box).fill_(number)
-    assert torch.equal(part(seen, wanted), part(owner, wanted))
-    assert sum(count_of(box) for _, box in taken) + sum(map(count_of, left)) == count_of(wanted)
 
 
 def targets(blocks: Mapping[str, Blocks]) -> list[BoxTarget]:
@@ -319,12 +303,6 @@ def test_stages_of_a_pipeline_give_all_that_they_have() -> None:
         stages = ranks[2 * stage : 2 * stage + 2]
         assert torch.equal(gather(stages, f"layer{stage}"), full)
         assert torch.equal(gather(stages, f"buffer{stage}"), full)
-
-
-def test_without_dtensors_the_only_part_has_everything() -> None:
-    placed = {"a": place("a", torch.ones(2, 3)), "b": place("b", torch.ones(()))}
-    box = whole((2, 3))
-    assert given(placed) == Given(0, 1, {"a": (LocalBlock(box, box),), "b": (LocalBlock((), ()),)})
 
 
 def test_meshes_without_a_common_root_are_refused_with_both_names() -> None:

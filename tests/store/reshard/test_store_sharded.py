@@ -18,7 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from holdfast.comms.errors import Mismatch, StaleEpoch
 from holdfast.ft.processes.zygote_client import zygote
@@ -60,10 +61,6 @@ def values(name: str) -> torch.Tensor:
 
 
 def distributed(kind: str) -> dict[str, Any]:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-    from torch.distributed.tensor.placement_types import _StridedShard
-
     sizes, words = MESHES[kind]
     mesh = init_device_mesh("cpu", sizes)
     known = {"s0": Shard(0), "s1": Shard(1), "r": Replicate(), "strided": _StridedShard(0, split_factor=2)}
@@ -135,8 +132,6 @@ def test_what_ranks_saved_with_dcp_as_shards_is_put_together(
 
     def body(rank: int, size: int) -> None:
         from torch.distributed import checkpoint
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor import Shard, distribute_tensor
 
         mesh = init_device_mesh("cpu", (size,))
         state = {name: distribute_tensor(whole, mesh, [Shard(dim)]) for dim, name in enumerate(("rows", "columns"))}
@@ -157,7 +152,6 @@ def test_the_example_loses_a_trainer_and_serves_its_version() -> None:
 
 
 def fully_sharded_over_tensor_parallel() -> dict[str, Any]:
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -205,9 +199,6 @@ def test_a_collective_that_is_under_way_is_waited_for(cluster: LocalCluster, tmp
     whole = torch.arange(4.0 * 1000).view(4, 1000)
 
     def body(rank: int, size: int) -> list[str]:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
         mesh, found = init_device_mesh("cpu", (4,)), []
         for look in (local_of, lambda tensor: place("weight", tensor).local):
             split = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)

@@ -157,7 +157,7 @@ class ByParity(ts.TorchStoreStrategy):
         return "even"
 
 
-def test_a_strategy_of_a_user_is_imported_by_name(start: Start) -> None:
+def test_a_strategy_of_a_user_is_imported_by_name() -> None:
     run(ts.initialize(2, strategy=ByParity()))
     try:
         run(ts.put("k", 1))
@@ -193,7 +193,7 @@ def test_a_store_ends_with_the_process_that_owns_it(start: Start) -> None:
 
 
 PROGRAM = """
-import asyncio, os, sys
+import asyncio, os
 import torch
 import holdfast.store.torchstore as ts
 
@@ -204,8 +204,10 @@ async def value(key):
 
 async def main():
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    for turn in range(2):
-        await ts.initialize_spmd(strategy=getattr(ts, sys.argv[1])())
+    for turn, strategy in enumerate((ts.LocalRankStrategy, ts.LocalRankStrategy, ts.HostStrategy, ts.HostStrategy)):
+        if turn == 2:
+            torch.distributed.destroy_process_group()
+        await ts.initialize_spmd(strategy=strategy())
         await ts.put(f"rank{rank}", torch.full((2000,), 10 * turn + rank))
         found = [await value(f"rank{other}") for other in range(size)]
         print(f"{rank} {found}\\n", end="", flush=True)  # in one write: torchrun's ranks are not buffered
@@ -214,21 +216,18 @@ async def main():
             assert [await value(f"read{other}") for other in range(size)] == [1] * size
         await ts.shutdown()
 
-if "group" in sys.argv:
-    torch.distributed.init_process_group("gloo")
+torch.distributed.init_process_group("gloo")
 asyncio.run(main())
-if "group" in sys.argv:
-    torch.distributed.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("arguments", [["LocalRankStrategy", "group"], ["HostStrategy"]], ids=" ".join)
-def test_ranks_that_torchrun_starts_share_a_store(tmp_path: Path, arguments: list[str]) -> None:
-    """They meet in the store of their group, or without one at the job's master address."""
+def test_ranks_that_torchrun_starts_share_a_store(tmp_path: Path) -> None:
+    """They meet in the store of their group, or without one at the job's master address: twice each."""
     (tmp_path / "program.py").write_text(PROGRAM)
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", tmp_path / "program.py")
-    shown = run_python(*launch, *arguments, environ=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert sorted(shown.split("\n")) == ["", "0 [0, 1]", "0 [10, 11]", "1 [0, 1]", "1 [10, 11]"]
+    shown = run_python(*launch, environ=os.environ | {"OMP_NUM_THREADS": "1"})
+    found = [f"{rank} {[10 * turn, 10 * turn + 1]}" for rank in range(2) for turn in range(4)]
+    assert sorted(shown.splitlines()) == found
 
 
 def test_the_environment_of_torchrun_is_read_and_a_job_of_several_hosts_refused(
@@ -278,8 +277,8 @@ needs_monarch = pytest.mark.skipif(
     importlib.util.find_spec("monarch") is None, reason="needs Monarch: pip install 'holdfast[monarch]'"
 )
 DRIVER = """
-import asyncio, os, sys
-import torch
+import asyncio, os
+import pytest, torch
 from monarch.actor import shutdown_context, this_host
 import holdfast.store.torchstore as ts
 from support.samples.torchstore_actors import Worker
@@ -335,17 +334,9 @@ await first.initialize.call_one("theirs")
 await second.put.call_one({"step": 7}, "theirs")
 assert await first.get.call_one(1, "theirs") == {"step": 7}
 assert await ts.get("key_1", store_name="theirs") == {"step": 7}
-try:
+with pytest.raises(RuntimeError, match="already initialized"):
     await ts.initialize(store_name="theirs")
-except RuntimeError as error:
-    assert "already initialized" in str(error)
-else:
-    raise AssertionError("two stores of one name in one job")
 await second.shutdown.call_one("theirs")
-try:
+with pytest.raises(RuntimeError, match="none that this process can find"):
     await ts.keys(store_name="theirs")
-except RuntimeError as error:
-    assert "none that this process can find" in str(error)
-else:
-    raise AssertionError("the store was shut down")
 """)

@@ -17,6 +17,7 @@ from holdfast.comms.memory_plane import Handle
 from holdfast.comms.transport.base import Peer
 from holdfast.store.errors import NoSuchKey
 from holdfast.store.torchstore import record
+from support.mutations import damages, mutated
 
 _urls = map("torchstore-directory-{}".format, count())
 keys = st.lists(st.sampled_from(["", "a", "b", "ab", "v0"]), min_size=1, max_size=3).map(".".join)
@@ -89,11 +90,6 @@ def test_a_key_keeps_its_kind_and_its_mesh(first: record.Form, second: record.Fo
     after(part({"k": first}), record.Deleted(("k",)), part({"k": second}, "1"))
 
 
-def test_a_delete_ignores_what_is_not_there_and_leaves_the_rest_of_a_batch() -> None:
-    directory = after(part({"k": WHOLE, "l": WHOLE}, grant=1), record.Deleted(("x", "k", "k")))
-    assert directory.keys() == ["l"] and directory.grants == {1}
-
-
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 1), st.sets(st.integers(0, 90), min_size=1)), max_size=20))
 def test_processes_that_look_at_different_times_see_what_a_dict_would(steps: list[tuple[bool, int, set[int]]]) -> None:
     url = f"memory://{next(_urls)}"
@@ -128,13 +124,12 @@ def test_a_change_that_is_refused_changes_nothing() -> None:
         assert client.read(lambda now: now.keys()) == ["k"]
 
 
-@given(st.integers(0, 400), st.integers(0, 7))
-def test_changes_with_a_flipped_bit_are_refused_or_are_other_changes(where: int, bit: int) -> None:
+@given(damages)
+def test_damaged_changes_are_refused_or_are_other_changes(damage: tuple[str, int, int]) -> None:
     changes = (part({"a": WHOLE, "b": shard(1, 2)}, value=b"value"), record.Deleted(("c",)))
-    data = bytearray(replace(record.EMPTY, base=3, changes=changes).encode())
-    data[where % len(data)] ^= 1 << bit
+    (damaged,) = mutated([replace(record.EMPTY, base=3, changes=changes).encode()], *damage)
     with suppress(CorruptData):
-        assert isinstance(record.StoreRecord.decode(bytes(data)), record.StoreRecord)
+        assert isinstance(record.StoreRecord.decode(damaged), record.StoreRecord)
 
 
 ME = Peer("host", 1, 1)

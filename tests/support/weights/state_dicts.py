@@ -54,13 +54,6 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def content(store: WeightStore, version: int, like: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a version, read into tensors like those given."""
-    into = {name: torch.empty_like(tensor) for name, tensor in like.items()}
-    store.get(version, into)
-    return into
-
-
 def weights(value: float = 1.0, size: int = 1000) -> dict[str, Tensor]:
     """Two tensors of two dtypes, of which all elements have one value."""
     return {"a": torch.full((size,), float(value)), "b": torch.full((3, 5), float(value), dtype=torch.float64)}
