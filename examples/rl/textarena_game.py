@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import textarena
 
@@ -50,9 +49,6 @@ class TextArenaEnvironment(Environment):
                 return Observation(fields={"rewards": given}, reward=given.get("0", 0.0), done=True)
             player, seen = self._game.get_observation()
         return Observation(text=_text(seen), fields={"player": player}, reward=0.0)
-
-    def state(self) -> Mapping[str, Any]:
-        return {"players": self._players}
 
     @contextmanager
     def _own_random(self) -> Iterator[None]:

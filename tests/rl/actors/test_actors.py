@@ -455,13 +455,12 @@ async def test_a_replica_is_replaced_when_asked(make_engine: MakeEngine) -> None
         assert policy.status().lost == 1
 
 
-@pytest.mark.parametrize("how", ["raise", "die"])
-async def test_a_replica_that_never_starts_fails_the_service(make_engine: MakeEngine, how: str) -> None:
+async def test_a_replica_that_never_starts_fails_the_service(make_engine: MakeEngine) -> None:
     events: list[ReplicaEvent] = []
     async with make_engine() as engine:
         options = ServiceOptions(Stillborn, num_replicas=2, start_failures=3, engine=engine, observer=events.append)
         with pytest.raises(errors.ServiceFailed, match="3 times in a row"):
-            await options.as_service(how)
+            await options.as_service("die")
     assert {each.kind for each in events} == {"start_failed"}
 
 
@@ -552,23 +551,15 @@ async def test_kills_in_a_row_under_six_clients_lose_no_call(make_engine: MakeEn
 
 # -- the parts that need no process: routing, options, metrics
 
-SLOTS = st.integers(1, 8)
 
-
-def replicas(count: int, concurrency: int = 4) -> list[ServiceReplica]:
-    """Replicas that are ready, without processes."""
-    options = ServiceOptions(object, concurrency=concurrency)
-    found = [ServiceReplica(f"policy-{slot}", slot, options, lambda replica: None) for slot in range(count)]
-    for each in found:
-        each.health = "ready"
-    return found
-
-
-@given(SLOTS, st.integers(1, 5), st.integers(1, 60))
+@given(st.integers(1, 8), st.integers(1, 5), st.integers(1, 60))
 def test_no_replica_has_too_many_calls_and_none_is_idle_while_calls_wait(
     count: int, concurrency: int, calls: int
 ) -> None:
-    ready = replicas(count, concurrency)
+    options = ServiceOptions(object, concurrency=concurrency)
+    ready = [ServiceReplica(f"policy-{slot}", slot, options, lambda replica: None) for slot in range(count)]
+    for each in ready:
+        each.health = "ready"
     for given_out in range(calls):
         found = choose(ready)
         assert (found is None) == (given_out >= count * concurrency)

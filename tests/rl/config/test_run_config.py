@@ -47,10 +47,6 @@ def test_each_example_is_read_and_reads_back_as_itself(path: Path) -> None:
         assert config.reward == (CriterionConfig(kind="exact"),)
 
 
-def test_no_field_must_be_given() -> None:
-    assert parse_config("", "run.toml") == RunConfig()
-
-
 def test_overrides_are_toml_or_plain_words() -> None:
     overrides = ("trainer.rate=1e-4", "algorithm.mode=synchronous", "algorithm.staleness = 0", "sampling.stop=[3, 4]")
     config = load_config(EXAMPLE, overrides)
@@ -280,11 +276,6 @@ def test_a_resume_may_change_how_many_processes_work_but_not_what_they_compute()
     reward = msgspec.structs.replace(begun, reward=(*begun.reward, CriterionConfig(kind="length", margin=1)))
     with pytest.raises(ConfigChanged, match=r"reward\[1\]\.kind was 'absent' and is 'length'"):
         check_unchanged(begun, reward)
-
-
-def test_the_refusal_of_a_missing_environment_names_the_command_that_makes_it(tmp_path: Path) -> None:
-    (problem,) = refused(VLLM + 'python = "absent/python"', folder=tmp_path)
-    assert problem.endswith(f"there is no interpreter {tmp_path / 'absent' / 'python'}; run make extra-vllm")
 
 
 def test_an_interpreter_is_found_from_the_folder_of_the_document_on(tmp_path: Path) -> None:

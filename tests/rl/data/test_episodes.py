@@ -107,11 +107,6 @@ GROUP = Group(number=0, prompt=PROMPT, episodes=(EPISODE,))
 REQUEST = SamplingRequest(prompts=((1,), (2, 3)), samples=2, seeds=(1, 2, 3, 4), max_new_tokens=8, temperature=1.0)
 
 
-@pytest.mark.parametrize("value", [PROMPT, COMPLETION, EPISODE, REQUEST, GROUP])
-def test_a_round_trip_keeps_it(value: msgspec.Struct) -> None:
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=type(value)) == value
-
-
 def test_the_version_of_a_group_is_that_of_its_oldest_policy_token() -> None:
     assert GROUP.version == 5, "0 belongs to the environment's token"
 

@@ -201,7 +201,9 @@ async def test_a_hanging_environment_keeps_its_place_and_health_tells() -> None:
             with pytest.raises(errors.EnvironmentHung):
                 await client.step("hang")
         await until(lambda: server.health().hung == 1)
-        told = await asyncio.to_thread(get, server.url.replace("ws", "http", 1) + "/health")
+        health = server.url.replace("ws", "http", 1) + "/health"
+        with await asyncio.to_thread(urllib.request.urlopen, health, timeout=20) as answer:
+            told = json.load(answer)
         assert told == {"status": "unhealthy", "environment": "test", "sessions": 1, "limit": 1, "hung": 1}
         Misbehaving.release.set()
         await until(lambda: server.health().sessions == 0)
@@ -298,11 +300,6 @@ def test_an_observation_is_one_or_a_lie(text: Any, reward: Any, done: Any, field
         return
     assert type(good.text) is str and type(good.done) is bool
     assert good.reward is None or (type(good.reward) is float and math.isfinite(good.reward))
-
-
-def get(url: str) -> object:
-    with urllib.request.urlopen(url, timeout=20) as answer:
-        return json.load(answer)
 
 
 async def test_handshakes_that_are_never_done_are_bounded_by_number(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from holdfast.rl.generators.vllm.vllm_generator import VllmGenerator
 from holdfast.rl.telemetry import WorkReport
 from holdfast.store import WeightStore
 from support.event_loop import until
-from support.rl.small_batches import tiny_llama
+from support.rl.small_batches import full_logprobs, likeliest_tokens, tiny_llama
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(600)]
 
@@ -67,20 +67,6 @@ class Trainer:
         self._store.publish(self.version, {name: each for name, each in state.items() if name != leave_out})
         return self.version
 
-    @torch.no_grad()
-    def greedy(self, prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
-        """The likeliest tokens after a prompt, without a cache."""
-        tokens = list(prompt)
-        for _ in range(count):
-            tokens.append(int(self.model(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
-        return tuple(tokens[len(prompt) :])
-
-    @torch.no_grad()
-    def logprobs(self, prompt: tuple[int, ...], tokens: tuple[int, ...], temperature: float) -> torch.Tensor:
-        """The log-probs of tokens after a prompt."""
-        logits = self.model(input_ids=torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-        return (logits / temperature).log_softmax(-1)[torch.arange(len(tokens)), torch.tensor(tokens)]
-
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # another interpreter cannot import it
 
@@ -112,13 +98,13 @@ async def check_like_transformers(process: Any, trainer: Trainer) -> None:
     """Greedy tokens are equal; drawn tokens have the log-probs that transformers gives them."""
     found: list[Completion] = await process.call("generate", request(*PROMPTS), timeout=CALL)
     for prompt, each in zip(PROMPTS, found, strict=True):
-        assert each.tokens == trainer.greedy(prompt, 12)
+        assert each.tokens == likeliest_tokens(trainer.model, prompt, 12)
     drawn: list[Completion] = await process.call(
         "generate", request(*PROMPTS, samples=3, temperature=0.7, version=trainer.version), timeout=CALL
     )
     assert len({each.tokens for each in drawn}) > len(PROMPTS)
     for index, each in enumerate(drawn):
-        wanted = trainer.logprobs(PROMPTS[index // 3], each.tokens, 0.7)
+        wanted = full_logprobs(trainer.model, PROMPTS[index // 3], each.tokens, 0.7)
         assert torch.allclose(torch.tensor(each.logprobs), wanted, atol=1e-4)
         assert (each.versions, each.finish) == ((trainer.version,) * 12, "length")
 
@@ -128,7 +114,7 @@ async def check_versions(process: Any, trainer: Trainer) -> None:
     for _ in range(3):
         assert await process.call("update", trainer.publish(), timeout=CALL) == trainer.version
         await check_like_transformers(process, trainer)
-    stop = trainer.greedy(PROMPTS[0], 12)[4]
+    stop = likeliest_tokens(trainer.model, PROMPTS[0], 12)[4]
     (ended,) = await process.call("generate", request(*PROMPTS[:1], stop=(stop,)), timeout=CALL)
     assert (ended.tokens[-1], ended.finish) == (stop, "stop")
 
@@ -149,7 +135,7 @@ async def check_an_update_of_running_samples(process: Any, trainer: Trainer, on_
         else:
             assert each.versions == (old,) * 2000
     (after, *_) = await process.call("generate", request(*PROMPTS, max_new_tokens=5), timeout=CALL)
-    assert (after.tokens, after.versions) == (trainer.greedy(PROMPTS[0], 5), (new,) * 5)
+    assert (after.tokens, after.versions) == (likeliest_tokens(trainer.model, PROMPTS[0], 5), (new,) * 5)
     report: WorkReport = await process.call("work", timeout=CALL)
     done = [(each.what, each.number) for each in report.spans]
     assert list(dict.fromkeys(done)) == [(what, each) for each in range(new + 1) for what in ("update", "generate")]

@@ -7,7 +7,6 @@ import dataclasses
 import io
 import os
 import resource
-import signal
 import subprocess
 import sys
 import threading
@@ -143,7 +142,6 @@ def test_a_driver_that_is_killed_leaves_a_directory_that_the_next_one_opens(
         child = start(write)
         assert child.hear() == "begun"
         time.sleep(0.013 * round_)
-        os.kill(child.pid, signal.SIGKILL)
         child.kill()
         with RunDirectory(tmp_path).open() as directory:
             versions = [event.versions for event in directory.events() if isinstance(event, run_events.CopiesRestored)]

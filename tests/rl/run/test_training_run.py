@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,10 @@ pytest.importorskip("websockets", reason="pip install 'holdfast[rl]'")
 
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from holdfast.comms.transport.liveness import is_exiting
 from holdfast.harness.training.command import write_pages
 from holdfast.harness.training.report import RunFacts
-from holdfast.rl.actors.engine import LocalEngine
+from holdfast.rl.actors.engine import Engine, LocalEngine
 from holdfast.rl.actors.errors import ActorDied, EndpointFailed
 from holdfast.rl.actors.service import ServiceOptions, ServiceReplica
 from holdfast.rl.config.run_config import RunConfig
@@ -37,7 +38,6 @@ from holdfast.rl.run.saved_versions import SavedVersions
 from holdfast.rl.run.trainer_processes import ask_trainer
 from holdfast.rl.trainers.trainer_actor import TrainerEnded, TrainerLeftOut
 from holdfast.rl.trainers.training import weights_digest
-from support.event_loop import start_monarch_once
 from support.programs.forked_programs import run_holdfast
 from support.rl import training_runs
 from support.rl.environment_servers import ServerProcess
@@ -45,7 +45,7 @@ from support.rl.small_batches import tiny_llama
 from support.rl.training_runs import SMALL, SPARED, Killer, invoke, run
 from support.samples.actors import Counter
 from support.source_tree import ROOT
-from support.waiting import PATIENCE, becomes_true
+from support.waiting import PATIENCE, eventually
 
 STEPS = 12
 EVERY = {"evaluation__every": 6, "checkpoint__every": 3, "telemetry__episodes": 32}
@@ -53,14 +53,6 @@ EVERY = {"evaluation__every": 6, "checkpoint__every": 3, "telemetry__episodes": 
 
 def configured(**overrides: object) -> RunConfig:
     return training_runs.configured(**{"steps": STEPS} | SPARED | EVERY | overrides)
-
-
-def is_gone(pid: int) -> bool:
-    """Whether a process has ended; its parent may have died without taking note of that."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
 
 
 @pytest.fixture(scope="module")
@@ -85,16 +77,14 @@ def test_the_weights_are_equal_to_the_bit_on_any_number_of_trainers(
     assert result.best is not None and (saved.best, best.reward) == (result.best.version, result.best.reward)
 
 
-@pytest.mark.parametrize("kind", ["local", pytest.param("monarch", marks=pytest.mark.thorough)])
 def test_the_weights_are_equal_to_the_bit_after_kills_in_every_role(
-    tmp_path: Path, undisturbed: str, kind: str
+    tmp_path: Path, undisturbed: str, make_engine: Callable[..., Engine]
 ) -> None:
     stop = int(signal.SIGSTOP)
     killer = Killer(
         {2: ("trainer", 9), 4: ("generator", 9), 6: ("holder", 9), 7: ("trainer", stop), 9: ("generator", stop)}
     )
-    engine: Any = LocalEngine if kind == "local" else start_monarch_once()
-    result = run(configured(), tmp_path, killer, engine)
+    result = run(configured(), tmp_path, killer, make_engine)
     assert result.digest == undisturbed
     assert len(killer.struck) == 5 and set(killer.struck) <= killer.lost
     trained = [event.step for event in RunDirectory(tmp_path).events() if isinstance(event, run_events.StepTrained)]
@@ -113,8 +103,8 @@ def test_a_driver_that_dies_at_any_point_is_resumed_to_the_same_bits(
     killed = run_holdfast("rl", "train", file, "-d", tmp_path / "run", environ=fault)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     events = list(RunDirectory(tmp_path / "run").events())
-    for started in [event for event in events if isinstance(event, run_events.ProcessStarted)]:
-        becomes_true(lambda pid=started.pid: is_gone(pid), 20.0)
+    started = [event.pid for event in events if isinstance(event, run_events.ProcessStarted)]
+    eventually(lambda: all(map(is_exiting, started)))
     result = run(configured(trainer__replicas=3), tmp_path / "run")
     assert result.digest == undisturbed
     resumed = [
@@ -309,14 +299,12 @@ def test_a_group_is_of_several_turns_and_learns_from_the_tokens_of_the_policy_al
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["local", "monarch"])
 def test_the_weights_have_the_same_bits_when_servers_are_killed_and_stopped(
-    tmp_path: Path, undisturbed_game: tuple[str, RunDirectory], kind: str
+    tmp_path: Path, undisturbed_game: tuple[str, RunDirectory], make_engine: Callable[..., Engine]
 ) -> None:
     """There is one server: what dies with it goes on in the next, after the same actions."""
     killer = Killer({1: ("environment", signal.SIGKILL), 4: ("environment", signal.SIGSTOP)})
-    engine: Any = LocalEngine if kind == "local" else start_monarch_once()
-    result = run(playing(), tmp_path, killer, engine)
+    result = run(playing(), tmp_path, killer, make_engine)
     digest, quiet = undisturbed_game
     assert result.digest == digest
     assert list(RunDirectory(tmp_path).groups()) == list(quiet.groups()), "no prompt is skipped, or trained twice"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import enum
 import json
 import sys
@@ -85,11 +84,6 @@ def test_a_program_is_judged_by_what_it_prints(sandbox: Sandbox) -> None:
     tests = [OutputTest("1 2\n", "3"), OutputTest("5 5\n", "10\n"), OutputTest("1 1\n", "3")]
     result = run_tests("print(sum(map(int, input().split())), ' ')", tests, sandbox=sandbox)
     assert [verdict.passed for verdict in result.verdicts] == [True, True, False]
-
-
-def test_what_fails_says_why(sandbox: Sandbox) -> None:
-    verdict = run_tests("def f(x): return 1 / 0", TESTS[:1], sandbox=sandbox).verdicts[0]
-    assert (verdict.reason, verdict.message) == ("error", "ZeroDivisionError: division by zero")
 
 
 def test_a_right_answer_from_a_run_that_fails_does_not_count(sandbox: Sandbox) -> None:
@@ -257,13 +251,10 @@ def test_a_wrong_answer_hears_what_failed(environment: Any) -> None:
     assert over.text == "0 of 3 tests passed; the first that failed: ZeroDivisionError: division by zero"
 
 
-def test_it_is_an_environment_by_name(sandbox: Sandbox) -> None:
-    async def episode() -> float | None:
-        async with open_session(f"{NAME}?tests=2") as session:
-            await session.reset(11)
-            return (await session.step(Action(coding_problem(11, 2).solution))).reward
-
-    assert asyncio.run(episode()) == 1.0
+async def test_it_is_an_environment_by_name(sandbox: Sandbox) -> None:
+    async with open_session(f"{NAME}?tests=2") as session:
+        await session.reset(11)
+        assert (await session.step(Action(coding_problem(11, 2).solution))).reward == 1.0
 
 
 @pytest.mark.parametrize(

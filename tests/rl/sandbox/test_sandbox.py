@@ -5,7 +5,6 @@ Code that got what it wanted says ESCAPED. `{canary}` stands for a process of th
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import platform
@@ -15,10 +14,12 @@ import subprocess
 import sys
 import threading
 import time
+import timeit
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,11 @@ from holdfast.rl.environments.sandbox.inside import seccomp
 from holdfast.rl.environments.sandbox.inside.seccomp import program
 from holdfast.rl.environments.sandbox.limits import MEBIBYTE
 from holdfast.rl.environments.sandbox.sandbox import unavailable
+from support.children import Start
 from support.programs import seccomp_deny
 from support.programs.forked_programs import run_forked
 from support.source_tree import ROOT
-from support.waiting import eventually, next_line
+from support.waiting import eventually
 
 LIMITS = Limits(
     cpu_seconds=1.0,
@@ -333,12 +335,6 @@ def test_arguments_decide(machine: str, name: str, arguments: list[int], passes:
     assert (verdict(machine, number, arguments) == ALLOW) == passes
 
 
-def test_the_numbers_are_those_of_this_machine() -> None:
-    """`os.getpid` by its number."""
-    number = seccomp.allowed(platform.machine())["getpid"]
-    assert ctypes.CDLL(None).syscall(number) == os.getpid()
-
-
 few = settings(max_examples=12)
 
 
@@ -575,24 +571,18 @@ def test_closing_ends_what_still_runs() -> None:
         sandbox.run("pass")
 
 
-JOB = f"""
-import threading, time
-from holdfast.rl.environments.sandbox import Limits, Sandbox
-sandbox = Sandbox()
-limits = Limits(wall_seconds=600.0)
-threads = [threading.Thread(target=sandbox.run, args=({SLEEP!r}, "", limits), daemon=True) for _ in range(2)]
-[thread.start() for thread in threads]
-print(sandbox.pid, flush=True)
-time.sleep(600)
-"""
+def test_a_killed_job_leaves_no_process(sandbox: Sandbox, start: Start) -> None:
+    def work(pipe: Connection) -> None:
+        mine = Sandbox()
+        pipe.send(mine.pid)
+        with ThreadPoolExecutor(2) as pool:
+            pool.map(mine.run, [SLEEP] * 2, [""] * 2, [Limits(wall_seconds=600.0)] * 2)
 
-
-def test_a_killed_job_leaves_no_process(sandbox: Sandbox) -> None:
-    with subprocess.Popen([sys.executable, "-c", JOB], stdout=subprocess.PIPE, text=True) as job:
-        template = int(next_line(job.stdout))
-        eventually(lambda: len(descendants(template)) == 6, 30.0)
-        below = [template, *descendants(template)]
-        job.kill()
+    job = start(work)
+    template = job.hear()
+    eventually(lambda: len(descendants(template)) == 6, 30.0)
+    below = [template, *descendants(template)]
+    job.kill()
     eventually(lambda: living(below) == [], 20.0)
 
 
@@ -606,18 +596,10 @@ def test_the_thread_that_made_a_sandbox_may_end(sandbox: Sandbox) -> None:
 
 
 def test_a_warm_run_costs_less_than_a_new_interpreter(sandbox: Sandbox) -> None:
-    def fastest(body: object) -> float:
-        took = list[float]()
-        for _ in range(4):
-            began = time.perf_counter()
-            assert callable(body)
-            body()
-            took.append(time.perf_counter() - began)
-        return min(took)
-
     imports = "import asyncio, decimal, json, random, re, statistics, unittest"
     spawn = [sys.executable, "-I", "-S", "-c", imports]
-    assert fastest(lambda: sandbox.run(imports)) < fastest(lambda: subprocess.run(spawn, check=True))
+    warm = timeit.repeat(lambda: sandbox.run(imports), number=1, repeat=4)
+    assert min(warm) < min(timeit.repeat(lambda: subprocess.run(spawn, check=True), number=1, repeat=4))
 
 
 UNPRIVILEGED = """
@@ -681,17 +663,10 @@ def test_an_old_kernel_is_named() -> None:
     assert "needs Linux 5.14" in str(unavailable("mount_setattr /", 38))
 
 
-def test_a_child_of_the_job_that_holds_the_pipes_keeps_no_run_waiting(sandbox: Sandbox) -> None:
+def test_a_child_of_the_job_that_holds_the_pipes_keeps_no_run_waiting(sandbox: Sandbox, start: Start) -> None:
     with ThreadPoolExecutor(1) as pool:
         run = pool.submit(sandbox.run, "import time; time.sleep(1.0); print('done' * 50_000)", "", PATIENT)
         eventually(lambda: len(descendants(sandbox.pid or 0)) == 2, 30.0)
-        child = os.fork()
-        if child == 0:
-            time.sleep(600)
-            os._exit(0)
-        try:
-            result = run.result(30.0)
-        finally:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
+        start(lambda _: time.sleep(600.0))
+        result = run.result(30.0)
     assert (result.reason, result.stdout) == ("ok", "done" * 50_000 + "\n")

@@ -84,7 +84,6 @@ class Misbehaving(Environment):
         answers: dict[str, Callable[[], Any]] = {
             "raise": lambda: 1 / 0,
             "exit": lambda: sys.exit("bye"),
-            "die": lambda: os._exit(3),
             "hang": lambda: self.release.wait(60.0),
             "nothing": lambda: None,
             "dict": lambda: {"text": "fine"},

@@ -1,4 +1,4 @@
-"""Small models, episodes to train them on, and the configuration of their trainers."""
+"""Small models and what they draw, episodes to train them on, and the configuration of their trainers."""
 
 from __future__ import annotations
 
@@ -28,6 +28,22 @@ def tiny_llama(words: int, layers: int = 1, positions: int = 32) -> ModelSource:
             "max_position_embeddings": positions,
         }
     )
+
+
+@torch.no_grad()
+def full_logprobs(model: Any, prompt: tuple[int, ...], tokens: tuple[int, ...], temperature: float) -> torch.Tensor:
+    """The log-probs of tokens after a prompt by one forward pass over all of them, without a cache."""
+    logits = model(input_ids=torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    return (logits / temperature).log_softmax(-1)[torch.arange(len(tokens)), torch.tensor(tokens)]
+
+
+@torch.no_grad()
+def likeliest_tokens(model: Any, prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """So many tokens after a prompt, each the likeliest one, without a cache."""
+    tokens = prompt
+    for _ in range(count):
+        tokens += (int(model(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()),)
+    return tokens[len(prompt) :]
 
 
 def objective(algorithm: Algorithm, **fields: object) -> Objective:
