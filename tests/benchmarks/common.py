@@ -33,11 +33,10 @@ def profile(quick: T, full: T) -> T:
     return full if PROFILE == "full" else quick
 
 
-def need(*contestants: str) -> None:
-    """Raise NotImplementedError, which asv takes for "skip" in a setup, if a contestant cannot run here."""
-    for name in contestants:
-        if (reason := missing(name)) is not None:
-            raise NotImplementedError(reason)
+def need(contestant: str) -> None:
+    """Raise NotImplementedError, which asv takes for "skip" in a setup, if the contestant cannot run here."""
+    if (reason := missing(contestant)) is not None:
+        raise NotImplementedError(reason)
 
 
 class Ranks:

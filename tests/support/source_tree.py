@@ -66,14 +66,12 @@ def module_name(path: Path) -> str:
     return ".".join(("holdfast", *(parts[:-1] if parts[-1] == "__init__" else parts)))
 
 
-def runtime_imports(path: Path, *, eager: bool = False) -> Iterator[tuple[int, str]]:
-    """The imports of a file, without those for type checkers; with `eager` also without those in functions."""
-    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+def runtime_imports(path: Path) -> Iterator[tuple[int, str]]:
+    """The imports of a file, without those for type checkers."""
     hidden = {
         child.lineno
         for node in ast.walk(parsed(path))
-        if (isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"))
-        or (eager and isinstance(node, functions))
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
         for child in ast.walk(node)
         if isinstance(child, ast.stmt)
     }

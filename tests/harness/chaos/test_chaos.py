@@ -251,6 +251,7 @@ def test_two_runs_are_compared_side_by_side(killed: Path, tmp_path: Path) -> Non
     assert (tmp_path / "compare.html").stat().st_size > 5000
     report = load_report(killed)
     assert all(row.direction in ("equal", "") for row in compared(report.runs[0], report.runs[0]))
+    assert [compared(*runs)[0].direction for runs in (report.runs, report.runs[::-1])] == ["worse", "better"]
 
 
 CUT = """<script>
@@ -305,7 +306,7 @@ def test_a_few_recoveries_are_shown_each_and_without_percentiles(killed: Path, t
         assert ("each:" in table) == (count < 5)
 
 
-def test_a_slower_run_is_worse() -> None:
+def test_percentiles_are_those_of_five_recoveries_or_more() -> None:
     stage = [RecoveryStage("detected", 0.001), RecoveryStage("resumed", 0.01)]
     fault = FaultRecord(words="kill", victims=(), time=1.0, step=1, stages=tuple(stage))
     slower = msgspec.structs.replace(fault, stages=(RecoveryStage("detected", 0.001), RecoveryStage("resumed", 0.5)))
@@ -477,12 +478,17 @@ def train(session: Session, steps: int, attach: bool = True) -> torch.Tensor:
 def test_a_users_training_survives_kills_and_a_fast_job_waits_for_them(
     chaos: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And no invariant is broken. A spare takes the place of the first that dies; two go on without the second."""
     # without the wait the job would be over between two looks
     monkeypatch.setattr("holdfast.harness.chaos.run.scenario_run.LOOK_SECONDS", 0.5)
-    run = chaos.run(train, 40, ranks=2, spares=2, faults=[chaos.kill(1, step=10), chaos.kill(0, step=37)])
-    run.check()
+    kills = (chaos.kill(1, step=10), chaos.kill(1, point="step.begin", in_step=20), chaos.kill(0, step=37))
+    run = chaos.run(train, 40, ranks=3, spares=1, faults=kills).check()
+    looked = {finding.invariant: finding.looked for finding in run.report.findings}
+    assert looked["one membership an epoch"] >= 3 + 3 + 2
+    assert looked["committed steps are kept"] >= 2 * 40
+    assert looked["no effect of a revoked epoch"] >= 2 * 2 * 40
     assert run.values and all(torch.equal(each, run.values[0]) for each in run.values)
-    first, last = run.report.strikes
+    first, _, last = run.report.strikes
     assert 10 < first.step <= 10 + LATE_STEPS
     assert 37 < last.step <= 40
 

@@ -29,7 +29,6 @@ from holdfast.harness.chaos.scenario import (
     Scenario,
     encoded,
     find_scenario,
-    line_of,
     load,
     parse,
     scenario_names,
@@ -154,7 +153,9 @@ WRONG = {
         (("at.step = 40", "at.step = 400"), 11, "at.step = 400, but the workload has 100 steps"),
         (("at.step = 40", "at.steps = 40"), 14, "fault[0].at.steps: no such field; did you mean 'step'?"),
         (("at.step = 40", 'at.point = "somewhere"'), 11, "no point 'somewhere'; there are step.begin"),
+        (("at.step = 40", 'at.point = "loop.after_step"'), 11, 'reached by a workload of kind = "rl" only'),
         (("at.step = 40", ""), 11, "a fault says when by `at`"),
+        (('type = "kill"\n', ""), 11, "a fault needs a `type`; there are corrupt,"),
         (("{ random = [0.2, 0.8] }", "{ random = [0.8, 0.2] }"), 19, "must not be above the second"),
         (("{ random = [0.2, 0.8] }", "{ step = 3, seconds = 1.0 }"), 19, "exactly one of"),
         (("lasts = 0.5", "lasts = -1.0"), 16, "lasts = -1.0 must be positive"),
@@ -295,12 +296,6 @@ def test_any_text_is_parsed_or_refused(text: str) -> None:
         parsed(text)
     except BadScenario:
         pass
-
-
-def test_a_missing_value_has_the_line_of_its_table() -> None:
-    assert line_of(BROKEN, ("fault", 1, "at", "random")) == 19
-    assert line_of(BROKEN, ("fault", 0, "nothing")) == 11
-    assert line_of(BROKEN, ("nothing",)) is None
 
 
 @given(st.integers(min_value=0, max_value=1 << 40))

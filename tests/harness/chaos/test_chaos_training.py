@@ -251,12 +251,6 @@ def test_a_point_with_a_random_step_waits_from_that_step_on() -> None:
     assert [each.step for each in arrivals if fits(each, planned.when)] == list(range(planned.when.since, STEPS))
 
 
-def test_a_workload_point_is_reached_by_this_workload_alone() -> None:
-    text = 'title = "t"\n[workload]\nkind = "all_reduce"\n[[fault]]\ntype = "kill"\nat.point = "loop.after_step"\n'
-    with pytest.raises(BadScenario, match='reached by a workload of kind = "rl" only'):
-        parse(text, "test", "test.toml")
-
-
 def test_the_library_breaks_every_role() -> None:
     scenarios = [find_scenario(name) for name in scenario_names() if name.startswith("rl-") and name != "rl-demo"]
     assert len(scenarios) >= 6

@@ -132,7 +132,6 @@ def test_a_host_of_a_run_is_lost_and_nothing_with_it(tmp_path: Path, backend: st
     ("arguments", "words"),
     [
         (("--steps", "0"), "steps"),
-        (("--report", "/proc/none"), "no folder to write to"),
         (("--hosts", "3"), "it takes root"),
         (("--backend", "gloo"), "--backend is for several hosts"),
     ],

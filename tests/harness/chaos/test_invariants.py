@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from holdfast.comms.errors import CorruptData
-from holdfast.ft.event_lines import event_of, merge, read_events, refuse
-from holdfast.harness import LocalCluster
+from holdfast.ft.event_lines import merge, read_events, refuse
 from holdfast.harness.invariants import CHECKERS, Bounds, Event, Violation, check, examine
 from support.event_records import an_event
-from support.waiting import becomes_true
 
 
 class Run:
@@ -296,42 +291,3 @@ def test_a_line_cut_off_by_a_kill_is_left_out_and_one_broken_in_the_middle_is_an
     path.write_text("nonsense\n" + _line(1.0, "a", "joined"))
     with pytest.raises(CorruptData, match=r"a\.jsonl: line 1 is no event"):
         read_events(path, refuse)
-
-
-def _reduce(session: Any, gate: Path) -> None:
-    """Do steps until the file `gate` exists."""
-    for attempt in session.steps(10**6):
-        with attempt:
-            is_open = torch.full((1000,), float(gate.exists()))
-            attempt.comm.all_reduce(is_open)
-            time.sleep(0.005)
-        if attempt.committed and is_open[0].item() == attempt.comm.size:
-            break
-
-
-def test_a_real_job_whose_ranks_are_killed_breaks_nothing(tmp_path: Path) -> None:
-    """The spare takes the place of the first; two go on without the second."""
-    gate, epoch = tmp_path / "gate", 0
-    with LocalCluster(3, "shm", spares=1, session={"min_size": 2}, echo=False) as cluster:
-        job = cluster.start(_reduce, gate)
-        job.wait_for_spares()
-
-        def has_worked(size: int) -> bool:
-            """Whether so many members have committed 60 steps each, in an epoch after the last kill."""
-            view = job.view()
-            done = [each for each in job.events() if each["kind"] == "committed" and each["epoch"] == view.epoch]
-            return view.epoch > epoch and len(view.members) == size and len(done) >= 60 * size
-
-        for kills, size in enumerate((3, 3, 2)):
-            assert becomes_true(partial(has_worked, size), 60.0, interval=0.02)
-            epoch = job.view().epoch
-            if kills < 2:
-                job.kill(1)
-        gate.touch()
-        job.results(timeout=60.0)
-        findings = examine([event_of(event) for event in job.events()])
-    assert [violation for finding in findings for violation in finding.violations] == []
-    looked = {finding.invariant: finding.looked for finding in findings}
-    assert looked["one membership an epoch"] >= 3 + 3 + 2
-    assert looked["committed steps are kept"] >= 2 * 120
-    assert looked["no effect of a revoked epoch"] >= 3 * 2 * 120

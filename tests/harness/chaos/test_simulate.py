@@ -16,7 +16,7 @@ from holdfast.ft.membership.view import OnDeath
 from holdfast.harness.invariants import Event
 from holdfast.harness.simulate import compare
 from holdfast.harness.simulate.core import faults
-from holdfast.harness.simulate.core.schedule import JobLayout, MachineModel, NetworkModel, Schedule, load, save
+from holdfast.harness.simulate.core.schedule import JobLayout, NetworkModel, Schedule, load, save
 from holdfast.harness.simulate.core.world import World
 from holdfast.harness.simulate.draw import MOST_WITH_STEPS, SCENARIOS, draw, scenario
 from holdfast.harness.simulate.known_bugs.reproduce import KNOWN_BUGS, reproduce, run_all
@@ -244,6 +244,7 @@ def test_a_schedule_is_a_file_that_replays(tmp_path: Path) -> None:
         '{"network": {"loss": 1.0}}',
         '{"network": {"latency": 0}}',
         '{"network": {"lost": 0.1}}',
+        '{"machine": {"cores": -1}}',
         '{"faults": [{"fault": "crash", "at": 1, "process": 99}]}',
         '{"faults": [{"fault": "crash", "at": -1, "process": 0}]}',
         '{"faults": [{"fault": "isolate", "at": 1, "hosts": [9], "seconds": 1}]}',
@@ -401,20 +402,12 @@ def test_an_error_is_a_share_of_what_was_measured_and_stands_in_the_table_beside
 def test_costs_are_times_of_the_simulated_protocol() -> None:
     """A slower machine is slower to install a view and to commit; a stop is noticed after the suspect time."""
     usual = compare.predict("kill", 4, COSTS, seed=0)
-    slow = compare.MachineCosts(
-        **{f: getattr(COSTS, f) for f in COSTS.__struct_fields__} | {"message": 2e-3, "connect": 0.1}
-    )
-    slower = compare.predict("kill", 4, slow, seed=0)
+    slower = compare.predict("kill", 4, replace(COSTS, message=2e-3, connect=0.1), seed=0)
     assert 0 < usual.view < usual.commit < 0.1
     assert usual.view < slower.view
     assert slower.commit - slower.view > 0.075  # three survivors share the connecting of four on as many cores
     assert 0.3 < compare.predict("stop", 4, COSTS, seed=0).view < 0.7
     assert 0.3 < compare.predict("host", 4, COSTS, seed=0).view < 0.7
-
-
-def test_what_a_machine_costs_is_not_negative() -> None:
-    with pytest.raises(ValueError, match="not negative"):
-        MachineModel(cores=-1)
 
 
 @pytest.mark.thorough  # it starts a job of four processes for each fault, and measures the machine first

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from holdfast import comms
-from holdfast.ft import Session, Timeouts
+from holdfast.ft import Session
 from holdfast.ft.events import Event
 from holdfast.ft.processes import zygote_client
 from holdfast.ft.processes.remote_calls import pack_error, unpack_error
@@ -425,9 +425,6 @@ def test_an_error_that_cannot_be_pickled_travels_as_text() -> None:
     assert "lock" in str(there)
 
 
-QUICK = {"timeouts": Timeouts(heartbeat=0.1, suspect=1.0, operation=10.0, rebuild=5.0, join=10.0)}
-
-
 def train(session: Session, steps: int, pause: float = 0.0) -> tuple[int | None, float, int]:
     """Sum the numbers of all shards in each step; (rank, sum over all steps, pid)."""
     total = 0.0
@@ -494,7 +491,7 @@ def test_results_that_do_not_come_in_time_say_where_the_ranks_are() -> None:
 
 
 def test_the_death_of_all_processes_is_raised() -> None:
-    with LocalCluster(2, session=QUICK) as cluster:
+    with LocalCluster(2) as cluster:
         job = cluster.start(train, 1000, 0.01)
         job.wait_for("committed", step=2)
         for process in job.processes:

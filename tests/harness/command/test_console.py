@@ -7,12 +7,12 @@ import io
 from collections.abc import Callable, Iterator
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.ft.console.console import FoldingTable, console, panel, print_json, styled, working
 from holdfast.ft.console.output import LONGEST_LINE, LineSplitter, visible, visible_but_colours
-from holdfast.ft.console.units import coarse_seconds, counted, format_seconds
+from holdfast.ft.console.units import coarse_seconds, format_seconds
 from holdfast.harness.chaos.outcome.record import ComparedFigure
 from holdfast.harness.chaos.outcome.show import comparison
 
@@ -43,13 +43,6 @@ def test_no_control_sequence_of_a_terminal_is_left(text: str) -> None:
 # -- lines of ranks
 
 
-def test_a_progress_bar_comes_out_as_lines() -> None:
-    splitter = LineSplitter()
-    assert splitter.feed(b"10%\r20%\r") == ["10%"]
-    assert splitter.feed(b"30%\ndone\r\n") == ["20%", "30%", "done"]
-    assert splitter.end() == []
-
-
 def test_a_line_without_an_end_is_shown_at_the_end_and_takes_bounded_memory() -> None:
     splitter = LineSplitter()
     assert splitter.feed(b"no newline") == []
@@ -59,14 +52,13 @@ def test_a_line_without_an_end_is_shown_at_the_end_and_takes_bounded_memory() ->
 
 
 @given(st.lists(st.sampled_from(["a", "\r", "\n", "\r\n", "é", "\x00"])), st.data())
-def test_output_may_be_cut_at_any_byte(pieces: list[str], data: st.DataObject) -> None:
+def test_output_comes_out_as_lines_wherever_it_is_cut(pieces: list[str], data: st.DataObject) -> None:
     whole = "".join(pieces).encode()
     cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)))))
-    splitter, at_once = LineSplitter(), LineSplitter()
-    lines = []
+    splitter, lines = LineSplitter(), list[str]()
     for start, end in zip([0, *cuts], [*cuts, len(whole)], strict=True):
         lines += splitter.feed(whole[start:end])
-    assert lines + splitter.end() == at_once.feed(whole) + at_once.end()
+    assert lines + splitter.end() == whole.decode().removesuffix("\r").splitlines()
 
 
 # -- text of others in tables, titles and frames
@@ -100,10 +92,6 @@ def everything_that_shows(text: str) -> None:
 
 
 @given(st.text())
-@example("[/dev/shm]")
-@example("[bold]")
-@example(":smile:")
-@example("[link=file:///x]y[/link]")
 def test_any_text_can_be_shown_in_any_encoding(text: str) -> None:
     for encoding in ("utf-8", "ascii", "latin-1"):
         with screen(encoding) as printed:
@@ -147,21 +135,6 @@ def test_a_narrow_terminal_cuts_no_number_and_no_unit(columns: int, monkeypatch:
         assert "p99: 12345.6 us" in printed().splitlines(), "where nothing fits rows become lines"
 
 
-@pytest.mark.parametrize("columns", [48, 52, 55])
-def test_columns_that_may_go_are_left_out_where_a_table_does_not_fit(
-    columns: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
-    table = wide_table()
-    table._drop = ("min", "p99")
-    with screen() as printed:
-        console().print(table)
-    assert max(map(len, printed().splitlines())) <= columns
-    assert "p50: " not in printed(), "a table, and no line a figure"
-    assert "not shown at this width: min" in printed()
-    assert "1234.5" in printed() and "1200.0" not in printed()
-
-
 def test_piped_output_has_a_line_for_each_finished_item() -> None:
     with screen() as printed, working(console(), "bench: about 20 s") as show:
         show("8 bytes")
@@ -182,7 +155,3 @@ def test_seconds_have_a_unit_and_three_figures_or_fewer(
     show: Callable[[float], str], seconds: float, shown: str
 ) -> None:
     assert show(seconds) == shown
-
-
-def test_a_count_and_its_noun_agree() -> None:
-    assert [counted(count, "rebuild") for count in (0, 1, 1000)] == ["0 rebuilds", "1 rebuild", "1,000 rebuilds"]

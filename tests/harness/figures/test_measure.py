@@ -82,12 +82,14 @@ def test_a_failure_of_all_is_told_from_that_of_one_and_from_what_was_not_tried()
             group.call("divide", 3, into=float)
 
 
-def test_a_worker_that_died_is_named_and_another_takes_its_place() -> None:
+def test_a_worker_that_died_is_named_and_another_takes_its_place_until_the_group_is_ended() -> None:
     with workers.WorkerGroup("adder", 2, partial(_start, range(2))) as group:
         with pytest.raises(workers.WorkerFailed, match=r"adder: adder [01] (ended|is gone)"):
             group.call("die", into=type(None))
         new = group.replace(group.workers[0], partial(_start, range(1)))
         assert workers.call([new], "add", Sum((1,)), into=int) == [1]
+        group.close(gently=False)
+        assert not Path(f"/proc/{new.pid}").exists()
 
 
 def test_workers_that_do_not_come_are_named_and_reported_with_the_last_words(

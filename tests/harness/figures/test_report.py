@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import builtins
 import re
+import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -206,7 +206,8 @@ def test_the_page_is_one_file_for_all_screens_with_the_outcome_each_process_and_
     assert page.startswith("<!doctype html>")
     screens = ("prefers-color-scheme: dark", "max-width: 640px", 'name="viewport"')
     charts = ("Held-out reward", "Staleness", "Weights on their way", "Policy tokens a second")
-    for words in (*screens, *charts, "✓ all steps done", report.when, "holdfast rl resume run"):
+    end = ("✓ all steps done", "1,000 steps were committed", "holdfast rl resume run")
+    for words in (*screens, *charts, *end, report.when):
         assert words in page
     undone = render(msgspec.structs.replace(report, good=False, outcome="40 of 1,000 steps done", faults=()))
     assert "✗ 40 of 1,000 steps done" in undone
@@ -239,14 +240,8 @@ def test_the_report_looks_right_in_a_browser(tmp_path: Path) -> None:
 
 
 def test_without_jinja2_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    report, real = reported(tmp_path, a_run()), builtins.__import__
-
-    def without(name: str, *args: Any, **more: Any) -> Any:
-        if name.startswith("jinja2"):
-            raise ModuleNotFoundError(name)
-        return real(name, *args, **more)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    report = reported(tmp_path, a_run())
+    monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(ModuleNotFoundError, match=re.escape("pip install 'holdfast[report]'")):
         render(report)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from holdfast.comms.algorithms.message_passing import cost, tuning
 from holdfast.comms.transport.base import Link
 from holdfast.harness import LocalCluster
 from holdfast.harness.bench import tune
-from support.programs.forked_programs import said
+from support.programs.forked_programs import said, said_as_json
 
 
 @pytest.fixture(autouse=True)
@@ -23,11 +22,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder of this test's own; ranks inherit it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path
-
-
-def command(*arguments: str) -> tuple[int, str]:
-    result = said("tune", *arguments)
-    return result.exit_code, result.output
 
 
 @given(st.floats(1e-7, 1e-2), st.floats(1e6, 1e12))
@@ -42,18 +36,17 @@ def test_the_fit_finds_the_constants_of_its_data(latency: float, bandwidth: floa
 
 def test_constants_are_measured_once_kept_shown_and_forgotten(cache: Path) -> None:
     assert tuning.load() == tuning.Tuning()
-    status, said = command("--backend", "ucx,shm")
-    assert status == 0 and "shm has nothing to choose" in said
+    measured = said("tune", "--backend", "ucx,shm")
+    assert measured.exit_code == 0 and "shm has nothing to choose" in measured.output
     found = tuning.load().links["ucx/shm"]
     assert 1e-8 < found.latency < 0.1 and 1e6 < found.bandwidth < 1e13
-    status, said = command("--show", "--json")
-    shown = json.loads(said)
-    assert status == 0 and shown["file"] == str(tuning.path())
+    shown = said_as_json("tune", "--show")
+    assert shown["file"] == str(tuning.path())
     assert shown["links"]["ucx/shm"]["latency"] == found.latency and shown["links"]["mpi"]["measured"] is None
     choice = next(c for c in shown["links"]["ucx/shm"]["choices"] if c["op"] == "all_reduce" and c["ranks"] == 4)
     assert choice["algorithm"] == min(choice["seconds"], key=choice["seconds"].__getitem__)
-    assert "all_reduce   2 ranks: doubling" in command("--show")[1]
-    assert command("--forget")[0] == 0 and not tuning.path().exists()
+    assert "all_reduce   2 ranks: doubling" in said("tune", "--show").output
+    assert said("tune", "--forget").exit_code == 0 and not tuning.path().exists()
     assert list(cache.rglob("tune-*")) == []
 
 
@@ -98,9 +91,9 @@ def test_a_broken_cache_is_an_error_that_says_what_to_do(content: bytes) -> None
     file.write_bytes(content)
     with pytest.raises(CorruptData, match="holdfast tune --forget"):
         cost.here(Link(2e-6, 8e9, "mpi"))
-    status, said = command("--show")
-    assert status == 1 and str(file.name) in said.replace("\n", "")
-    assert command("--forget")[0] == 0 and tuning.load() == tuning.Tuning()
+    shown = said("tune", "--show")
+    assert shown.exit_code == 1 and str(file.name) in shown.output.replace("\n", "")
+    assert said("tune", "--forget").exit_code == 0 and tuning.load() == tuning.Tuning()
 
 
 def test_a_broken_cache_on_rank_0_is_an_error_on_every_rank(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
