@@ -6,7 +6,7 @@ import inspect
 import mmap
 import os
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,9 +26,9 @@ from holdfast.backends.ucx.libucp import UcxError
 from holdfast.backends.ucx.transport import UcxTransport
 from holdfast.comms import Communicator, CorruptData, HoldfastError, OpTimeout, PeerFailed, Revoked
 from holdfast.comms.algorithms.shared_memory.board import layout_of
+from holdfast.comms.connect import KnownMembers, connect_members
 from holdfast.comms.transport.liveness import this_process
 from holdfast.harness import LocalCluster
-from support.comms.meeting import Epochs, in_epochs
 from support.comms.ranks import Test, as_test
 from support.waiting import eventually
 
@@ -45,15 +46,91 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
         yield ranks
 
 
+class Epochs:
+    """One process, a rank of `outer`, in epoch after epoch; keeps its communicators. The store is in `folder`."""
+
+    def __init__(self, outer: Communicator, folder: Path) -> None:
+        self.me = outer.rank
+        self.comm: Communicator | None = None
+        self._backend, self._peers, self._folder = outer.backend, outer.peers, folder
+        self._store = dist.FileStore(str(folder / "store"), -1)
+        self._old: list[Communicator] = []
+        self._barriers = 0
+
+    def enter(
+        self,
+        epoch: int,
+        processes: Sequence[int],
+        *,
+        alone: bool = False,
+        anew: bool = False,
+        timeout: float = 20.0,
+    ) -> Communicator:
+        """Take part in an epoch as one of these processes, in this order; aborts the communicator before.
+
+        `alone`: no other process sees the store. `anew`: the communicator gets nothing from the one before.
+        """
+        previous = self.comm or (self._old[-1] if self._old else None)
+        if self.comm is not None:
+            self.comm.abort("the epoch is over")
+            self._old.append(self.comm)
+            self.comm = None
+        self._barriers = 0
+        self.comm = connect_members(
+            self._backend,
+            KnownMembers(
+                rank=list(processes).index(self.me),
+                peers=[self._peers[process] for process in processes],
+                store=dist.HashStore() if alone else dist.PrefixStore(str(epoch), self._store),
+                epoch=epoch,
+                previous=None if anew else previous,
+                connect_payload=(epoch, self.me, -1, 0),  # as many as a board has room for
+            ),
+            timeout=timeout,
+        )
+        return self.comm
+
+    def leave_barrier(self, comm: Communicator) -> None:
+        """Enter a barrier, and return once all ranks have left it: a link that breaks then ends no op."""
+        comm.barrier()
+        self._barriers += 1
+        self.meet(f"barrier {self._barriers} of epoch {comm.epoch}", comm.size)
+
+    def meet(self, where: str, count: int) -> None:
+        """Wait until so many processes are there, without a communicator."""
+        at = self._folder / where
+        at.mkdir(exist_ok=True)
+        (at / str(self.me)).touch()
+        eventually(lambda: len(list(at.iterdir())) == count)
+
+    def close_old(self) -> None:
+        """Close all communicators but the newest."""
+        while self._old:
+            self._old.pop(0).close()
+
+    def close(self) -> None:
+        self.close_old()
+        if self.comm is not None:
+            self.comm.close()
+
+
 def on_processes(count: int) -> Callable[[Test], Test]:
     """A test of `body(epochs, ...)`, which the first `count` processes of the cluster call."""
 
     def decorate(body: Test) -> Test:
+        def in_epochs(outer: Communicator, folder: Path, *more: Any) -> None:
+            epochs = Epochs(outer, folder)
+            try:
+                if outer.rank < count:
+                    body(epochs, *more)
+            finally:
+                outer.barrier()
+                epochs.close()
+
         names = list(inspect.signature(body).parameters)[1:]
 
         def test(**fixtures: Any) -> None:
-            more = [fixtures[name] for name in names]
-            in_epochs(fixtures["cluster"], lambda epochs: body(epochs, *more), fixtures["tmp_path"], count)
+            fixtures["cluster"].run(in_epochs, fixtures["tmp_path"], *(fixtures[name] for name in names))
 
         return as_test(test, body, ["cluster", "tmp_path", *names])
 

@@ -10,7 +10,6 @@ import os
 import pickle
 import re
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial, reduce
@@ -35,8 +34,9 @@ from holdfast.comms.plugins.spec import Unavailable
 from holdfast.comms.transport.base import Context
 from holdfast.harness import LocalCluster
 from support.comms import nccl_stand_in as stand_in
-from support.comms.meeting import alone, registered, run_in_threads
+from support.comms.meeting import alone, registered, run_in_threads, soon
 from support.comms.nccl_stand_in import HostWork, OnTheHost
+from support.comms.python_calls import functions_entered
 from support.comms.ranks import on_ranks, on_ranks_of, running
 from support.programs.forked_programs import run_python
 from support.waiting import PATIENCE, eventually
@@ -167,10 +167,6 @@ def on_the_host(size: int, body: Callable[[OnTheHost], None]) -> None:
     run_in_threads(size, lambda rank: body(OnTheHost(rank, size, store)), 60.0)
 
 
-def soon() -> float:
-    return time.monotonic() + 20
-
-
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_each_op_and_its_prepared_form_call_the_counterpart_of_torchs_group(size: int) -> None:
     def body(transport: OnTheHost) -> None:
@@ -236,30 +232,14 @@ def test_each_movement_and_its_prepared_form_call_the_counterpart_of_torchs_grou
     on_the_host(size, body)
 
 
-def calls_of_python(call: Callable[[], object]) -> list[str]:
-    """The functions of Python that `call()` enters, without itself."""
-    entered = list[str]()
-
-    def profile(frame: Any, event: str, argument: object) -> None:
-        if event == "call":
-            entered.append(frame.f_code.co_name)
-
-    sys.setprofile(profile)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return entered[1:]
-
-
 def test_an_op_that_torchs_group_takes_as_it_is_costs_few_calls_of_python(fast_paths: None, tmp_path: Path) -> None:
     """20 of them cost 22 us beside torch's 14 on an H100 (docs/experiments/layers.py has the time)."""
     with registered(stand_in), alone(tmp_path, stand_in.NAME) as comm:
         tensor = torch.ones(2)
         for async_op in (False, True):
             comm.all_reduce(tensor, async_op=async_op).wait()
-        assert calls_of_python(lambda: comm.all_reduce(tensor)) == ["all_reduce", "start"]
-        launched = calls_of_python(lambda: comm.all_reduce(tensor, async_op=True))
+        assert functions_entered(partial(comm.all_reduce, tensor)) == ["all_reduce", "start"]
+        launched = functions_entered(partial(comm.all_reduce, tensor, async_op=True))
         assert pickle.loads(pickle.dumps(comm.all_reduce(tensor, async_op=True))).done()
         assert launched[:3] == ["all_reduce", "_launch_planned", "launch"] and len(launched) <= 6, launched
         assert tensor.tolist() == [1, 1] and comm.progress[0] == 5

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import threading
@@ -23,7 +22,7 @@ from holdfast.comms import experts as frames
 from holdfast.comms.experts import DECISION, REPORT, MaskAgreement, Received, Switch
 from holdfast.harness import LocalCluster
 from support.comms.ranks import on_ranks, on_ranks_of, second_tier, shared_ranks
-from support.source_tree import ROOT
+from support.source_tree import module_of
 from support.waiting import PATIENCE
 
 SIZE, EXPERTS, TOP_K, HIDDEN, STEPS = 3, 7, 2, 5, 2
@@ -556,14 +555,8 @@ def test_the_model_finds_the_fault_of_a_protocol_of_one_round() -> None:
 
 
 def test_the_example_trains_through_a_kill_and_loses_no_step() -> None:
-    path = str(ROOT / "examples" / "train_moe.py")
-
     def train(session: object) -> list[tuple[int, float, int]]:
-        spec = importlib.util.spec_from_file_location("train_moe", path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        history: list[tuple[int, float, int]] = module.train(session, 40)
+        history: list[tuple[int, float, int]] = module_of("examples/train_moe.py").train(session, 40)
         return history
 
     with LocalCluster(3, "shm", session={"on_death": "go_on"}) as cluster:

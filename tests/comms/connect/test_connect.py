@@ -59,15 +59,6 @@ def test_meet_in_a_file_and_use_the_name_again_after_close(place: str, backend: 
         assert in_threads(2, lambda r: total(comms.connect(backend, rank=r, size=2, rendezvous=place))) == [3.0, 3.0]
 
 
-def test_meet_by_the_environment(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(port))
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setenv("RANK", "0")
-    for backend in ("inproc", "shm", "gloo", "auto"):
-        assert total(comms.connect(backend, name=backend)) == 1.0
-
-
 def test_ranks_meet_again_though_one_has_forgotten_how_often_they_met(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

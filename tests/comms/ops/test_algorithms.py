@@ -21,7 +21,7 @@ from holdfast.comms.algorithms.message_passing.exchange import Exchange
 from holdfast.comms.algorithms.message_passing.messages import MessageTransport
 from holdfast.comms.transport.base import Context, Link
 from holdfast.comms.transport.liveness import this_process
-from support.comms.meeting import run_in_threads
+from support.comms.meeting import run_in_threads, soon
 
 Tensor = torch.Tensor
 
@@ -67,16 +67,10 @@ def in_ranks(size: int, body: Callable[[QueueTransport], Any], link: Link = QUIC
     mail, store = Mail(), dist.HashStore()
 
     def run(rank: int) -> Any:
-        context = Context(
-            rank, size, "test", 0, torch.device("cpu"), store, (this_process(),) * size, time.monotonic() + 20
-        )
+        context = Context(rank, size, "test", 0, torch.device("cpu"), store, (this_process(),) * size, soon())
         return body(QueueTransport(context, link if rank == 0 else SLOW_TO_SEND, mail))
 
     return run_in_threads(size, run, 60.0)
-
-
-def soon() -> float:
-    return time.monotonic() + 20.0
 
 
 ALL_REDUCES = {

@@ -102,7 +102,7 @@ def test_a_plain_tensor_is_on_the_device_that_is_asked_for() -> None:
 
 
 def test_a_packed_tensor_holds_the_same_numbers_and_is_plain() -> None:
-    """A pending negation of torch is resolved; a tensor of one element can be viewed as bytes."""
+    """A pending negation of torch is resolved; a tensor of one element can be viewed as bytes; a plain one stays."""
     put_off = torch.tensor([1 + 2j, 3 - 4j]).conj().imag
     assert packed(put_off).tolist() == [-2.0, 4.0]
     one_of_many = torch.arange(12.0).reshape(3, 4)[:1, :1]
@@ -110,6 +110,10 @@ def test_a_packed_tensor_holds_the_same_numbers_and_is_plain() -> None:
     for tensor in (put_off, put_off[:1], one_of_many, column):
         assert plain(packed(tensor))
         assert torch.equal(packed(tensor).view(torch.uint8).view(torch.float32), tensor)
+    for shape in ((), (1,), (1, 1), (4,)):
+        learned = torch.ones(shape, requires_grad=True)
+        assert packed(learned).shape == shape and packed(learned).view(-1).view(torch.uint8).numel() == learned.nbytes
+        assert packed(values := learned.detach()) is values
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -21,7 +21,6 @@ import torch
 from holdfast import comms
 from holdfast.backends.gloo.connecting import meaning_of
 from holdfast.comms import BackendUnavailable, Communicator, HoldfastError, PeerFailed, ResourceExhausted, Revoked
-from holdfast.comms.errors import describe
 from holdfast.comms.system.files import OwnedDescriptor
 from holdfast.comms.system.local_causes import local_cause, resource_exhausted, unopenable_file, unreadable_memory
 from holdfast.comms.transport import liveness as processes
@@ -219,19 +218,13 @@ def test_errors_of_gloo_and_of_torch_are_distinguished(said: str, meaning: str) 
     assert meaning_of(RuntimeError(said)) == meaning
 
 
-def test_every_error_has_a_message() -> None:
-    assert describe(KeyboardInterrupt()) == "KeyboardInterrupt"
-    assert describe(ValueError("why")) == "ValueError: why"
-    assert describe(Revoked(3, "closed")) == str(Revoked(3, "closed"))
-
-
 def test_a_communicator_that_an_interrupt_ended_names_it(comm: Communicator) -> None:
     def interrupted(deadline: float) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         comm.issue("own", 0, interrupted, lambda: "")
-    with pytest.raises(Revoked, match="KeyboardInterrupt"):
+    with pytest.raises(Revoked, match=r"an earlier op failed: KeyboardInterrupt\b"):
         comm.barrier()
 
 
@@ -239,7 +232,7 @@ def test_an_error_of_torch_is_not_a_death_of_a_peer(comm: Communicator) -> None:
     def fails(deadline: float) -> None:
         raise RuntimeError("Invalid scalar type")
 
-    with pytest.raises(HoldfastError, match=r"own failed in this process, .* fault: .*Invalid scalar type"):
+    with pytest.raises(HoldfastError, match=r"own failed in this process, .* fault: RuntimeError: Invalid scalar type"):
         comm.issue("own", 0, fails, lambda: "")
 
 

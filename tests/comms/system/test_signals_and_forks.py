@@ -250,12 +250,6 @@ def test_a_forked_child_cannot_use_its_parents_communicator(comm: Communicator) 
     assert tensor.tolist() == [4.0] * 8
 
 
-def test_a_forked_child_cannot_use_a_communicator_of_threads(tmp_path: Path) -> None:
-    with alone(tmp_path, "inproc") as comm:
-        assert "communicator 'default'" in in_child(lambda: refusal(lambda: comm.barrier()))
-        comm.barrier()
-
-
 @on_processes
 @on_ranks_of("two_ranks")
 def test_a_forked_child_ends_no_communicator_of_its_parent(comm: Communicator) -> None:

@@ -132,7 +132,7 @@ def test_a_message_of_another_size_or_dtype_is_an_error_and_the_next_one_arrives
             dist.send(sent, 0)
             dist.send(torch.tensor([3.0]), 0)
         if rank == 0:
-            with pytest.raises(Mismatch, match="rank 1 sent"):
+            with pytest.raises(Mismatch, match=f"rank 1 sent {sent.nbytes} bytes of {sent.dtype} under tag 0"):
                 dist.recv(taken, src=1)
             after = torch.zeros(1)
             dist.recv(after, src=1)
@@ -250,14 +250,6 @@ def test_messages_of_one_sender_and_tag_arrive_in_order_and_none_twice(given: li
             assert named == sorted(named)
     waiting = [(src, tag) for src, tag, each in receives if not each.done()]
     assert not any(matcher._kept.get((rank, tag)) for src, tag in waiting for rank in SENDERS if src in (rank, None))
-
-
-def test_a_receive_of_another_size_or_dtype_says_what_was_sent() -> None:
-    matcher = MessageMatcher(2)
-    for wrong in (torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.float64)):
-        arrive(matcher, 0, 5, 1)
-        with pytest.raises(Mismatch, match=r"rank 0 sent 8 bytes of torch\.int64 under tag 5"):
-            matcher.expect(wrong, 0, 5, 60.0).wait()
 
 
 def test_a_receive_expires_unless_its_message_has_begun_to_arrive() -> None:

@@ -75,10 +75,7 @@ def group(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     dist.destroy_process_group()
 
 
-def test_what_a_group_cannot_do_is_said_or_refused_by_name(group: Any) -> None:
-    assert group._supports_time_estimate is False
-    for name in ("supports_window", "supports_abort_hooks", "supports_completion_hooks", "_supports_time_estimate"):
-        assert getattr(HoldfastBackend, name) is False
+def test_what_a_group_cannot_do_is_refused_by_name(group: Any) -> None:
     with pytest.raises(Unsupported, match="memory_stats"):
         group.memory_stats()
     with pytest.raises(Unsupported, match="merge_remote_group"):
@@ -247,12 +244,6 @@ def test_each_name_that_is_imported_from_torch_is_in_the_version(version: str) -
     assert not missing, "take another name, or look for it with getattr; torch_names.py makes the tables anew"
 
 
-def test_the_modules_of_the_installed_version_have_the_names_too() -> None:
-    """As an import finds them, without the table."""
-    for name, place in uses()["torch.distributed"].items():
-        assert hasattr(dist, name) or name.startswith("ProcessGroup"), place
-
-
 SELECTION: list[str] = tomllib.loads(torch_suite.TABLE.read_text())["selection"]["tests"]
 
 
@@ -267,20 +258,9 @@ def test_what_passes_over_plain_gloo_passes_over_holdfast(transport: str) -> Non
     assert report.passed > 0.7 * len(names), report
 
 
-def test_what_torch_skips_by_the_backends_name_is_told_apart_from_what_fails() -> None:
-    ended = {
-        "a": {"outcome": "passed", "why": ""},
-        "b": {"outcome": "skipped", "why": "a rank's output\nTest requires backend holdfast to be one of {'nccl'}"},
-        "c": {"outcome": "failed", "why": "wrong sum"},
-    }
-    report = torch_suite.Report.of(["a", "b", "c", "d"], ended)
-    assert (report.passed, list(report.skipped), report.failed) == (1, ["b"], {"c": "wrong sum", "d": "did not end"})
-    assert str(report).splitlines() == [
-        "1 of 4 pass, 2 fail, torch skips 1",
-        "  failed: c: wrong sum",
-        "  failed: d: did not end",
-        "  skipped by torch: b: Test requires backend holdfast to be one of {'nccl'}",
-    ]
+def test_a_test_of_torch_that_does_not_end_has_failed() -> None:
+    report = torch_suite.Report.of(["a", "b"], {"a": {"outcome": "passed", "why": ""}})
+    assert (report.passed, report.failed) == (1, {"b": "did not end"})
 
 
 # -- docs/reference/torch-surface.toml: what each new name of torch 2.15 does over each transport. Each check runs in a

@@ -16,8 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.comms import Communicator, CorruptData, Mismatch, PeerFailed, RegionGone, Unsupported
-from holdfast.comms.plugins.registry import registry
-from holdfast.comms.torchdist.process_group import HoldfastProcessGroup
 from support.comms.ranks import on_ranks, second_tier
 from support.comms.torch_groups import on_each_rank_of, shared_groups
 
@@ -71,14 +69,6 @@ def test_a_mapped_tensor_is_the_peers_own_or_is_refused_by_name(rank: int, size:
     dist.barrier()
     window.close()
     assert exposed.view(-1).tolist() == [7.0, 0.0, 41.0 - rank if mapped else 0.0, 0.0]
-
-
-@pytest.mark.parametrize("backend", ["nccl", "rccl"])
-def test_windows_and_symmetric_memory_on_gpus_are_announced_as_not_there(backend: str) -> None:
-    info = registry().backend(backend).info
-    assert not info.capabilities.windows and not info.capabilities.atomics
-    assert "no windows, no symmetric memory" in info.description
-    assert not HoldfastProcessGroup.use_pg_for_symm_mem_rendezvous
 
 
 TRANSPORTS = pytest.mark.skipif(
