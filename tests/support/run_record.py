@@ -119,7 +119,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """`-n auto`: two a core, since a worker computes for 3 of 5 seconds and waits for 2, as far as memory allows."""
+    """`-n auto`: three a core, since a worker waits for half of its time, as far as memory allows."""
     memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(memory["MemAvailable"].split()[0]) << 10
-    return max(1, min(2 * len(os.sched_getaffinity(0)), free // _BYTES_OF_A_WORKER))
+    return max(1, min(3 * len(os.sched_getaffinity(0)), free // _BYTES_OF_A_WORKER))
