@@ -28,7 +28,7 @@ from holdfast.ft.events import (
     ViewInstalled,
 )
 from holdfast.ft.membership.view import View
-from holdfast.ft.node.register import Register
+from holdfast.ft.node.register import CELL, Register
 from holdfast.ft.telemetry.flight import OpRecord, OpStatus, Recording, RecordingState, find, read_all
 
 REGISTER = "register.sqlite"
@@ -52,10 +52,18 @@ class JobFiles:
         if not self.register:
             return None
         try:
-            with Register.open(self.register) as register:
+            with self._register() as register:
                 return register.read()
         except (HoldfastError, ValueError):
             return None
+
+    def _register(self) -> Register:
+        """A missing one is not made: the job may be removing its folder."""
+        if not self.register.startswith("sqlite:"):
+            return Register.open(self.register)
+        from holdfast.ft.registers.sqlite import SqliteCell
+
+        return Register(SqliteCell(self.register, CELL, make=False))
 
 
 def locate(job: str, register: str = "") -> JobFiles:

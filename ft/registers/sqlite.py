@@ -349,7 +349,8 @@ class SqliteCell(Cell):
 
     local = True
 
-    def __init__(self, url: str, name: str) -> None:
+    def __init__(self, url: str, name: str, *, make: bool = True) -> None:
+        """Raises `RegisterAway` if the file is missing, unless it shall be made."""
         self._url, self._name, self._path = url, name, Path(os.path.realpath(path_of(url)))
         self.lock = threading.Lock()
         self._closed = False
@@ -365,16 +366,18 @@ class SqliteCell(Cell):
             if (kind := network_file_system(self._path.parent)) is not None:
                 raise RegisterAway(url, f"its folder is on {kind}, where sqlite is not safe: {_ELSEWHERE}")
             with _opening:
-                self._file = self._open()
+                self._file = self._open(make)
                 _cells.add(self)
             forks.refuse_in_children(self, f"register {url}")
         except OSError as error:
             raise RegisterAway(url, f"cannot open the file: {error}") from error
 
-    def _open(self) -> tuple[int, int]:
+    def _open(self, make: bool) -> tuple[int, int]:
         """Open the database. Its files are checked before SQLite reads them, and once it has made those it needs."""
         with _private_folder(self._path, self._url) as folder:
             if not os.path.lexists(self._path):
+                if not make:
+                    raise RegisterAway(self._url, "there is no such file")
                 _create(self._path)
             file = _check_files(folder, self._path.name, self._url)
             _check_header(folder, self._path.name, file, self._url)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import logging
 import os
 import pty
@@ -18,7 +17,9 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -30,31 +31,25 @@ from hypothesis import strategies as st
 from msgspec import UNSET
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
-from typer.testing import CliRunner
 
 from holdfast.comms.errors import CorruptData, HoldfastError
 from holdfast.ft import Timeouts, event_lines, events
-from holdfast.ft.diagnosis.jobs import JobState, LastFault, NoSuchJob, ProcessRow, locate
+from holdfast.ft.diagnosis.jobs import JobFiles, JobState, LastFault, NoSuchJob, ProcessRow, locate
 from holdfast.ft.events import Event, stamped
 from holdfast.ft.telemetry import event_log, flight
 from holdfast.ft.telemetry.event_log import EventLog, EventLogger
 from holdfast.ft.telemetry.flight import OpStatus, RecordingState
 from holdfast.ft.telemetry.metrics import Metrics, OpTally, ports
 from holdfast.harness import LocalCluster
-from holdfast.harness.cli.app import app
 from holdfast.harness.cli.top_screen import render
-from support.programs.forked_programs import run_forked, run_holdfast
+from support.programs.forked_programs import run_forked, run_holdfast, said, said_as_json
 from support.waiting import becomes_true
 
 # -- `holdfast top` shows a job that runs, hangs, lost a rank and ended, and only reads its files
 
 
-def look(directory: Path) -> dict[str, Any]:
-    """The output of `holdfast top --json`."""
-    done = CliRunner().invoke(app, ["top", str(directory), "--json"])
-    assert done.exit_code == 0, done.output
-    said: dict[str, Any] = json.loads(done.stdout)
-    return said
+look: Callable[[Path], dict[str, Any]] = partial(said_as_json, "top")
+"""The output of `holdfast top --json`."""
 
 
 def until(directory: Path, true: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
@@ -98,7 +93,7 @@ def test_a_job_is_shown_while_it_hangs_after_it_lost_a_rank_and_when_it_is_done(
         assert 0 < fault["recovery"] < fault["resume"] < 30
         assert len(done["rows"]) == 3
 
-        shown = CliRunner().invoke(app, ["top", str(job.directory), "--once"], env={"COLUMNS": "120"}).output
+        shown = said("top", job.directory, "--once").output
         assert "finished" in shown
         assert "last fault" in shown
 
@@ -175,17 +170,22 @@ def test_jobs_that_end_during_the_search_for_another_are_ignored(
             (folder / "register.sqlite").touch()
             shutil.rmtree(tmp_path / "holdfast-x")
 
-    other = threading.Thread(target=come_and_go)
-    other.start()
-    try:
-        for _ in range(2_000):
-            with pytest.raises(NoSuchJob, match="no job of that name"):
-                locate("no-such-job")
-    finally:
-        over.set()
-        other.join()
-    done = CliRunner().invoke(app, ["top", "no-such-job"])
+    with ThreadPoolExecutor(1) as other:
+        coming = other.submit(come_and_go)
+        try:
+            for _ in range(2_000):
+                with pytest.raises(NoSuchJob, match="no job of that name"):
+                    locate("no-such-job")
+        finally:
+            over.set()
+    coming.result()
+    done = said("top", "no-such-job")
     assert (done.exit_code, "no job of that name" in done.output) == (1, True)
+
+
+def test_a_look_at_a_job_that_has_ended_makes_no_register(tmp_path: Path) -> None:
+    register = tmp_path / "register.sqlite"
+    assert JobFiles(tmp_path, f"sqlite://{register}").view() is None and not register.exists()
 
 
 def test_the_screen_says_that_processes_wait_for_members() -> None:
@@ -246,22 +246,22 @@ def test_a_job_that_lost_a_rank_has_counted_all_and_recorded_the_ops_of_all_rank
     ):
         results = job.results(timeout=60.0)
         recordings = [flight.read(path) for path in flight.find(job.directory / "events")]
-    for said in results:
-        assert said["holdfast_members", ()] == 2
-        assert said["holdfast_step", ()] == 4
-        assert said["holdfast_epochs_total", ()] == 2
-        assert said["holdfast_failures_detected_total", ()] == 1
-        assert said["holdfast_rebuild_seconds_count", ()] == 2
+    for counted in results:
+        assert counted["holdfast_members", ()] == 2
+        assert counted["holdfast_step", ()] == 4
+        assert counted["holdfast_epochs_total", ()] == 2
+        assert counted["holdfast_failures_detected_total", ()] == 1
+        assert counted["holdfast_rebuild_seconds_count", ()] == 2
         for name in ("detection", "recovery", "resume"):
-            assert said[f"holdfast_{name}_seconds_count", ()] == 1
-            assert 0 < said[f"holdfast_{name}_seconds_sum", ()] < 30
-        assert said["holdfast_recovery_seconds_sum", ()] <= said["holdfast_resume_seconds_sum", ()]
-        ops = said["holdfast_op_seconds_count", (("op", "all_reduce"),)]
+            assert counted[f"holdfast_{name}_seconds_count", ()] == 1
+            assert 0 < counted[f"holdfast_{name}_seconds_sum", ()] < 30
+        assert counted["holdfast_recovery_seconds_sum", ()] <= counted["holdfast_resume_seconds_sum", ()]
+        ops = counted["holdfast_op_seconds_count", (("op", "all_reduce"),)]
         assert ops == 6  # five steps, one of them twice
-        assert said["holdfast_op_seconds_bucket", (("le", "+Inf"), ("op", "all_reduce"))] == ops
-        assert said["holdfast_op_bytes_total", (("op", "all_reduce"),)] == ops * 1024
-        assert said["holdfast_ops_failed_total", (("op", "all_reduce"),)] == 1
-        assert ("holdfast_heartbeats_missed_total", ()) in said
+        assert counted["holdfast_op_seconds_bucket", (("le", "+Inf"), ("op", "all_reduce"))] == ops
+        assert counted["holdfast_op_bytes_total", (("op", "all_reduce"),)] == ops * 1024
+        assert counted["holdfast_ops_failed_total", (("op", "all_reduce"),)] == 1
+        assert ("holdfast_heartbeats_missed_total", ()) in counted
     killed, *survivors = sorted(recordings, key=lambda recording: recording.state)
     assert [each.state for each in (killed, *survivors)] == [RecordingState.OPEN, *[RecordingState.CLOSED] * 2]
     assert (killed.ops[-1].signature.op, killed.ops[-1].step, killed.step) == ("barrier", 1, 2)
@@ -379,13 +379,10 @@ def an_event_of(kind: type[Event]) -> st.SearchStrategy[Event]:
 
 
 def _any_of(type_: Any) -> st.SearchStrategy[Any]:
+    drawn = {float: st.floats(0.0, 1e9), int: st.integers(0, 1 << 40), type(UNSET): st.just(UNSET)}
     match get_origin(type_), get_args(type_):
-        case _, () if type_ is float:
-            return st.floats(0.0, 1e9)
-        case _, () if type_ is int:
-            return st.integers(0, 1 << 40)
-        case _, () if type_ is type(UNSET):
-            return st.just(UNSET)
+        case _, () if type_ in drawn:
+            return drawn[type_]
         case origin, (item, *_) if origin is tuple:
             return st.lists(_any_of(item), max_size=4).map(tuple)
         case origin, (key, value) if origin is dict:
