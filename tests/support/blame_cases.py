@@ -27,6 +27,7 @@ import torch
 
 from holdfast.comms.collectives import TAGS
 from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
+from holdfast.ft import Timeouts
 from holdfast.ft.diagnosis.analyse import analyse
 from holdfast.ft.diagnosis.evidence import Finding, JobEvidence, ProcessState, assemble, gather
 from holdfast.ft.events import StepBegun
@@ -132,7 +133,7 @@ class ModelWorld:
         for rank, lives in enumerate(self.lived):
             now = [0.0]
             path = folder / f"p{rank}.flight"
-            clock = partial(_host_time, now, clocks[rank])
+            clock = partial(lambda now, offset: now[0] + offset, now, clocks[rank])
             process = (hosts[rank], 100 + rank, 1)
             recorder = FlightRecorder(path, f"p{rank}", "job", capacity=capacity, now=clock, process=process)
             journal = recorder.journal("job", 1, rank, self.size, "model")
@@ -150,10 +151,6 @@ class ModelWorld:
                     journal.leave(life.error)
             paths.append(path)
         return paths
-
-
-def _host_time(now: Sequence[float], offset: float) -> float:
-    return now[0] + offset
 
 
 KINDS = ("crash", "hang", "slow", "cut", "mismatch")
@@ -373,7 +370,8 @@ def injected(fault: str, seed: int) -> ScoredCase:
     kind = FAULTS[fault]
     truth = Truth(kind, victim, other if fault == "cut" else None)
     steps = 60 if fault == "slow" else 10_000
-    options = {"min_size": 1}
+    # a busy machine evicts no rank that is late: another rank would then be the last that was late
+    options = {"min_size": 1, "timeouts": Timeouts(heartbeat=0.5, suspect=8.0)}
     with (
         LocalCluster(size, backend, session=options, environ=_ENVIRON, threads=1, echo=False) as cluster,
         cluster.start(train, fault, victim, other, rng.randint(3, 8), steps) as job,

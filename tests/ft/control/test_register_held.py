@@ -23,6 +23,7 @@ from holdfast.ft.node.register import Register, RegisterClient, RegisterThreads
 from holdfast.ft.registers import RegisterAway, RegisterBusy, open_cell, sqlite
 from holdfast.harness import LocalCluster
 from support.children import Child
+from support.event_loop import until
 from support.samples.tally import QUICK, assert_invariants
 from support.views import view_of
 from support.waiting import PATIENCE
@@ -78,11 +79,6 @@ def asking(path: Path, patience: float, answers: list[Any]) -> Iterator[Register
         threads.close()
 
 
-async def some(answers: list[Any]) -> None:
-    while not answers:
-        await asyncio.sleep(0.01)
-
-
 async def test_an_event_loop_is_not_blocked_while_the_register_is_busy(register: Register, tmp_path: Path) -> None:
     answers: list[Any] = []
     with asking(tmp_path / "job.sqlite", 10.0, answers) as client:
@@ -91,7 +87,7 @@ async def test_an_event_loop_is_not_blocked_while_the_register_is_busy(register:
             for _ in range(10):
                 await asyncio.sleep(0.01)
                 assert answers == []
-        await some(answers)
+        await until(lambda: answers)
     assert answers == [CasWon(VIEW)]
 
 
@@ -99,7 +95,7 @@ async def test_a_request_to_a_busy_register_fails_in_time(register: Register, tm
     answers: list[Any] = []
     with asking(tmp_path / "job.sqlite", 0.2, answers) as client, held(tmp_path / "job.sqlite"):
         client.propose(0, VIEW)
-        await some(answers)
+        await until(lambda: answers)
     assert [type(answer) for answer in answers] == [CasFailed]
     assert "did not answer within 0.2 s" in answers[0].reason
 
@@ -111,7 +107,7 @@ async def test_a_view_that_another_process_writes_is_shown_at_once_while_the_job
     with asking(tmp_path / "job.sqlite", 10.0, shown) as client:
         client.follow()
         assert register.compare_and_set(0, VIEW)
-        await some(shown)
+        await until(lambda: shown)
     assert shown == [ViewRead(VIEW)]
 
 

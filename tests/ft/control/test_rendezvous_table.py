@@ -20,7 +20,6 @@ from holdfast.comms.errors import OpTimeout, Revoked, Unsupported
 from holdfast.comms.system.keys import KeyRefused, create_key, load_key
 from holdfast.ft.control.errors import KeyTimeout, RemoteError
 from holdfast.ft.node.rendezvous import Ask, RendezvousStore, RendezvousTable, ask_here, ask_remotely, handlers
-from support.comms.meeting import in_threads
 from support.rpc_servers import RpcThread, rpc_server_thread
 from support.waiting import PATIENCE, eventually
 
@@ -180,11 +179,6 @@ def test_epochs_have_separate_keys_and_a_dropped_one_raises_revoked(
         with pytest.raises(Revoked):
             use()
     assert new.get("key") == b"new"
-
-
-def test_all_threads_share_one_table(store: RendezvousStore) -> None:
-    in_threads(4, lambda _: [store.add("n", 1) for _ in range(50)])
-    assert store.get("n") == b"200"
 
 
 def test_no_member_is_sent_an_older_value_after_a_newer_one() -> None:

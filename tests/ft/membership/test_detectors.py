@@ -17,6 +17,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -369,17 +370,12 @@ def info(**changes: Any) -> DetectorInfo:
     return DetectorInfo(**{**fields, **changes})
 
 
-class Plugin:
-    def __init__(self, *offered: Any) -> None:
-        self._offered = offered
-
-    @hookimpl
-    def holdfast_detectors(self) -> list[Any]:
-        return list(self._offered)
+def plugin_of(*offered: Any) -> Any:
+    return SimpleNamespace(holdfast_detectors=hookimpl(lambda: list(offered)))
 
 
 def test_a_plugin_adds_a_detector_and_takes_it_out_again() -> None:
-    registry, plugin = Registry(), Plugin(info())
+    registry, plugin = Registry(), plugin_of(info())
     registry.register(plugin)
     assert list(registry.detectors) == ["smoke"]
     registry.unregister(plugin)
@@ -400,24 +396,8 @@ def test_a_plugin_adds_a_detector_and_takes_it_out_again() -> None:
 def test_a_plugin_with_a_malformed_detector_is_rejected_as_a_whole(offered: tuple[Any, ...], words: str) -> None:
     registry = Registry()
     with pytest.raises(InvalidPlugin, match=words):
-        registry.register(Plugin(*offered))
+        registry.register(plugin_of(*offered))
     assert not registry.detectors
-
-
-class Counting(Detector):
-    """Counts its heartbeats, and raises at the heartbeat number `fails_at`."""
-
-    def __init__(self, fails_at: int, context: DetectorContext) -> None:
-        super().__init__(context)
-        self.beats, self.fails_at, self.closed = 0, fails_at, False
-
-    def beat(self, now: float) -> None:
-        self.beats += 1
-        if self.beats == self.fails_at:
-            raise RuntimeError("no smoke without fire")
-
-    def close(self) -> None:
-        self.closed = True
 
 
 def forbidden(*_: object) -> Any:
@@ -429,58 +409,43 @@ def live(pipe: Connection) -> None:
     pipe.recv()
 
 
-def test_a_detector_that_raises_is_removed_and_the_others_continue(caplog: pytest.LogCaptureFixture) -> None:
-    """An event tells of it, at a level at which it is a line for people; nothing else does."""
-    noted: list[Any] = []
-    made: list[Counting] = []
-
-    def make(fails_at: int) -> Callable[[DetectorContext], Detector]:
-        return lambda context: made.append(Counting(fails_at, context)) or made[-1]
-
-    offered = [
-        info(name="unprobed", probe=forbidden),
-        info(name="unmade", make=forbidden),
-        info(name="failing", make=make(2)),
-        info(name="counting", make=make(0)),
-    ]
-    with contextlib.closing(asyncio.new_event_loop()) as loop:
-        context = detector_context(view_of("AB").members[0], loop, note=noted.append)
-        detectors = Detectors(context, offered, lambda whom, body: None)
-        for _ in range(4):
-            detectors.beat()
-    failing, counting = made
-    assert (failing.beats, failing.closed) == (2, True)
-    assert (counting.beats, counting.closed) == (4, False)
-    assert [(event.detector, event.level) for event in noted] == [
-        (name, logging.WARNING) for name in ("unprobed", "unmade", "failing")
-    ]
-    assert not caplog.text
-
-
 def own_infos() -> list[DetectorInfo]:
     registry = Registry()
     registry.register(own_detectors)
     return list(registry.detectors.values())
 
 
-LOST = [
-    pytest.param(name, method, marks=() if name == "pidfd" or method == "make" else pytest.mark.thorough)
-    for name in ("pidfd", "heartbeat", "observers")
-    for method in ("probe", "make", "follow", "beat", "look", "heard")
+LOST: list[Any] = [
+    ("progress", "make"),
+    *(
+        pytest.param(name, method, marks=() if name == "pidfd" or method == "make" else pytest.mark.thorough)
+        for name in ("pidfd", "heartbeat", "observers")
+        for method in ("probe", "make", "follow", "beat", "look", "heard")
+    ),
 ]
-"""Each method is guarded alike for all detectors; what takes the place of a lost one differs."""
+"""Each method is guarded alike for all detectors; what takes the place of a lost one, if anything does, differs."""
 
 
 @pytest.mark.parametrize(("name", "method"), LOST)
-def test_a_detector_that_is_lost_is_reported_and_other_evidence_takes_its_place(
-    name: str, method: str, monkeypatch: pytest.MonkeyPatch, start: Callable[..., Child]
+def test_a_detector_that_is_lost_is_closed_and_reported_and_other_evidence_takes_its_place(
+    name: str,
+    method: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    start: Callable[..., Child],
 ) -> None:
-    """Whatever fails in it, and whenever: a process that is stopped or has ended is found, and ended for certain."""
+    """Whatever fails in it, and whenever: a process that is stopped or has ended is found, and ended for certain.
+
+    An event tells of it, once, at a level at which it is a line for people; nothing else does.
+    """
+    closed: list[str] = []
 
     def spoiled(info: DetectorInfo) -> DetectorInfo:
         def make(context: DetectorContext) -> Detector:
             detector: Any = info.make(context)
+            close = detector.close
             monkeypatch.setattr(detector, method, forbidden)
+            monkeypatch.setattr(detector, "close", lambda: (closed.append(name), close()))
             return detector
 
         if info.name != name:
@@ -517,7 +482,8 @@ def test_a_detector_that_is_lost_is_reported_and_other_evidence_takes_its_place(
         detectors: Detectors
         loop.run_until_complete(whole())
     lost = [event for event in noted if isinstance(event, events.DetectorLost)]
-    assert [(event.detector, bool(event.instead)) for event in lost] == [(name, True)]
+    assert [(event.detector, bool(event.instead), event.level) for event in lost] == [(name, True, logging.WARNING)]
+    assert closed == [name] * (method not in ("probe", "make")) and not caplog.text
     assert "Operation not permitted" in lost[0].reason
 
 

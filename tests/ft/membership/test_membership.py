@@ -420,13 +420,6 @@ def test_a_spare_is_kept_once_beside_others() -> None:
     assert state.spares == (member(3), member(4))
 
 
-def test_a_statement_that_comes_twice_changes_nothing() -> None:
-    view = structs.replace(RUNNING, members=tuple(member(rank, f"h{rank}") for rank in range(3)))
-    once = core(0, view).on(events.Suspicion("p2", "p1", "silent", 4), 10.0)[0]
-    cleared = once.on(events.Cleared("p2", "p1", 5), 10.1)[0]
-    assert cleared.on(events.Suspicion("p2", "p1", "silent", 5), 10.2)[0].evidence is cleared.evidence
-
-
 @pytest.mark.parametrize(
     "changes, words",
     [

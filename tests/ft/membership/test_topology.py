@@ -24,6 +24,7 @@ from holdfast.ft.membership.view import Member, StepError, View, ViewDelta, appl
 from holdfast.ft.node import messages, table_sharing
 from holdfast.ft.node.rendezvous import encode
 from holdfast.ft.ports import MemberLinks
+from support.event_loop import until
 from support.views import view_of
 
 SPARSE = Shape(mesh=1)
@@ -185,7 +186,8 @@ def test_a_late_report_does_not_count() -> None:
     assert evidence.lost.keys() == {"p0"}
     evidence = evidence.with_clearance(Cleared("p0", "p2", 2), view, Shape())
     assert not evidence.lost
-    assert evidence.with_suspicion(Suspicion("p0", "p2", "silent", 1), view, Shape()) is evidence
+    for late in (1, 2):
+        assert evidence.with_suspicion(Suspicion("p0", "p2", "silent", late), view, Shape()) is evidence
 
 
 def test_one_suspicion_is_enough_against_a_spare() -> None:
@@ -350,7 +352,6 @@ async def test_every_copy_gets_every_key_also_over_connections_that_break(hosts:
     """Members install the view at different times; a connection that comes back brings what was lost."""
     dice = random.Random(seed)
     view = view_on(hosts)
-    loop = asyncio.get_running_loop()
     links = members_of(view)
     sharings = {name: each.sharing for name, each in links.items()}
     edges = [
@@ -376,11 +377,8 @@ async def test_every_copy_gets_every_key_also_over_connections_that_break(hosts:
             links[other].broken.discard(one)
             sharings[one].linked(other)
             sharings[other].linked(one)
-    deadline = loop.time() + 20.0
     expected = {f"of {member.id}": member.id.encode() for member in view.members}
-    while any(sharing.table.items(1) != expected for sharing in sharings.values()):
-        assert loop.time() < deadline, "a copy lacks keys"
-        await asyncio.sleep(0.005)
+    await until(lambda: all(sharing.table.items(1) == expected for sharing in sharings.values()))
 
 
 @given(hosts=st.lists(st.integers(1, 12), min_size=1, max_size=6))
@@ -395,5 +393,4 @@ async def test_what_several_members_change_goes_up_to_the_first_copy_and_down_to
             each.sharing.begin(view)
         assert sorted(map(msgspec.msgpack.decode, await counting)) == list(range(1, len(members) + 1))
         total = {"key": str(len(members)).encode()}
-        while any(each.sharing.table.items(1) != total for each in members.values()):
-            await asyncio.sleep(0.001)
+        await until(lambda: all(each.sharing.table.items(1) == total for each in members.values()))

@@ -19,7 +19,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.flight_recorder import fr_trace
-from typer.testing import CliRunner
 
 from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
 from holdfast.ft.diagnosis.analyse import analyse
@@ -30,9 +29,9 @@ from holdfast.ft.events import Event, StepBegun
 from holdfast.ft.telemetry import flight
 from holdfast.ft.telemetry.flight import BadRecording, OpStatus, RecordingState, decode, find, read
 from holdfast.ft.telemetry.flight.recorder import FlightRecorder, open_recorder
-from holdfast.harness.cli.app import app
 from support.blame_cases import FAULTS, KINDS, ModelCall, ModelWorld, generated, injected
 from support.event_records import an_event
+from support.programs.forked_programs import said, said_as_json
 from support.waiting import PATIENCE
 
 SUM = ModelCall("all_reduce", (4,), "sum")
@@ -249,7 +248,7 @@ def test_an_invalid_log_is_named_and_skipped(content: bytes, tmp_path: Path) -> 
     job(tmp_path, 2, 5, dead_after={1: (3, -1)})
     (tmp_path / "foreign.jsonl").write_bytes(content)
     (tmp_path / "folder.jsonl").mkdir()
-    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["blame", str(tmp_path)])
+    result = said("blame", tmp_path)
     assert result.exit_code == 0, result.output
     assert "foreign.jsonl: line 1 is no event of a job" in result.stdout
     assert "folder.jsonl: Is a directory" in result.stdout
@@ -267,24 +266,19 @@ def test_the_command_names_the_suspect_and_what_it_could_not_read_and_writes_a_t
             journal.enter("all_reduce", 2, 8, torch.ones(2), "sum", -1)
             journal.leave(PeerFailed([1], "gone"))
     (tmp_path / "p3.flight").write_bytes(b"no recording")
-    shown = CliRunner().invoke(app, ["blame", str(tmp_path)], env={"COLUMNS": "120"})
+    shown = said("blame", tmp_path)
     assert shown.exit_code == 0
     assert all(words in shown.output for words in ("rank 1", "crash", "not read"))
-    done = CliRunner().invoke(app, ["blame", str(tmp_path), "--json", "--perfetto", str(tmp_path / "trace.json")])
-    said = json.loads(done.output)
-    assert [(s["kind"], s["rank"], s["epoch"]) for s in said["suspects"]] == [("crash", 1, 4)]
-    assert len(said["not_read"]) == 1
+    told = said_as_json("blame", tmp_path, "--perfetto", tmp_path / "trace.json")
+    assert [(s["kind"], s["rank"], s["epoch"]) for s in told["suspects"]] == [("crash", 1, 4)]
+    assert len(told["not_read"]) == 1
     assert len(json.loads((tmp_path / "trace.json").read_text())["traceEvents"]) > 5
 
 
-@pytest.mark.parametrize("what", ["no-such-job", "empty"])
-def test_a_missing_job_is_reported_as_an_error(tmp_path: Path, what: str) -> None:
-    (tmp_path / "empty").mkdir()
-    name = str(tmp_path / what) if what == "empty" else what
-    done = CliRunner().invoke(app, ["blame", name])
-    assert done.exit_code == 1
+def test_a_folder_without_a_job_is_reported_as_an_error(tmp_path: Path) -> None:
+    assert said("blame", tmp_path).exit_code == 1
     with pytest.raises(NoSuchJob):
-        locate(name)
+        locate(str(tmp_path))
 
 
 # -- torch's own analyser reads the same recordings
@@ -361,11 +355,11 @@ def test_messages_are_matched_by_direction_and_groups_by_their_ranks(
 
 def test_the_command_writes_a_file_a_rank_and_says_when_it_cannot(tmp_path: Path) -> None:
     hung(tmp_path, 1, capacity=64)
-    outcome = CliRunner().invoke(app, ["blame", str(tmp_path), "--torch-trace", str(tmp_path / "fr")])
+    outcome = said("blame", tmp_path, "--torch-trace", tmp_path / "fr")
     assert outcome.exit_code == 0, outcome.output
     assert sorted(path.name for path in (tmp_path / "fr").iterdir()) == [f"{PREFIX}{rank}" for rank in range(4)]
     (tmp_path / "a file").write_text("")
-    outcome = CliRunner().invoke(app, ["blame", str(tmp_path), "--torch-trace", str(tmp_path / "a file")])
+    outcome = said("blame", tmp_path, "--torch-trace", tmp_path / "a file")
     assert outcome.exit_code == 1
     assert "cannot be written" in outcome.output
 

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -19,7 +18,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 from holdfast.comms.errors import HoldfastError, Mismatch
 from holdfast.comms.system.keys import create_key, load_key
@@ -36,16 +34,17 @@ from holdfast.ft.launch.local_launcher import (
     launch,
     python_command,
 )
+from holdfast.ft.listen_address import local_addresses
 from holdfast.ft.membership.view import Job, View
 from holdfast.ft.processes.zygote_client import ForkedProcess
 from holdfast.ft.registers import open_cell, tcp
 from holdfast.ft.schedulers import Placement
 from holdfast.ft.settings import identity_of, listen_address
-from holdfast.harness.cli.app import app
 from holdfast.harness.testbed import netns
 from holdfast.harness.testbed.etcd import EtcdCluster
 from holdfast.harness.testbed.netns import Network
 from support.hosts import start_holdfast, start_program
+from support.programs.forked_programs import said
 from support.source_tree import ROOT
 from support.waiting import becomes_true
 
@@ -111,7 +110,7 @@ def test_what_cannot_work_is_refused_before_a_process_starts(
 ) -> None:
     meant = {"KEY": str(key), "ETCD": f"etcd://127.0.0.1:{port}/job"}
     path = script(tmp_path, "raise SystemExit('it was started')")
-    done = CliRunner().invoke(app, ["run", *(meant.get(each, each) for each in options), path])
+    done = said("run", *(meant.get(each, each) for each in options), path)
     assert done.exit_code == 2, done.output
     assert words in done.output
 
@@ -130,7 +129,7 @@ def test_a_name_belongs_to_the_host_that_runs(monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(Mismatch, match="belongs to job 'hosts', not to 'other'"):
             registry("other", node="b")
         monkeypatch.setattr(settings, "installed_version", lambda: "99.0")
-        with pytest.raises(Mismatch, match=r"runs on holdfast .*, this process has 99.0"):
+        with pytest.raises(Mismatch, match=r"runs on holdfast .*, this process has 99.0; install the same"):
             registry("hosts", node="b")
         monkeypatch.undo()
         with closing(registry("hosts", node="b")):
@@ -370,16 +369,8 @@ def test_the_manifests_set_variables_of_the_contract(path: str) -> None:
 LOOPBACK = "::1"
 
 
-def lacks_ipv6() -> bool:
-    try:
-        with socket.socket(socket.AF_INET6) as probe:
-            probe.bind((LOOPBACK, 0))
-    except OSError:
-        return True
-    return False
-
-
-needs_ipv6 = pytest.mark.skipif(lacks_ipv6(), reason="this host has no ::1")
+lacks_ipv6 = LOOPBACK not in {str(each.address) for each in local_addresses()}
+needs_ipv6 = pytest.mark.skipif(lacks_ipv6, reason="this host has no ::1")
 
 
 def exchange(url: str) -> None:

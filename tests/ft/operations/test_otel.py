@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("opentelemetry.sdk", reason="pip install 'holdfast[otel]'")
 
@@ -20,12 +21,14 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from holdfast import ft
+from holdfast.comms.system.keys import create_key
 from holdfast.ft import events
 from holdfast.ft.events import Event, stamped
+from holdfast.ft.processes.zygote_client import call_in_fork
 from holdfast.ft.telemetry.event_log import EventLog
 from holdfast.ft.telemetry.metrics import FIGURES, EventFigure, Metrics, OpTally
 from holdfast.ft.telemetry.otel import export
-from support.programs.forked_programs import run_forked
 
 
 @dataclass
@@ -123,41 +126,29 @@ def test_what_is_counted_is_a_metric_of_both_libraries(exported: Exported, monke
     served.close()
 
 
-PROGRAM = """
-import sys
-from pathlib import Path
-import torch
-from opentelemetry import trace
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from holdfast import ft
-from holdfast.comms.system.keys import create_key
-
-key = Path(sys.argv[1])
-create_key(key)
-exporter = InMemorySpanExporter()
-trace.set_tracer_provider(TracerProvider())
-trace.get_tracer_provider().add_span_processor(SimpleSpanProcessor(exporter))
-with (
-    torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
-    ft.Session("shm", size=1, job="job", register="memory://otel", key_file=key) as session,
-):
-    for attempt in session.steps(3):
-        with attempt:
-            attempt.comm.barrier()
-print([span.name for span in exporter.get_finished_spans()].count("holdfast.step"))
-print(sorted({event.name for event in profile.events() if "holdfast" in event.name}))
-"""
+def exported_and_profiled(key: Path) -> tuple[int, list[str]]:
+    """The number of steps that a session exports, and the names of its ranges in a profile."""
+    create_key(key)
+    exporter, tracers = InMemorySpanExporter(), TracerProvider()
+    tracers.add_span_processor(SimpleSpanProcessor(exporter))
+    trace.set_tracer_provider(tracers)
+    with (
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
+        ft.Session("shm", size=1, job="job", register="memory://otel", key_file=key) as session,
+    ):
+        for attempt in session.steps(3):
+            with attempt:
+                attempt.comm.barrier()
+    steps = [span for span in exporter.get_finished_spans() if span.name == "holdfast.step"]
+    return len(steps), sorted({event.name for event in profile.events() or () if "holdfast" in event.name})
 
 
 def test_a_session_exports_its_steps_and_a_profile_has_their_ranges(tmp_path: Path) -> None:
-    """The whole way, in a program of its own."""
-    done = run_forked(PROGRAM, ["program", str(tmp_path / "key")])
-    spans, ranges = done.stdout.splitlines() or ["", ""]
-    assert spans == "3", done.stderr
-    assert ast.literal_eval(ranges)[:1] == ["holdfast rebuild of epoch 1"], ranges
-    assert [f"holdfast step {step}" for step in range(3)] == ast.literal_eval(ranges)[1:], ranges
+    """The whole way, in a process of its own."""
+    call = partial(exported_and_profiled, tmp_path / "key")
+    steps, ranges = call_in_fork(call, name="otel", output=tmp_path / "output", timeout=60.0)
+    assert steps == 3
+    assert ranges == ["holdfast rebuild of epoch 1", *(f"holdfast step {step}" for step in range(3))]
 
 
 def test_a_program_without_the_sdk_pays_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import ipaddress
 import re
 import socket
@@ -15,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast import ft
-from holdfast.comms.errors import Mismatch
 from holdfast.comms.transport.base import Peer
 from holdfast.ft import settings
 from holdfast.ft.listen_address import (
@@ -31,7 +29,6 @@ from holdfast.ft.membership.view import Job, Member, View
 from holdfast.ft.registers import RegisterAway, sqlite
 from holdfast.ft.schedulers import Placement, placement
 from support.samples.tally import contract_in
-from support.source_tree import ROOT
 
 # -- schedulers
 
@@ -112,15 +109,6 @@ def settle(tmp_path: Path, **given: Any) -> settings.Settings:
     )
 
 
-CONTRACT = ("BACKEND", "JOB", "REGISTER", "KEY_FILE", "SIZE", "MIN_SIZE", "SHARDS", "HOST", "INTERFACE")
-
-
-@pytest.mark.parametrize("name", CONTRACT)
-def test_each_variable_of_the_contract_is_an_argument_and_is_documented(name: str) -> None:
-    assert name.lower() in inspect.signature(ft.Session).parameters
-    assert f"`HOLDFAST_{name}`" in (ROOT / "docs/reference/environment.md").read_text()
-
-
 def test_arguments_come_before_variables_and_these_before_the_scheduler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,7 +126,7 @@ def test_arguments_come_before_variables_and_these_before_the_scheduler(
     assert (found.name, found.size, found.host) == ("other", 3, "127.0.0.1")
     assert settle(tmp_path, host="127.0.0.2").host == "127.0.0.2"
     with pytest.raises(ValueError, match="both say where to listen"):
-        settle(tmp_path, host="127.0.0.1", interface="lo")
+        ft.Session(**contract_in(tmp_path, host="127.0.0.1", interface="lo"))
 
 
 @pytest.mark.parametrize(
@@ -227,16 +215,7 @@ def test_members_on_several_machines_do_not_listen_on_loopback() -> None:
     assert refusal_reason(simulated, job, frozenset(), view) is None
 
 
-# -- versions, and file systems that hosts share
-
-
-def test_another_version_of_holdfast_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = settle(tmp_path, job="job", backend="gloo", size=2)
-    view = View(1, "forming", (member("a", "h", "127.0.0.1:1"),), settings.candidate_job(mine, None), "")
-    assert settings.candidate_job(mine, view).version
-    monkeypatch.setattr(settings, "installed_version", lambda: "99.0")
-    with pytest.raises(Mismatch, match=r"runs on holdfast .*, this process has 99.0; install the same version"):
-        settings.candidate_job(mine, view)
+# -- file systems that hosts share
 
 
 def test_sqlite_on_a_network_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

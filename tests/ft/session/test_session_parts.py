@@ -37,17 +37,22 @@ from support.waiting import PATIENCE
 
 
 def test_votes_are_exchanged_by_an_op_if_they_did_not_come_with_the_connections() -> None:
+    votes = [
+        step_protocol.Vote(step_protocol.HOLDER, 4, prepared, 10, rewinds)
+        for rewinds in range(4)
+        for prepared in (False, True)
+    ]
+
     def body(comm: Communicator) -> tuple[list[step_protocol.Vote], list[step_protocol.Vote]]:
-        mine = step_protocol.Vote(step_protocol.HOLDER, 4 + comm.rank, True, 10, rewinds=3)
+        mine = votes[comm.rank]
         bare: Any = SimpleNamespace(
             connect_payloads=None, size=comm.size, device=comm.device, all_gather_single=comm.all_gather_single
         )
-        came: Any = SimpleNamespace(connect_payloads=[mine.numbers()])
+        came: Any = SimpleNamespace(connect_payloads=[vote.numbers() for vote in votes])
         return collect_votes(bare, mine, PATIENCE), collect_votes(came, mine, PATIENCE)
 
     with LocalCluster(2, "inproc") as cluster:
-        votes = [step_protocol.Vote(step_protocol.HOLDER, 4 + rank, True, 10, rewinds=3) for rank in range(2)]
-        assert cluster.run(body) == [(votes, votes[:1]), (votes, votes[1:])]
+        assert cluster.run(body) == [(votes[:2], votes)] * 2
 
 
 # -- silence
@@ -415,13 +420,6 @@ def test_a_member_that_missed_a_rollback_takes_it_over() -> None:
     late.settle(step_protocol.decide([holder(6, True), REWOUND, REWOUND], 0))
     late.take_over(4)
     assert late.vote() == REWOUND
-
-
-@pytest.mark.parametrize("prepared", [False, True])
-@pytest.mark.parametrize("rewinds", range(4))
-def test_a_vote_arrives_as_the_numbers_that_it_was_sent_as(prepared: bool, rewinds: int) -> None:
-    vote = step_protocol.Vote(step_protocol.HOLDER, 4, prepared, 10, rewinds)
-    assert step_protocol.Vote.of(vote.numbers()) == vote and len(vote.numbers()) == step_protocol.FIELDS
 
 
 def test_a_job_ends_when_no_member_has_the_state() -> None:

@@ -542,13 +542,6 @@ def test_a_failure_leaves_no_reference_to_the_frames_of_the_user_behind() -> Non
     assert body()() is None
 
 
-def test_votes_that_cannot_be_of_one_job_end_the_steps() -> None:
-    alone = Alone()
-    alone.go_to(protocol.Connect)
-    with pytest.raises(Mismatch, match="come apart"):
-        alone.go_on_with([Vote(HOLDER, 0, False, 2), Vote(HOLDER, 2, False, 2)])
-
-
 def test_each_step_is_staged_prepared_and_committed_while_its_epoch_is_held() -> None:
     requests = Alone().all_requests()
     assert of_kind(requests, protocol.StageState) == [protocol.StageState(1), protocol.StageState(2)]
