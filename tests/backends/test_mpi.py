@@ -69,9 +69,9 @@ def next_communicator(comm: Communicator, members: list[int], meeting: Path, nam
     return comms.connect("mpi", rank=rank, size=len(members), rendezvous=f"file://{meeting}", name=name, timeout=20.0)
 
 
-def test_connecting_outside_of_mpirun_says_how_to_start() -> None:
+def test_connecting_outside_of_mpirun_says_how_to_start(tmp_path: Path) -> None:
     with pytest.raises(comms.BackendUnavailable) as caught:
-        comms.connect("mpi", rank=0, size=1, rendezvous="file:///nowhere")
+        comms.connect("mpi", rank=0, size=1, rendezvous=f"file://{tmp_path}/meeting")
     assert "mpirun --with-ft ulfm -n N python script.py" in str(caught.value)
     assert "holdfast run --backend mpi" in str(caught.value) and "LocalCluster(N, 'mpi')" in str(caught.value)
     assert not comms.backends()["mpi"].available
