@@ -243,13 +243,15 @@ def test_updates_of_a_model_arrive_whole_and_by_delta(open_on: Open, plane: str)
     size = 64 * MIB
     publisher, _, reader = open_on(0), open_on(1), open_on(2, hold=False)
     for share, what in ((1.0, "whole"), (0.01, "1% changed")):
-        times = []
+        times, received = [], [reader.ask("received").value]
         for round_ in range(3):
             version = round_ + (10 if share < 1 else 0)
             published, sent = publisher.ask("step", version, size, share).value
             seconds, got = reader.ask("follow", version, size).value
             assert got == sent
             times.append((published, seconds))
+            received.append(reader.ask("received").value)
+        assert (received[-1] - received[-2] < size // 2) == (share < 1)
         publish, get = (min(each) for each in zip(*times[1:], strict=True))
         print(f"\n{plane}, {what}: publish {publish:.3f} s, get {get:.3f} s, {size / get / 1e9:.2f} GB/s")
 

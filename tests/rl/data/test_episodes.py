@@ -24,6 +24,7 @@ from holdfast.rl.data.prompts import (
 )
 from holdfast.rl.data.replay_buffer import Batch, BufferState, FailedGroup, Permit, ReplayBuffer, StalenessRule
 from holdfast.rl.errors import BadDataset, BufferStalled, InvalidEpisode, OutOfOrder, StaleGroup, StalenessUnreachable
+from holdfast.rl.grpo.batch import decode_state
 from support.rl.small_batches import episode, group_of
 
 TOKENIZER = CharacterTokenizer()
@@ -234,8 +235,7 @@ class Schedules(RuleBasedStateMachine):
     def resume(self) -> None:
         """The process is killed; the next one begins from the last checkpoint, of weights and buffer together."""
         state, self.trained, self.failed = self.checkpoint[0], list(self.checkpoint[1]), set(self.checkpoint[2])
-        read = msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=BufferState)
-        self.state = read.resumed()
+        self.state = decode_state(msgspec.json.encode(state)).resumed()
 
     @rule()
     def look_ahead(self) -> None:
