@@ -604,7 +604,7 @@ def test_memory_that_is_moved_in_time_lies_on_huge_pages_and_keeps_what_it_holds
     before = huge_bytes(tensor)
     put_on_huge_pages(tensor.data_ptr(), tensor.nbytes, -1.0)
     assert huge_bytes(tensor) == before, "it had no time"
-    put_on_huge_pages(tensor.data_ptr(), tensor.nbytes, 10.0)
+    eventually(lambda: put_on_huge_pages(tensor.data_ptr(), tensor.nbytes, 10.0) > 0)  # what is in use stays for now
     assert huge_bytes(tensor) > 0
     assert torch.equal(tensor, torch.arange(16 << 20, dtype=torch.int32))
 
@@ -636,8 +636,12 @@ def test_shareable_memory_that_came_on_small_pages_moves_under_its_readers(
         wanted = tensor.clone()
         with opened.expose(tensor) as region:
             mapped = opened.map(region.handle, lasting=True)
-            opened.improve(tensor)
-            assert huge_share() > 0.9
+
+            def improves() -> bool:
+                opened.improve(tensor)
+                return huge_share() > 0.9
+
+            eventually(improves)
             assert torch.equal(tensor, wanted) and torch.equal(mapped, wanted)
 
 
