@@ -118,8 +118,12 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
-    """`-n auto`: three a core, since a worker waits for half of its time, as far as memory allows."""
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """`-n auto`: three a core, since a worker waits for half of its time, as far as memory allows.
+
+    Two in the second tier, whose tests start jobs of many processes.
+    """
     memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(memory["MemAvailable"].split()[0]) << 10
-    return max(1, min(3 * len(os.sched_getaffinity(0)), free // _BYTES_OF_A_WORKER))
+    a_core = 2 if config.getoption("--hypothesis-profile", None) == "thorough" else 3
+    return max(1, min(a_core * len(os.sched_getaffinity(0)), free // _BYTES_OF_A_WORKER))
