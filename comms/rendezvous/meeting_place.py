@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import ipaddress
 import itertools
 import logging
 import os
 import socket
+import sys
+import time
 import weakref
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import BinaryIO
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
-from holdfast.comms.errors import HoldfastError
+from holdfast.comms.errors import HoldfastError, Mismatch
 from holdfast.comms.rendezvous import tcp
 from holdfast.comms.rendezvous.meeting_store import StoreSilent
 from holdfast.comms.system.files import path_of
@@ -93,7 +97,7 @@ def _place(rendezvous: str | dist.Store, rank: int, size: int, timeout: float) -
             raise ValueError(f"rendezvous {rendezvous!r} needs a host and a port: tcp://host:port")
         return _at_port(host, number, rank, size, timeout)
     if scheme == "file":
-        return _in_file(path_of(rendezvous, "file", _FILE), rank, size)
+        return _in_file(path_of(rendezvous, "file", _FILE), rank, size, timeout)
     raise ValueError(f"rendezvous {rendezvous!r} is not env://, tcp://host:port, file:///path or a Store")
 
 
@@ -129,15 +133,48 @@ def _number(what: str, variable: str, given: int | None) -> int:
     return int(text)
 
 
-def _in_file(path: Path, rank: int, size: int) -> MeetingPlace:
-    """A FileStore at `path`. Raises HoldfastError if the file cannot be opened."""
+def _in_file(path: Path, rank: int, size: int, timeout: float) -> MeetingPlace:
+    """A FileStore at `path`. Raises HoldfastError if the file cannot be opened, `Mismatch` if it is cut off."""
     try:  # a FileStore itself would retry for five minutes
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "rb") as file:
+            _lock_file(file, path, timeout)
+            content = file.read()
+            fcntl.flock(file, fcntl.LOCK_UN)
     except OSError as error:
         raise HoldfastError(
             f"the ranks cannot meet in {path}: {error.strerror}; name a file that every rank may make and write"
         ) from error
+    if not is_whole(content):  # a FileStore reads on at its end for ever, with the GIL
+        raise Mismatch(
+            f"file {path} ends amid what a process was writing when it was killed: it is left over from an earlier "
+            f"run; rm {path}, or name another file"
+        )
     return MeetingPlace(rank, size, dist.FileStore(str(path), -1), f"file:{path}", f"file {path}", path)
+
+
+def _lock_file(file: BinaryIO, path: Path, timeout: float) -> None:
+    """Take the lock that a FileStore holds while it writes; the kernel takes it from a process that dies."""
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return
+        except BlockingIOError as error:
+            if time.monotonic() >= deadline:
+                raise HoldfastError(
+                    f"the ranks cannot meet in {path}: another process has been writing to it for {timeout:.3g} s; "
+                    "end it, or name another file"
+                ) from error
+        time.sleep(0.001)
+
+
+def is_whole(content: bytes) -> bool:
+    """Whether a FileStore's file ends with an entry: a key and a value, each behind its length (4 bytes)."""
+    at = texts = 0
+    while at < len(content):
+        at += 4 + int.from_bytes(content[at : at + 4], sys.byteorder)
+        texts += 1
+    return at == len(content) and texts % 2 == 0
 
 
 def _at_port(host: str, port: int, rank: int, size: int, timeout: float) -> MeetingPlace:

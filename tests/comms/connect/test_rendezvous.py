@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import os
 import random
@@ -196,11 +197,37 @@ def test_a_file_that_a_killed_job_left_is_named(tmp_path: Path, start: Callable[
 def test_an_offer_that_a_killed_job_left_is_named(tmp_path: Path, start: Callable[..., Child]) -> None:
     meeting = tmp_path / "meeting"
     killed = start(_connect, f"file://{meeting}", 2)
-    eventually(lambda: meeting.exists() and b"offer/0" in meeting.read_bytes(), 20.0)
+    eventually(lambda: meeting.exists() and b"offer/0" in (there := meeting.read_bytes()) and places.is_whole(there))
     killed.kill()
     with pytest.raises(comms.PeerFailed, match="left over from an earlier run") as caught:
         comms.connect("shm", rank=1, size=2, rendezvous=f"file://{meeting}", timeout=20.0)
     assert caught.value.ranks == (0,)
+
+
+@given(entries=st.dictionaries(st.text(max_size=3), st.binary(max_size=3), max_size=3), data=st.data())
+def test_a_file_that_a_killed_process_left_amid_an_entry_is_refused(
+    entries: dict[str, bytes], data: st.DataObject
+) -> None:
+    """Its last entry is cut off anywhere; torch's store would read on for ever."""
+    texts = [text for key, value in entries.items() for text in (key.encode(), value)]
+    whole = b"".join(len(text).to_bytes(4, sys.byteorder) + text for text in texts)
+    ends = {sum(4 + len(text) for text in texts[:count]) for count in range(0, len(texts) + 1, 2)}
+    cut = data.draw(st.integers(0, len(whole)))
+    assert places.is_whole(whole[:cut]) == (cut in ends)
+
+
+def test_a_file_that_is_cut_off_is_named_and_one_that_a_process_goes_on_writing_is_not_waited_for(
+    tmp_path: Path,
+) -> None:
+    where = f"file://{tmp_path}/meeting"
+    (tmp_path / "meeting").write_bytes((8).to_bytes(4, sys.byteorder) + b"refcount" + b"\1")
+    with pytest.raises(comms.Mismatch, match=rf"left over from an earlier run; rm {tmp_path}/meeting"):
+        comms.connect("shm", rank=0, size=1, rendezvous=where)
+    (tmp_path / "meeting").unlink()
+    with (tmp_path / "meeting").open("wb") as writer:
+        fcntl.flock(writer, fcntl.LOCK_EX)
+        with pytest.raises(comms.HoldfastError, match=r"has been writing to it for 0\.1 s"):
+            comms.connect("shm", rank=0, size=1, rendezvous=where, timeout=0.1)
 
 
 # -- torchrun
