@@ -139,7 +139,7 @@ def _in_file(path: Path, rank: int, size: int, timeout: float) -> MeetingPlace:
         with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "rb") as file:
             _lock_file(file, path, timeout)
             content = file.read()
-            fcntl.flock(file, fcntl.LOCK_UN)
+            fcntl.flock(file, fcntl.LOCK_UN)  # a child that is forked now would hold it on
     except OSError as error:
         raise HoldfastError(
             f"the ranks cannot meet in {path}: {error.strerror}; name a file that every rank may make and write"
@@ -153,7 +153,7 @@ def _in_file(path: Path, rank: int, size: int, timeout: float) -> MeetingPlace:
 
 
 def _lock_file(file: BinaryIO, path: Path, timeout: float) -> None:
-    """Take the lock that a FileStore holds while it writes; the kernel takes it from a process that dies."""
+    """Take the lock that a FileStore holds while it writes; it ends with the process that writes."""
     deadline = time.monotonic() + timeout
     while True:
         try:
