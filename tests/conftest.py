@@ -6,6 +6,7 @@ the session also no new sockets, pipes or shared memory. A session that leaks fa
 
 from __future__ import annotations
 
+import faulthandler
 import inspect
 import os
 from collections.abc import Callable, Iterator
@@ -40,17 +41,49 @@ settings.load_profile("quick")
 
 _leaks: list[str] = []
 _start: list[Snapshot] = []
+_stderr: list[int] = []
 
 
 SECONDS = 300.0
 """What a test may take that has no mark `timeout`."""
 
 
+def _limit(item: pytest.Item) -> float:
+    mark = item.get_closest_marker("timeout")
+    return float(mark.args[0]) if mark else SECONDS
+
+
+def pytest_configure() -> None:
+    _stderr.append(os.dup(2))  # before pytest captures it
+
+
+def _end_worker_unless_over(item: pytest.Item) -> None:
+    """End this process, with its stacks, if the test is not over long after its limit.
+
+    pytest-timeout interrupts a test by a signal, which does nothing to one that waits in C. xdist names that test as
+    failed, and starts another worker.
+    """
+    faulthandler.dump_traceback_later(_limit(item) * 1.2, file=_stderr[0], exit=True)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    _end_worker_unless_over(item)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    _end_worker_unless_over(item)  # again: pytest ends the first wait when a test has failed
+
+
+def pytest_runtest_logfinish() -> None:
+    faulthandler.cancel_dump_traceback_later()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run a test that is a coroutine in an event loop of its own; it fails if it leaves a task behind."""
-    test, limit = pyfuncitem.obj, pyfuncitem.get_closest_marker("timeout")
-    seconds = (limit.args[0] if limit else SECONDS) - 10
+    test, seconds = pyfuncitem.obj, _limit(pyfuncitem) - 10
     if inspect.iscoroutinefunction(test):
         names = inspect.signature(test).parameters
         run(test(**{name: pyfuncitem.funcargs[name] for name in names}), seconds)

@@ -108,6 +108,31 @@ def test_a_clean_session_passes_and_counts_its_skips(tmp_path: Path) -> None:
     assert re.search(r"SKIPPED \[3\] .*: there is no GPU", done.stdout)
 
 
+@pytest.mark.thorough
+def test_a_test_that_no_signal_ends_fails_with_its_stack_and_the_next_one_runs(tmp_path: Path) -> None:
+    done = session(
+        tmp_path,
+        """
+        import ctypes
+
+        import pytest
+
+        @pytest.mark.timeout(2)
+        def test_deadlock():
+            lock, libc = ctypes.create_string_buffer(64), ctypes.PyDLL(None)
+            libc.pthread_mutex_lock(lock)
+            libc.pthread_mutex_lock(lock)
+
+        def test_next():
+            pass
+        """,
+        "-n",
+        "1",
+    )
+    assert "worker 'gw0' crashed while running 'test_one.py::test_deadlock'" in done.stdout
+    assert "1 failed, 1 passed" in done.stdout and "in test_deadlock" in done.stderr
+
+
 SEMAPHORE = """
 import multiprocessing
 made = multiprocessing.get_context("spawn").Semaphore()

@@ -307,9 +307,10 @@ class SlowTally(Tally):
 
 
 def tally_up_and_save(session: Session, gate: str) -> tuple[int | None, int, list[int]]:
-    """Rank 0 is busy for a while after the last step."""
-    saved = SlowTally()
+    """Rank 0 is busy after the last step until another epoch begins."""
+    saved, epochs = SlowTally(), list[int]()
     session.attach("tally", saved)
+    session.subscribe(lambda event: epochs.append(event["epoch"]) if event["kind"] == "installed" else None)
     for attempt in session.steps(15):
         with attempt:
             while attempt.step == 3 and not Path(gate).exists():
@@ -318,7 +319,7 @@ def tally_up_and_save(session: Session, gate: str) -> tuple[int | None, int, lis
         if attempt.committed:
             saved.steps.append(attempt.step)
             if attempt.step == 14 and attempt.rank == 0:
-                time.sleep(1.0)
+                eventually(lambda: max(epochs, default=0) > (session.epoch or 0))
     return session.rank, session.step, saved.steps
 
 
