@@ -93,7 +93,7 @@ torch-versions: $(patsubst %,torch-%,$(TORCH_VERSIONS))  ## the torch.distribute
 $(TORCH_ENV)/%/.set-up: $(STAMP)
 	test -x $(TORCH_ENV)/$*/bin/python || $(BIN)/python -m venv --without-pip $(TORCH_ENV)/$*
 	grep -v -i -E '^(torch|triton|nvidia|cuda|setuptools)' constraints.txt > $(TORCH_ENV)/$*/constraints.txt
-	$(call install,$(TORCH_ENV)/$*,-c $(TORCH_ENV)/$*/constraints.txt --compile torch==$* $(TORCH_TESTS))
+	$(call install,$(TORCH_ENV)/$*,-c $(TORCH_ENV)/$*/constraints.txt torch==$* $(TORCH_TESTS))
 	cp -r $(call SITE,$(BIN))/__editable__*holdfast* $(call SITE,$(BIN))/holdfast-*.dist-info $(call SITE,$(TORCH_ENV)/$*/bin)
 	touch $@
 

@@ -373,9 +373,9 @@ def test_a_malformed_notice_ends_the_epoch_and_a_later_farewell_is_heard(epochs:
         transport.notices._said = False
         comm.abort("called off")
         (tmp_path / "said").touch()
-        eventually((tmp_path / "heard").exists, 10.0)  # a closing process drops what it could not send yet
+        eventually((tmp_path / "heard").exists)  # a closing process drops what it could not send yet
         return
-    eventually((tmp_path / "said").exists, 10.0)  # no process sends a farewell to one that has left
+    eventually((tmp_path / "said").exists)  # no process sends a farewell to one that has left
     with pytest.raises(CorruptData, match="neither hello nor farewell"):
         comm.recv(torch.zeros(1), 0)
 
@@ -385,7 +385,7 @@ def test_a_malformed_notice_ends_the_epoch_and_a_later_farewell_is_heard(epochs:
             transport.notices.poll()
         return 0 in transport.notices.left
 
-    eventually(heard, 10.0)
+    eventually(heard)
     (tmp_path / "heard").touch()
     assert "called off" in transport.notices.left[0][0].why
 

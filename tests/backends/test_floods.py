@@ -19,7 +19,7 @@ from holdfast.ft import Session
 from holdfast.ft.telemetry import metrics
 from holdfast.harness import LocalCluster
 from support.rpc_servers import RpcThread, rpc_server_thread
-from support.waiting import eventually
+from support.waiting import PROGRAM_SECONDS, eventually
 
 KNOWN = {"key": b"k" * 32, "job": "job"}
 
@@ -111,9 +111,9 @@ def test_a_job_recovers_from_a_kill_while_every_port_of_it_is_flooded(backend: s
     options = {"min_size": 2, "shards": 6, "metrics": 0}
     with LocalCluster(3, backend, timeout=90.0, session=options) as cluster:
         job = cluster.start(train)
-        eventually(started.exists, 30.0)
+        eventually(started.exists)
         ports = [port for process in job.processes for port in ports_of(process.pid)]
         assert len(ports) >= 6, "each member has a control port, and one for metrics"
         with flood(ports, 400):
             job.kill(1)
-            assert job.results(timeout=60) == [(60, 2)] * 2
+            assert job.results(timeout=PROGRAM_SECONDS) == [(60, 2)] * 2

@@ -41,6 +41,7 @@ from holdfast.harness.conformance.helpers import wait_for_files
 from holdfast.harness.testbed import netns
 from holdfast.harness.testbed.netns import EnterNamespace, Network
 from support.comms import nccl_stand_in as stand_in
+from support.waiting import PROGRAM_SECONDS
 
 OVER_NCCL = f"hier-{stand_in.NAME}"
 
@@ -414,7 +415,7 @@ def test_the_links_of_hosts_carry_what_the_plans_say(outer: str) -> None:
                 body, log = body_of(rank, network.entry(rank // ranks)), Path(folder, f"log-{rank}")
                 process = zygote().spawn(body, name=f"rank {rank}", output=log, environ=environ)
                 processes.append(stack.enter_context(closing(process)))
-            counted = [process.channel.recv(60.0) for process in processes]
+            counted = [process.channel.recv(PROGRAM_SECONDS) for process in processes]
     choice = choice_of(hosts, ranks, in_turns=False, rate=rate, outer=outer)
     for op in OPS:
         flat, layers = (max(counts[name, op] for counts in counted) for name in names)

@@ -590,7 +590,7 @@ def test_one_of_several_processes_writes_each_copy(url: str, tmp_path: Path, sta
         for version in range(31):
             store.publish(version, weights(version))
             if version % 10 == 0:
-                eventually(lambda version=version: version in copies(tmp_path / "copies"), 20.0)  # type: ignore[misc]
+                eventually(lambda version=version: version in copies(tmp_path / "copies"))  # type: ignore[misc]
         eventually(lambda: all(copy.done for copy in store._read().disk))
     said = []
     for child in children:

@@ -25,7 +25,7 @@ from holdfast.harness.testbed.etcd import EtcdCluster
 from holdfast.harness.testbed.netns import EnterNamespace, Network
 from holdfast.store import Follower, WeightStore
 from support.children import Start
-from support.waiting import eventually
+from support.waiting import PROGRAM_SECONDS, eventually
 
 pytestmark = [
     pytest.mark.thorough,
@@ -65,7 +65,7 @@ class StoreOnHost:
     def __init__(self, entry: EnterNamespace, url: str, output: Path, **options: Any) -> None:
         zygote().preload("holdfast.store")
         self._process = zygote().spawn(partial(serve, entry, url, options), name=entry.name, output=output)
-        self.host = self._hear(60.0)
+        self.host = self._hear()
 
     def publish(self, version: int, value: float, nbytes: int, **options: Any) -> Outcome:
         return self.ask("publish", version, value, nbytes, **options)
@@ -87,7 +87,7 @@ class StoreOnHost:
         self._process.channel.send((call, arguments, options))
 
     def end(self) -> Outcome:
-        outcome: Outcome = self._hear(90.0)
+        outcome: Outcome = self._hear()
         return outcome
 
     def kill(self) -> None:
@@ -97,12 +97,12 @@ class StoreOnHost:
     def close(self) -> None:
         """Close the store, and wait for the process to end."""
         self._process.channel.send(None)
-        ended = self._process.wait(20.0)
+        ended = self._process.wait(PROGRAM_SECONDS)
         assert ended.status == 0, self._process.epitaph()
 
-    def _hear(self, timeout: float) -> Any:
+    def _hear(self) -> Any:
         try:
-            return self._process.channel.recv(timeout)
+            return self._process.channel.recv(PROGRAM_SECONDS)
         except ChannelClosed:
             raise AssertionError(self._process.epitaph()) from None
 
@@ -366,9 +366,9 @@ def test_publishing_goes_on_when_all_processes_of_a_host_are_killed(open_on: Ope
     assert published.error == "" and publisher.hosts(2) == {publisher.host}, published
     told = [fields for store in (publisher, mate) for kind, fields in store.ask("events").value if kind == "host_away"]
     assert [fields["hosts"] for fields in told] == [1]
-    eventually(lambda: publisher.hosts(1) == {publisher.host}, PATIENCE)
+    eventually(lambda: publisher.hosts(1) == {publisher.host})
     again = open_on(1)
-    eventually(lambda: again.hosts(2) == {publisher.host, again.host}, PATIENCE)
+    eventually(lambda: again.hosts(2) == {publisher.host, again.host})
     publisher.close()
     assert again.get(1, MIB).found == (1.0,)
 
@@ -389,7 +389,7 @@ def test_a_host_that_is_cut_off_from_register_and_stores_comes_back(
         assert publisher.ask("versions").value == [1, 2], "the host with version 1 may come back"
         assert publisher.get(1, MIB, timeout=1.0).error == "StoreTimeout"
         network.heal(1)
-        eventually(lambda: publisher.hosts(2) == {publisher.host, cut_off.host}, PATIENCE)
+        eventually(lambda: publisher.hosts(2) == {publisher.host, cut_off.host})
         assert publisher.get(1, MIB).found == (1.0,)
         for store in (mate, publisher, cut_off):
             store.close()
@@ -410,12 +410,12 @@ def test_versions_are_published_and_read_while_leaders_of_etcd_are_killed(
             pipe.send(etcd.leader())
 
         url = f"{etcd.url}/job"
-        start(leader).hear(40.0)
+        start(leader).hear()
         publisher, holder = (open_on(host, url, keep=8) for host in (1, 2))
         reader = open_on(0, url, hold=False)
         assert publisher.publish(0, 0.0, MIB).error == ""
         for version in range(1, 5):
-            victim = start(leader).hear(40.0)
+            victim = start(leader).hear()
             publisher.begin("publish", version, float(version), MIB)
             etcd.kill(victim)
             published = publisher.end()

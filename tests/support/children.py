@@ -19,7 +19,7 @@ import torch
 from holdfast.ft.processes.remote_calls import unpack_error
 from holdfast.harness.cluster.job import Job
 from holdfast.harness.cluster.rank_worker import STACK_SIGNAL
-from support.waiting import PATIENCE, becomes_true
+from support.waiting import PROGRAM_SECONDS, becomes_true
 
 
 class Child:
@@ -38,11 +38,11 @@ class Child:
     def tell(self, message: Any) -> None:
         self.pipe.send(message)
 
-    def hear(self, timeout: float = 2 * PATIENCE) -> Any:
+    def hear(self) -> Any:
         """The next message from the child; fails the test if none comes, with what the child does instead on stderr."""
-        if not self.pipe.poll(timeout):
+        if not self.pipe.poll(PROGRAM_SECONDS):
             os.kill(self.pid, STACK_SIGNAL)
-            assert self.pipe.poll(1.0), f"child {self.pid} said nothing for {timeout} s"
+            assert self.pipe.poll(1.0), f"child {self.pid} said nothing for {PROGRAM_SECONDS:g} s"
         return self.pipe.recv()
 
     def kill(self) -> None:
@@ -70,7 +70,7 @@ class Child:
             ends.extend([status] if pid else [])
             return bool(ends)
 
-        assert becomes_true(has_ended, 2 * PATIENCE, interval=0.005), f"child {self.pid} does not end"
+        assert becomes_true(has_ended, interval=0.005), f"child {self.pid} does not end"
         self._gone = True
         assert ends == [0], f"child {self.pid} failed: wait status {ends[0]}"
 

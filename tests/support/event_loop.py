@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import pytest
 
 from support.leaks import Snapshot, exempt_descriptors_since
-from support.waiting import PATIENCE
+from support.waiting import PROGRAM_SECONDS
 
 T = TypeVar("T")
 
@@ -30,9 +30,9 @@ def run(body: Coroutine[Any, Any, T], seconds: float = 60.0) -> T:
     return asyncio.run(whole())
 
 
-async def until(holds: Callable[[], Any], seconds: float = 2 * PATIENCE) -> None:
-    """Return once `holds()`; fails the test if that takes longer than `seconds`."""
-    async with asyncio.timeout(seconds):
+async def until(holds: Callable[[], Any]) -> None:
+    """Return once `holds()`; fails the test if that takes longer than `PROGRAM_SECONDS`."""
+    async with asyncio.timeout(PROGRAM_SECONDS):
         while not holds():
             await asyncio.sleep(0.005)
 

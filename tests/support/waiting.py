@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import IO, Any
 
 PROGRAM_SECONDS = 240.0
-"""What a program that a test runs to its end may take: less than the test, which pytest ends after 300 s."""
+"""What must happen, happens by then, a program that ends too: less than the test, which pytest ends after 300 s."""
 
 PATIENCE = 30.0
 """Seconds that no call of a test takes by itself, however busy its machine: that many are one that hangs.
@@ -18,7 +18,7 @@ What must not happen instead, a timeout, is set to twice as many.
 """
 
 
-def becomes_true(condition: Callable[[], bool], seconds: float = PATIENCE, interval: float = 0.002) -> bool:
+def becomes_true(condition: Callable[[], bool], seconds: float = PROGRAM_SECONDS, interval: float = 0.002) -> bool:
     """Whether `condition()` holds within `seconds`; checks it every `interval` seconds."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -28,21 +28,21 @@ def becomes_true(condition: Callable[[], bool], seconds: float = PATIENCE, inter
     return True
 
 
-def eventually(condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
-    """Return once `condition()`; fails the test if that takes longer than `seconds`."""
-    assert becomes_true(condition, seconds), "it did not happen"
+def eventually(condition: Callable[[], bool]) -> None:
+    """Return once `condition()`; fails the test if that takes longer than `PROGRAM_SECONDS`."""
+    assert becomes_true(condition), f"it did not happen in {PROGRAM_SECONDS:g} s"
 
 
-def next_line(output: IO[Any] | None, seconds: float = 2 * PATIENCE) -> str:
-    """The next line that a process writes, "" at the end; fails the test if that takes longer than `seconds`.
+def next_line(output: IO[Any] | None) -> str:
+    """The next line that a process writes, "" at the end; fails the test if that takes longer than `PROGRAM_SECONDS`.
 
     Takes no byte that follows the line, so that `communicate` may read the rest.
     """
     assert output is not None
-    line, deadline = b"", time.monotonic() + seconds
+    line, deadline = b"", time.monotonic() + PROGRAM_SECONDS
     while not line.endswith(b"\n"):
         ready = select.select([output], [], [], max(0.0, deadline - time.monotonic()))[0]
-        assert ready, f"no line in {seconds:.3g} s, only {line!r}"
+        assert ready, f"no line in {PROGRAM_SECONDS:g} s, only {line!r}"
         if not (byte := os.read(output.fileno(), 1)):
             break
         line += byte

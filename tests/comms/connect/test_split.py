@@ -26,7 +26,7 @@ from holdfast.ft import Session, Timeouts
 from holdfast.harness import LocalCluster
 from support.comms.meeting import in_threads
 from support.comms.ranks import MPI, on_ranks, second_tier
-from support.waiting import PATIENCE
+from support.waiting import PATIENCE, PROGRAM_SECONDS
 
 
 @on_ranks(2, "inproc", "shm", "gloo", *second_tier("ucx"))
@@ -158,7 +158,7 @@ def test_a_session_ends_splits_of_its_epoch_and_blames_the_right_rank(backend: s
     quick = Timeouts(heartbeat=0.2, suspect=2.0, operation=60.0, rebuild=20.0, join=20.0)
     with LocalCluster(4, backend, session={"timeouts": quick, "size": 4}) as ranks:
         job = ranks.start(in_pairs)
-        results, events = job.results(timeout=40.0), job.events()
+        results, events = job.results(timeout=PROGRAM_SECONDS), job.events()
     assert len(results) == 3
     assert all(len(result["seen"]) == 2 for result in results), "one death, one more epoch"
     assert len({member for event in events if event["kind"] == "detected" for member in event["members"]}) == 1

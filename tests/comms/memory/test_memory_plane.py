@@ -251,7 +251,7 @@ def test_a_process_that_runs_another_program_exposes_nothing(start: Callable[...
     with HostPlane() as plane:
         plane.read(handle, into).wait()
         owner.tell("exec")
-        eventually(lambda: Path(f"/proc/{owner.pid}/comm").read_text() == "sleep\n", 10.0)
+        eventually(lambda: Path(f"/proc/{owner.pid}/comm").read_text() == "sleep\n")
         with pytest.raises(RegionGone):
             plane.read(handle, into).wait()
         with HostPlane() as fresh, pytest.raises(RegionGone):

@@ -106,7 +106,7 @@ def test_a_killed_holder_of_a_lock_does_not_block_others(comm: Communicator) -> 
     comm.barrier()
     if comm.rank == 1:
         hold(window, 0, signal.SIGKILL)
-    eventually(lambda: is_gone(comm._context.peers[1]), 10.0)
+    eventually(lambda: is_gone(comm._context.peers[1]))
     assert window.fetch_add(0, 0, 7, timeout=5.0) == 0
 
 

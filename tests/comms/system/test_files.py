@@ -30,6 +30,7 @@ from holdfast.harness import LocalCluster
 from support.comms.ranks import on_ranks, second_tier
 from support.programs.forked_programs import ForkedProgram, run_python
 from support.source_tree import ROOT, modules
+from support.waiting import PROGRAM_SECONDS
 
 KINDS: dict[str, Callable[[], int]] = {
     "file": lambda: os.open(os.devnull, os.O_RDONLY),
@@ -132,7 +133,7 @@ def test_a_program_that_closes_all_numbers_keeps_its_own_files(backend: str, tmp
         arguments = [["daemon.py", str(rank), backend, str(tmp_path)] for rank in range(2)]
         ranks = [stack.enter_context(ForkedProgram(DAEMON, each, None, os.environ)) for each in arguments]
         for program in ranks:
-            done = program.communicate(100.0)
+            done = program.communicate(PROGRAM_SECONDS)
             assert done.returncode == 0, done.stderr
 
 

@@ -32,7 +32,7 @@ from support.comms.ranks import on_ranks
 from support.programs import seccomp_deny
 from support.programs.forked_programs import run_forked
 from support.programs.seccomp_deny import CALLS
-from support.waiting import eventually
+from support.waiting import PROGRAM_SECONDS, eventually
 
 
 @pytest.fixture
@@ -267,7 +267,7 @@ def test_a_member_without_descriptors_leaves_and_the_others_go_on() -> None:
         return steps, session.size
 
     with LocalCluster(3, "shm", timeout=60.0, session={"min_size": 2, "shards": 6}) as cluster:
-        assert cluster.start(train).results(timeout=60) == [(6, 2)] * 2
+        assert cluster.start(train).results(timeout=PROGRAM_SECONDS) == [(6, 2)] * 2
 
 
 _TINY = """

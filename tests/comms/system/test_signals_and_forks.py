@@ -204,7 +204,7 @@ def test_a_shielded_call_runs_at_once_below_a_handler_that_came_under_a_shared_l
 on_processes = pytest.mark.parametrize("two_ranks", ["shm", "gloo", "ucx", MPI], indirect=True)
 
 
-def in_child(body: Callable[[], Any], seconds: float = 20.0) -> Any:
+def in_child(body: Callable[[], Any]) -> Any:
     """The result of `body()` in a forked child."""
 
     def run(pipe: Any) -> None:
@@ -212,7 +212,7 @@ def in_child(body: Callable[[], Any], seconds: float = 20.0) -> Any:
 
     with children() as start:
         child = start(run)
-        heard = child.hear(seconds)
+        heard = child.hear()
         child.end()
         return heard
 
@@ -393,7 +393,7 @@ def test_a_forked_child_of_a_session_leaves_it_alone() -> None:
                     assert in_child(child) == (True, True, 1)
 
     with LocalCluster(2, "shm", timeout=60.0) as cluster:
-        assert len(cluster.start(train).results(timeout=60)) == 2
+        assert len(cluster.start(train).results(timeout=PROGRAM_SECONDS)) == 2
 
 
 def test_a_forked_child_leaves_stores_and_control_connections_alone(tmp_path: Path) -> None:

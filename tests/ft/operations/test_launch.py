@@ -38,7 +38,7 @@ from holdfast.harness import LocalCluster
 from support.children import Child, children
 from support.event_records import an_event
 from support.programs.forked_programs import run_python
-from support.waiting import PATIENCE, becomes_true, eventually, next_line
+from support.waiting import PATIENCE, PROGRAM_SECONDS, becomes_true, eventually, next_line
 
 COMMAND = str(Path(sys.executable).with_name("holdfast"))
 
@@ -51,7 +51,7 @@ def script(tmp_path: Path, text: str) -> str:
 
 def ended(pids: list[int]) -> bool:
     """Whether all these processes are gone soon."""
-    if becomes_true(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 60.0, interval=0.02):
+    if becomes_true(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), interval=0.02):
         return True
     for pid in pids:
         if Path(f"/proc/{pid}").exists():
@@ -168,9 +168,9 @@ def test_run_names_each_rank_that_has_not_joined_after_a_while(
 def test_whereabouts_tell_a_stopped_process_from_one_that_has_ended() -> None:
     process = subprocess.Popen(["sleep", "60"])
     process.send_signal(signal.SIGSTOP)
-    assert becomes_true(lambda: whereabouts(process.pid).startswith("is stopped"), 10.0)
+    assert becomes_true(lambda: whereabouts(process.pid).startswith("is stopped"))
     process.kill()
-    assert becomes_true(lambda: whereabouts(process.pid) == "has ended", 10.0)
+    assert becomes_true(lambda: whereabouts(process.pid) == "has ended")
     process.wait(PATIENCE)
 
 
@@ -343,7 +343,7 @@ def test_a_hangup_that_nohup_ignores_does_not_end_a_job(tmp_path: Path) -> None:
     launcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert "here" in next_line(launcher.stdout)
     launcher.send_signal(signal.SIGHUP)
-    assert "[0] done" in launcher.communicate(timeout=30)[0]
+    assert "[0] done" in launcher.communicate(timeout=PROGRAM_SECONDS)[0]
 
 
 # -- directories that are held while their owner lives, and then removed by the next owner
@@ -511,9 +511,9 @@ def test_nothing_outlives_the_parent_of_a_forked_zygote(tmp_path: Path) -> None:
     try:
         pids: tuple[int, int] = process.channel.recv(SECONDS)
         process.kill()
-        assert process.wait(10.0).signal == signal.SIGKILL
+        assert process.wait(PROGRAM_SECONDS).signal == signal.SIGKILL
         for pid in pids:
-            eventually(lambda pid=pid: not Path(f"/proc/{pid}").exists(), 10.0)
+            eventually(lambda pid=pid: not Path(f"/proc/{pid}").exists())
     finally:
         process.close()
 

@@ -46,7 +46,7 @@ from holdfast.harness.testbed.netns import Network
 from support.hosts import start_holdfast, start_program
 from support.programs.forked_programs import said
 from support.source_tree import ROOT
-from support.waiting import becomes_true
+from support.waiting import PROGRAM_SECONDS, becomes_true
 
 COMMAND = str(Path(sys.executable).with_name("holdfast"))
 SECONDS = 180.0
@@ -216,7 +216,7 @@ def test_detached_processes_outlive_a_killed_agent(tmp_path: Path, key: Path) ->
     try:
         until(lambda: len(events(logs, "committed")) > 4, "steps are done")
         agent.kill()
-        agent.wait(60.0)
+        agent.wait(PROGRAM_SECONDS)
         since = len(events(logs, "committed"))
         until(lambda: len(events(logs, "committed")) > since + 4, "steps go on")
     finally:

@@ -43,7 +43,7 @@ from holdfast.ft.telemetry.metrics import Metrics, OpTally, ports
 from holdfast.harness import LocalCluster
 from holdfast.harness.cli.top_screen import render
 from support.programs.forked_programs import run_forked, run_holdfast, said, said_as_json
-from support.waiting import becomes_true
+from support.waiting import PROGRAM_SECONDS, becomes_true
 
 # -- `holdfast top` shows a job that runs, hangs, lost a rank and ended, and only reads its files
 
@@ -85,7 +85,7 @@ def test_a_job_is_shown_while_it_hangs_after_it_lost_a_rank_and_when_it_is_done(
         assert not hung["rows"][1]["inside"]
 
         job.kill(1)
-        job.results(timeout=60.0)
+        job.results(timeout=PROGRAM_SECONDS)
         done = until(job.directory, lambda said: all(row["state"] == "done" for row in said["rows"]))
         assert (done["phase"], done["step"], done["faults"]) == ("finished", 19, 1)
         fault = done["last_fault"]
@@ -114,10 +114,10 @@ def test_top_runs_live_in_a_terminal_until_it_is_interrupted(tmp_path: Path) -> 
                 os.read(terminal, 4096)
             except OSError:
                 break
-        assert process.wait(20) == 0
+        assert process.wait(PROGRAM_SECONDS) == 0
     finally:
         process.kill()
-        process.wait(20)
+        process.wait(PROGRAM_SECONDS)
         os.close(terminal)
 
 
@@ -244,7 +244,7 @@ def test_a_job_that_lost_a_rank_has_counted_all_and_recorded_the_ops_of_all_rank
         LocalCluster(3, "shm", environ={"HOLDFAST_METRICS_PORT": "0"}) as cluster,
         cluster.start(scraped_steps, 5) as job,
     ):
-        results = job.results(timeout=60.0)
+        results = job.results(timeout=PROGRAM_SECONDS)
         recordings = [flight.read(path) for path in flight.find(job.directory / "events")]
     for counted in results:
         assert counted["holdfast_members", ()] == 2

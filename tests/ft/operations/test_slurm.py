@@ -207,7 +207,7 @@ def test_a_run_finds_the_nodes_of_its_job_and_outlives_one(tmp_path: Path, monke
     ):
 
         def until(done: Callable[[], bool], what: str) -> None:
-            if not becomes_true(done, 240.0, interval=0.1):
+            if not becomes_true(done, interval=0.1):
                 said = (tmp_path / "job.out").read_text()[-4000:] if (tmp_path / "job.out").exists() else "no output"
                 pytest.fail(f"{what}: {trained()} steps; {cluster.call('squeue')}; {said}")
 

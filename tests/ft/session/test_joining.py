@@ -244,7 +244,7 @@ def step_until_three(pipe: Any, contract: dict[str, Any], gate: str, tells: bool
     """Do steps, once the file `gate` exists, until three members have done one."""
     with Session(**contract, size=3, min_size=2) as session:
         pipe.send(("inside", 0))
-        eventually(Path(gate).exists, 60.0)
+        eventually(Path(gate).exists)
         for attempt in session.steps(10**6):
             with attempt:
                 attempt.comm.barrier()

@@ -41,7 +41,7 @@ from support.comms.torch_groups import sharded_model
 from support.samples import tally
 from support.samples.tally import Tally, assert_invariants, start_with_spares
 from support.source_tree import ROOT
-from support.waiting import eventually
+from support.waiting import PROGRAM_SECONDS, eventually
 
 QUICK = Timeouts(heartbeat=0.2, suspect=2.0, operation=40.0, rebuild=20.0, join=20.0)
 SHARDS = 6
@@ -440,10 +440,10 @@ def note_steps(session: Session, total: int, saved: str, sharded: bool, gate: st
         if gate and epoch == 3 and (point, rank) == ("step.begin", 0):
             Path(gate).touch()
         if gate and epoch == 3 and point == "restore.after_load" and rank > 0:
-            eventually(Path(gate).exists, 30.0)
+            eventually(Path(gate).exists)
             if rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
-            eventually(lambda: session._epoch_guard.is_over(epoch), 30.0)
+            eventually(lambda: session._epoch_guard.is_over(epoch))
             raise Revoked(epoch, "rank 1 died")
 
     faultpoints.arm(kill_or_wait)
@@ -672,7 +672,7 @@ def run_example(example: str, size: int, spares: int = 0, **asked: Any) -> tuple
 
     with cluster(size, spares=spares) as ranks:
         job = ranks.start(train)
-        return job.results(90.0), job.events()
+        return job.results(PROGRAM_SECONDS), job.events()
 
 
 @pytest.mark.thorough

@@ -24,6 +24,7 @@ from holdfast.harness.links.client import Links
 from holdfast.harness.links.policy import BULK, CLEAR, LinkPolicy, LinkRule, combined
 from holdfast.harness.links.proxy import Direction
 from support.programs.forked_programs import run_python
+from support.waiting import PROGRAM_SECONDS
 
 policies = st.builds(
     LinkPolicy,
@@ -108,11 +109,11 @@ def ask(join: Any, channel: ProcessChannel) -> None:
     The answer to the test has the echoed bytes, or the name of the error, and the seconds that it took.
     """
     join()
-    sock = socket.create_connection(("127.0.0.1", channel.recv(30.0)))
+    sock = socket.create_connection(("127.0.0.1", channel.recv(PROGRAM_SECONDS)))
     sock.settimeout(0.5)
     channel.send(sock.getpeername()[1])
     while True:
-        data = channel.recv(60.0)
+        data = channel.recv(PROGRAM_SECONDS)
         began, back = time.monotonic(), b""
         try:
             sock.sendall(data)
@@ -132,7 +133,7 @@ class LinkedPair:
 
     def ask(self, data: bytes) -> tuple[Any, float]:
         self.client.channel.send(data)
-        answer: tuple[Any, float] = self.client.channel.recv(30.0)
+        answer: tuple[Any, float] = self.client.channel.recv(PROGRAM_SECONDS)
         return answer
 
     def rule(self, policy: LinkPolicy, back: bool = False) -> tuple[int, ...]:
@@ -148,9 +149,9 @@ def pair(tmp_path: Path) -> Iterator[LinkedPair]:
         server = zygote().spawn(partial(echo, join), name="echo", output=tmp_path / "echo")
         client = zygote().spawn(partial(ask, join), name="ask", output=tmp_path / "ask")
         try:
-            port = server.channel.recv(30.0)
+            port = server.channel.recv(PROGRAM_SECONDS)
             client.channel.send(port)
-            assert client.channel.recv(30.0) == port, "getpeername gives the wanted address"
+            assert client.channel.recv(PROGRAM_SECONDS) == port, "getpeername gives the wanted address"
             yield LinkedPair(links, client, server)
         finally:
             client.close()

@@ -375,7 +375,7 @@ def test_reads_do_not_wait_for_a_stopped_tcp_register_which_is_away_once_its_ser
         following = ViewCache(Register.open(server.url))
         try:
             assert register.compare_and_set(0, view)
-            eventually(lambda: following.newest() == view, 20.0)
+            eventually(lambda: following.newest() == view)
             server.pause()
             assert following.newest() == view
             server.resume()

@@ -22,7 +22,7 @@ from holdfast.harness.chaos.outcome.training import STEPS as COMMITTED
 from holdfast.harness.chaos.scenario import BadScenario, parse, scenario_path, text_of
 from holdfast.harness.testbed import netns
 from support.programs.forked_programs import run_python, said
-from support.waiting import becomes_true
+from support.waiting import PROGRAM_SECONDS, becomes_true
 
 pytestmark = pytest.mark.timeout(400)
 needs_monarch = pytest.mark.skipif(find_spec("monarch") is None, reason="needs Monarch: pip install 'holdfast[rl]'")
@@ -94,8 +94,8 @@ def test_an_interrupted_demo_leaves_nothing_behind(tmp_path: Path, short: Path, 
         assert len(descendants) >= 4
         process.send_signal(number)
         output = process.stdout.read()
-        assert process.wait(60) == (130 if number == signal.SIGINT else 128 + number), output
-    assert becomes_true(lambda: not any(Path(f"/proc/{pid}").exists() for pid in descendants), 60.0)
+        assert process.wait(PROGRAM_SECONDS) == (130 if number == signal.SIGINT else 128 + number), output
+    assert becomes_true(lambda: not any(Path(f"/proc/{pid}").exists() for pid in descendants))
     assert not list(short.glob("holdfast-chaos*"))
 
 

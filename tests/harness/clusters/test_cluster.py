@@ -28,7 +28,7 @@ from holdfast.harness.cluster.cluster_ranks import rank_failure
 from holdfast.harness.cluster.job import standing_by
 from support.event_records import an_event
 from support.programs.forked_programs import run_forked
-from support.waiting import PATIENCE, becomes_true, next_line
+from support.waiting import PATIENCE, PROGRAM_SECONDS, becomes_true, next_line
 
 
 class Custom(Exception):
@@ -320,7 +320,7 @@ def test_nothing_outlives_the_parent(number: int) -> None:
     pids = [int(word) for word in next_line(parent.stdout).split()]
     assert parent.stdout is not None and len(pids) == 3
     parent.send_signal(number)
-    parent.wait(20.0)
+    parent.wait(PROGRAM_SECONDS)
     parent.stdout.close()
     assert all(_gone(pid) for pid in pids)
 

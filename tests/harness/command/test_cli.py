@@ -29,7 +29,7 @@ from holdfast.rl.run.run_events import ProcessStarted
 from support.programs.forked_programs import HOLDFAST, run_holdfast, run_python, said, said_as_json, write_plugins
 from support.programs.snippets import blocks
 from support.source_tree import ROOT
-from support.waiting import becomes_true, next_line
+from support.waiting import PROGRAM_SECONDS, becomes_true, next_line
 
 COMMANDS = typer.main.get_group(app)
 
@@ -412,9 +412,9 @@ def test_all_processes_end_with_the_launcher(tmp_path: Path, number: int) -> Non
     assert launcher.stdout is not None
     pids = [int(next_line(launcher.stdout).split()[1]) for _ in range(2)]
     launcher.send_signal(number)
-    assert launcher.wait(30.0) == 128 + number
+    assert launcher.wait(PROGRAM_SECONDS) == 128 + number
     launcher.stdout.close()
-    assert becomes_true(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 10.0), f"of {pids} some run"
+    assert becomes_true(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids)), f"of {pids} some run"
 
 
 # -- run: after the last step
@@ -514,7 +514,7 @@ def test_an_environment_is_served_until_the_command_is_ended() -> None:
             assert found and asyncio.run(first_words(found[1])) == "guess a number from 1 to 7"
         finally:
             serving.send_signal(signal.SIGINT)
-        assert serving.wait(30.0) == 0
+        assert serving.wait(PROGRAM_SECONDS) == 0
 
 
 @pytest.mark.thorough
@@ -573,7 +573,7 @@ def test_a_signal_ends_a_run_and_all_its_processes(
             assert line, training.stderr.read()
             seen += line
         training.send_signal(number)
-        rest, errors = training.communicate(timeout=60.0)
+        rest, errors = training.communicate(timeout=PROGRAM_SECONDS)
     assert training.returncode == status, errors
     assert not errors.replace("Aborted!", "").replace("Aborted.", "").strip(), errors
     assert "lost" not in rest, rest

@@ -21,7 +21,7 @@ from support.children import Start
 from support.comms.torch_groups import ENVIRON, in_group
 from support.programs import forked_programs as programs
 from support.samples.store_processes import a_holder
-from support.waiting import eventually, next_line
+from support.waiting import PROGRAM_SECONDS, eventually, next_line
 
 said = partial(programs.said, "store")
 as_json = partial(programs.said_as_json, "store")
@@ -229,7 +229,7 @@ def test_serve_holds_an_imported_version_until_it_is_ended(url: str, tmp_path: P
             into = weights(0.0)
             assert reader.get("latest", into) == 4
         served.terminate()
-        assert served.wait(60.0) == 128 + signal.SIGTERM
+        assert served.wait(PROGRAM_SECONDS) == 128 + signal.SIGTERM
     assert torch.equal(into["big"], weights(2.0)["big"])
 
 

@@ -27,7 +27,7 @@ from holdfast.harness.measure.stats import paired_ratio, t_cdf, t_quantile
 from holdfast.harness.measure.workers import OpFailed, WorkerFailed
 from support.programs.forked_programs import said_as_json
 from support.source_tree import PACKAGES, ROOT
-from support.waiting import eventually
+from support.waiting import PROGRAM_SECONDS, eventually
 
 # The test that decides -------------------------------------------------------------------------------------------
 
@@ -153,9 +153,9 @@ def test_sigterm_ends_the_gate_with_nothing_left_behind(repository: Path, tmp_pa
     (repository / "setup.py").write_text("import time; time.sleep(60)\n")  # it is being compiled when the signal comes
     command = [sys.executable, "-m", "holdfast.harness.cli.app", "gate", str(repository), str(repository)]
     process = subprocess.Popen(command, env={**os.environ, "TMPDIR": str(own)}, stderr=subprocess.DEVNULL)
-    eventually(lambda: any(own.glob("holdfast-gate-*/base/tree/setup.py")), 60.0)
+    eventually(lambda: any(own.glob("holdfast-gate-*/base/tree/setup.py")))
     process.terminate()
-    assert process.wait(30) == 128 + signal.SIGTERM
+    assert process.wait(PROGRAM_SECONDS) == 128 + signal.SIGTERM
     assert list(own.iterdir()) == []
 
 

@@ -43,7 +43,7 @@ from holdfast.store import StoreTimeout
 from support.event_loop import start_monarch_once, until
 from support.samples.actors import Counter, Hoarder, Late, Stillborn
 from support.source_tree import ROOT, TESTS
-from support.waiting import PATIENCE, becomes_true
+from support.waiting import PATIENCE, PROGRAM_SECONDS, becomes_true
 
 MakeEngine = Callable[..., Engine]
 SOON = 30.0
@@ -244,14 +244,14 @@ def test_an_actor_with_a_session_is_killed_and_the_others_go_on(tmp_path: Path) 
 
     driver = subprocess.Popen(program, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
-        began = becomes_true(lambda: len(events("committed")) > 9, 90.0, interval=0.05)
+        began = becomes_true(lambda: len(events("committed")) > 9, interval=0.05)
         assert began, "no steps are done"
         victim = next(event["pid"] for event in events("rebuilt") if event["rank"] == 1)
         os.kill(victim, signal.SIGKILL)
-        words, _ = driver.communicate(timeout=90.0)
+        words, _ = driver.communicate(timeout=PROGRAM_SECONDS)
     finally:
         driver.kill()
-        driver.communicate(timeout=90.0)
+        driver.communicate(timeout=PROGRAM_SECONDS)
     assert driver.returncode == 0, words
     ends = [line for line in words.splitlines() if line.startswith(("lost", "rank"))]
     epoch = events("rebuilt")[-1]["epoch"]

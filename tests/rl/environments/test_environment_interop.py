@@ -28,6 +28,7 @@ from support.leaks import children
 from support.programs.forked_programs import run_program
 from support.rl.environment_servers import ServerProcess, guess
 from support.source_tree import ROOT, TESTS
+from support.waiting import PROGRAM_SECONDS
 
 pytestmark = pytest.mark.thorough  # each server takes seconds to import its library
 
@@ -143,7 +144,7 @@ def openenv_server() -> Iterator[str]:
             yield url
         finally:
             process.kill()
-            process.wait(30.0)
+            process.wait(PROGRAM_SECONDS)
 
 
 def test_both_clients_play_the_same_episodes_at_both_servers(openenv_server: str) -> None:

@@ -490,7 +490,7 @@ async def test_a_stopped_server_costs_one_deadline_and_is_used_again_when_it_goe
                     assert await episode(session, seed) == 4
                 assert [each.up for each in pool.servers] == [False, True]
             stopped.process.resume()
-            await until(lambda: all(each.up for each in pool.servers), 40.0)
+            await until(lambda: all(each.up for each in pool.servers))
             sessions = [pool.session() for _ in range(4)]
             assert await asyncio.gather(*[episode(each, 0) for each in sessions]) == [4] * 4
             assert [each.in_use for each in pool.servers] == [2, 2]
@@ -522,7 +522,7 @@ async def test_episodes_go_on_at_another_server_while_one_is_killed_again_and_ag
                     await asyncio.sleep(0.01)
                 victim.kill()
                 await asyncio.to_thread(victim.start)
-                await until(lambda: all(each.up for each in pool.servers), 40.0)
+                await until(lambda: all(each.up for each in pool.servers))
             stop.set()
             await asyncio.gather(*players)
             assert failed <= 3 * 6, "a death costs the episodes that ran there"

@@ -312,7 +312,7 @@ def test_a_generator_follows_the_store(generators: Generators, store: WeightStor
         run(generator, request((1,)))
     for version in (1, 2, 3):
         publish(store, version)
-    eventually(lambda: generator.version == 3, 20.0)
+    eventually(lambda: generator.version == 3)
     assert {each.versions for each in run(generator, request((1,), samples=2))[0]} == {(3,) * 5}
 
 
@@ -436,9 +436,9 @@ def test_a_register_that_was_away_leaves_a_healthy_generator_ready(generators: G
         assert asyncio.run(generator.update(1)) == 1
         follower = generator._follower
         folder.rename(away)
-        eventually(lambda: follower.failure is not None, 20.0)
+        eventually(lambda: follower.failure is not None)
         away.rename(folder)
-        eventually(lambda: follower.failure is None, 20.0)
+        eventually(lambda: follower.failure is None)
         assert [each.versions for each in run(generator, request((1,)))[0]] == [(1,) * 5]
         generator.close()
 

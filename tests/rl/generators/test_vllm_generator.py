@@ -195,7 +195,7 @@ async def test_samples_run_on_over_an_update_and_no_process_of_a_killed_replica_
         below = psutil.Process(process.pid).children(recursive=True)
         os.kill(process.pid, signal.SIGKILL)
     assert below
-    await until(lambda: not any(each.is_running() for each in below), 60.0)
+    await until(lambda: not any(each.is_running() for each in below))
 
 
 async def test_a_reader_serves_what_switches_commit(python: str, store: WeightStore) -> None:
@@ -229,7 +229,9 @@ async def test_two_ranks_draw_as_one_and_leave_no_file(python: str, store: Weigh
     async with replica(python, store, trainer, tensor_parallel=2) as process:
         await process.call("update", trainer.publish(), timeout=CALL)
         mine = temporary_files() - before
-        assert {path.name.split("-")[-1] for path in mine} >= {"cpushm_0", "cpushm_1"}
+        # On a processor without AVX-512 its ranks communicate over gloo.
+        shared = {"cpushm_0", "cpushm_1"} if "avx512f" in Path("/proc/cpuinfo").read_text() else set()
+        assert mine and {path.name.split("-")[-1] for path in mine} >= shared
         if killed:
             process.kill()
         else:

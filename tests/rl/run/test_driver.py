@@ -219,7 +219,7 @@ async def test_after_a_switch_every_request_gets_its_version_though_generators_d
                 os.kill(pid, signal.SIGKILL)
             await generators.advance(version)
             assert {await drawn_with(generators, seed) for seed in range(4)} == {version}
-        await until(lambda: len(pids(generators)) == 2, 100.0)
+        await until(lambda: len(pids(generators)) == 2)
         assert {await drawn_with(generators, seed) for seed in range(4)} == {6}
         assert generators._services.status()[0].version == 6
         served = [each.process for each in events if isinstance(each, WeightsServed) and each.version == 3]

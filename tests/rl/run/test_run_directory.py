@@ -51,7 +51,7 @@ from support.children import Child
 from support.rl.small_batches import episode, group_of
 from support.rl.training_runs import invoke
 from support.source_tree import ROOT
-from support.waiting import PATIENCE, next_line
+from support.waiting import PATIENCE, PROGRAM_SECONDS, next_line
 
 EVENTS: tuple[run_events.Event, ...] = (
     run_events.CopiesRestored(time=0.5, versions=1),
@@ -204,7 +204,7 @@ def test_a_span_has_the_processor_time_of_its_own_thread_also_if_it_fails() -> N
 
     def wait() -> None:
         with log.doing("publish", 3):
-            other.wait(30.0)
+            other.wait(PROGRAM_SECONDS)
 
     other = threading.Event()
     thread = threading.Thread(target=wait)

@@ -495,7 +495,7 @@ def sleeping(box: Sandbox, limits: Limits = PATIENT) -> Iterator[tuple[Future[Sa
     """A run of two processes that sleep, and the processes below the sandbox's own."""
     with ThreadPoolExecutor(1) as pool:
         run = pool.submit(box.run, SLEEP, "", limits)
-        eventually(lambda: len(descendants(box.pid or 0)) == 3, 30.0)
+        eventually(lambda: len(descendants(box.pid or 0)) == 3)
         yield run, descendants(box.pid or 0)
 
 
@@ -549,7 +549,7 @@ coder: Any = sys.modules[load_code(f"{ROOT / 'examples' / 'rl' / 'coder.py'}:run
 def test_a_right_solution_passes_although_its_judge_is_killed(own: Sandbox) -> None:
     with ThreadPoolExecutor(1) as pool:
         judged = pool.submit(coder.run_tests, SLOW, [coder.CallTest("f", (1,), 1)], PATIENT, sandbox=own)
-        eventually(lambda: len(descendants(own.pid or 0)) == 2, 30.0)
+        eventually(lambda: len(descendants(own.pid or 0)) == 2)
         os.kill(own.pid or 0, signal.SIGKILL)
         assert judged.result(60.0).fraction == 1.0
 
@@ -580,10 +580,10 @@ def test_a_killed_job_leaves_no_process(sandbox: Sandbox, start: Start) -> None:
 
     job = start(work)
     template = job.hear()
-    eventually(lambda: len(descendants(template)) == 6, 30.0)
+    eventually(lambda: len(descendants(template)) == 6)
     below = [template, *descendants(template)]
     job.kill()
-    eventually(lambda: living(below) == [], 20.0)
+    eventually(lambda: living(below) == [])
 
 
 def test_the_thread_that_made_a_sandbox_may_end(sandbox: Sandbox) -> None:
@@ -666,7 +666,7 @@ def test_an_old_kernel_is_named() -> None:
 def test_a_child_of_the_job_that_holds_the_pipes_keeps_no_run_waiting(sandbox: Sandbox, start: Start) -> None:
     with ThreadPoolExecutor(1) as pool:
         run = pool.submit(sandbox.run, "import time; time.sleep(1.0); print('done' * 50_000)", "", PATIENT)
-        eventually(lambda: len(descendants(sandbox.pid or 0)) == 2, 30.0)
+        eventually(lambda: len(descendants(sandbox.pid or 0)) == 2)
         start(lambda _: time.sleep(600.0))
         result = run.result(30.0)
     assert (result.reason, result.stdout) == ("ok", "done" * 50_000 + "\n")

@@ -30,7 +30,7 @@ from holdfast.rl.grpo.loss import loss
 from holdfast.rl.trainers.training import Training
 from holdfast.store import WeightStore
 from support.rl.small_batches import GROUPS, objective, random_batch, random_groups, tiny_llama, trainer_config
-from support.waiting import eventually
+from support.waiting import PROGRAM_SECONDS, eventually
 
 QUICK = Timeouts(heartbeat=0.2, suspect=2.0, operation=40.0, rebuild=20.0, join=20.0)
 SHARDS = 4
@@ -121,9 +121,9 @@ def run(
         if grow:
             job.wait_for("committed", step=1, timeout=60.0)
             job.add()
-            eventually(lambda: len(job.view().members) == size, 60.0)
+            eventually(lambda: len(job.view().members) == size)
         gate.touch()
-        results, events = job.results(90.0), job.events()
+        results, events = job.results(PROGRAM_SECONDS), job.events()
     assert check([event_of(event) for event in events]) == []
     assert len({digest for digest, _ in results}) == 1 and results[0][0]
     reports = max((reports for _, reports in results), key=len)
@@ -292,7 +292,7 @@ def test_a_run_goes_on_from_its_checkpoint_with_another_number_of_trainers(
     with LocalCluster(2, "shm", session=options) as ranks:
         job = ranks.start(train, config_of(strategy, **saved), faults={3: (0, 1)}, checkpoints=str(tmp_path))
         with pytest.raises(RankFailed):
-            job.results(60.0)
+            job.results(PROGRAM_SECONDS)
     digest, reports = run(strategy, 3, checkpoints=str(tmp_path), **saved)
     assert digest == alone[strategy][0]
     assert [each[0] for each in reports] == [2, 3], "batches 0 and 1 are not trained on again"
@@ -312,6 +312,6 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_commits_nothing(strategy: st
     with LocalCluster(2, "shm", session=options) as ranks:
         job = ranks.start(broken, config_of(strategy))
         with pytest.raises(RankFailed, match="step 1 has the loss nan"):
-            job.results(60.0)
+            job.results(PROGRAM_SECONDS)
         committed = {event["step"] for event in job.events() if event["kind"] == "committed"}
     assert committed == {0}

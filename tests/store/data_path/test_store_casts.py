@@ -460,7 +460,7 @@ def test_a_half_or_a_quarter_of_the_bytes_is_moved_between_hosts(
     moved, cast_here = bytes_of(reader, cast)
     assert moved / whole == pytest.approx(1.0, rel=0.02) and not torch.equal(cast_here, VALUES)
     holder.tell("pack")
-    eventually(lambda: forms(reader) != [], 30.0)
+    eventually(lambda: forms(reader) != [])
     moved, found = bytes_of(reader, cast)
     assert moved / whole == pytest.approx(share, rel=0.02) and torch.equal(found, cast_here)
     holder.tell(None)

@@ -570,7 +570,7 @@ def test_readers_settle_a_switch_of_another_host_that_went_silent(trainer: Weigh
     )
     assert proposer.hear() == "switch_proposed"
     proposer.kill()
-    eventually(lambda: newest(trainer).state == "aborted", 10.0)
+    eventually(lambda: newest(trainer).state == "aborted")
     assert "did not decide it" in newest(trainer).reason
     assert [said(reader, "swap") for reader in readers] == [1, 1]
 

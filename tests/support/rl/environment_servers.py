@@ -26,7 +26,7 @@ class ServerProcess:
     def start(self) -> None:
         """Start it, or start it again after `kill`; returns when it serves."""
         self.process = Child(_serve, self._name, self._port)
-        self.url = self.process.hear(60.0)
+        self.url = self.process.hear()
         self._port = int(self.url.rpartition(":")[2])
 
     def kill(self) -> None:
