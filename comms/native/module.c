@@ -1,10 +1,15 @@
 /* holdfast.comms._native: waits, small and large ops on a board of shared memory, without the interpreter.
  *
  * This module makes no decisions: Python chooses the ops and their algorithms, and decides what a missing
- * rank means. Everything that may take longer than a microsecond releases the GIL. */
+ * rank means. Everything that may take longer than a microsecond releases the GIL, but `read_unlocked`. */
 
 #define PY_SSIZE_T_CLEAN
 #include "module.h"
+
+#include <errno.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include "board/run_op.h"
 
@@ -48,6 +53,40 @@ static PyObject *copy_(PyObject *module, PyObject *const *args, Py_ssize_t count
     span into = {(char *)(uintptr_t)a[0], a[2]};
     move(into, (const void *)(uintptr_t)a[1]);
     Py_RETURN_NONE;
+}
+
+/* read_unlocked(descriptor): the content of a file while nobody writes to it; None if somebody has locked it
+ * (flock) to do so.
+ *
+ * Keeps the GIL. A FileStore of torch waits for that lock with the GIL: a thread that has the lock here and
+ * waits for the GIL would wait forever. */
+static PyObject *read_unlocked(PyObject *module, PyObject *descriptor) {
+    (void)module;
+    long number = PyLong_AsLong(descriptor);
+    int file = (int)number;
+    if (number == -1 && PyErr_Occurred())
+        return NULL;
+    if (flock(file, LOCK_SH | LOCK_NB) < 0) {
+        if (errno == EWOULDBLOCK)
+            Py_RETURN_NONE;
+        return PyErr_SetFromErrno(PyExc_OSError);
+    }
+    struct stat about;
+    Py_ssize_t size = fstat(file, &about) < 0 ? -1 : (Py_ssize_t)about.st_size, done = 0, got = 0;
+    PyObject *content =
+        size < 0 ? PyErr_SetFromErrno(PyExc_OSError) : PyBytes_FromStringAndSize(NULL, size);
+    while (content && done < size) {
+        got = pread(file, PyBytes_AsString(content) + done, (size_t)(size - done), done);
+        if (got > 0) {
+            done += got;
+            continue;
+        }
+        errno = got < 0 ? errno : EIO; /* it was cut off by somebody who takes no lock */
+        Py_DECREF(content);
+        content = PyErr_SetFromErrno(PyExc_OSError);
+    }
+    flock(file, LOCK_UN); /* now: a child that is forked later would hold it on */
+    return content;
 }
 
 /* -- tensors */
@@ -108,6 +147,7 @@ static PyMethodDef module_methods[] = {
     {"sum_exactly", sum_exactly, METH_VARARGS, NULL},
     {"register_tensor_type", register_tensor_type, METH_VARARGS, NULL},
     FAST("plain", plain),
+    {"read_unlocked", read_unlocked, METH_O, NULL},
     {"span", span_, METH_O, NULL},
     {"describe", describe, METH_O, NULL},
     {"make_nans_alike", make_nans_alike, METH_VARARGS, NULL},

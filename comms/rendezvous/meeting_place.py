@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import ipaddress
 import itertools
 import logging
@@ -19,6 +18,7 @@ from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
+from holdfast.comms import _native
 from holdfast.comms.errors import HoldfastError, Mismatch
 from holdfast.comms.rendezvous import tcp
 from holdfast.comms.rendezvous.meeting_store import StoreSilent
@@ -137,9 +137,7 @@ def _in_file(path: Path, rank: int, size: int, timeout: float) -> MeetingPlace:
     """A FileStore at `path`. Raises HoldfastError if the file cannot be opened, `Mismatch` if it is cut off."""
     try:  # a FileStore itself would retry for five minutes
         with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "rb") as file:
-            _lock_file(file, path, timeout)
-            content = file.read()
-            fcntl.flock(file, fcntl.LOCK_UN)  # a child that is forked now would hold it on
+            content = _read(file, path, timeout)
     except OSError as error:
         raise HoldfastError(
             f"the ranks cannot meet in {path}: {error.strerror}; name a file that every rank may make and write"
@@ -152,20 +150,17 @@ def _in_file(path: Path, rank: int, size: int, timeout: float) -> MeetingPlace:
     return MeetingPlace(rank, size, dist.FileStore(str(path), -1), f"file:{path}", f"file {path}", path)
 
 
-def _lock_file(file: BinaryIO, path: Path, timeout: float) -> None:
-    """Take the lock that a FileStore holds while it writes; it ends with the process that writes."""
+def _read(file: BinaryIO, path: Path, timeout: float) -> bytes:
+    """The content, once no FileStore is writing to the file: its lock ends with the process that writes."""
     deadline = time.monotonic() + timeout
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return
-        except BlockingIOError as error:
-            if time.monotonic() >= deadline:
-                raise HoldfastError(
-                    f"the ranks cannot meet in {path}: another process has been writing to it for {timeout:.3g} s; "
-                    "end it, or name another file"
-                ) from error
+    while (content := _native.read_unlocked(file.fileno())) is None:
+        if time.monotonic() >= deadline:
+            raise HoldfastError(
+                f"the ranks cannot meet in {path}: another process has been writing to it for {timeout:.3g} s; "
+                "end it, or name another file"
+            )
         time.sleep(0.001)
+    return content
 
 
 def is_whole(content: bytes) -> bool:

@@ -230,6 +230,18 @@ def test_a_file_that_is_cut_off_is_named_and_one_that_a_process_goes_on_writing_
             comms.connect("shm", rank=0, size=1, rendezvous=where, timeout=0.1)
 
 
+def _meet_often(pipe: Connection, where: str) -> None:
+    def ranks(rank: int) -> set[int]:
+        return {places.meet(f"{where}/{number}", rank, 3, 60.0).rank for number in range(100)}
+
+    pipe.send(in_threads(3, ranks))
+
+
+def test_threads_of_one_process_meet_in_a_file(tmp_path: Path, start: Callable[..., Child]) -> None:
+    """A FileStore takes the lock of its file with the GIL: no thread may wait for the GIL with that lock."""
+    assert start(_meet_often, f"file://{tmp_path}").hear() == [{0}, {1}, {2}]
+
+
 # -- torchrun
 
 WORKER = """
