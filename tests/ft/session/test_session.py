@@ -307,7 +307,7 @@ class SlowTally(Tally):
 
 
 def tally_up_and_save(session: Session, gate: str) -> tuple[int | None, int, list[int]]:
-    """Rank 0 is busy after the last step until another epoch begins."""
+    """Rank 0 is busy after the last step until the epoch of that step is over."""
     saved, epochs = SlowTally(), list[int]()
     session.attach("tally", saved)
     session.subscribe(lambda event: epochs.append(event["epoch"]) if event["kind"] == "installed" else None)
@@ -316,10 +316,11 @@ def tally_up_and_save(session: Session, gate: str) -> tuple[int | None, int, lis
             while attempt.step == 3 and not Path(gate).exists():
                 time.sleep(0.005)
             attempt.comm.barrier()
+            epoch = session.epoch or 0
         if attempt.committed:
             saved.steps.append(attempt.step)
             if attempt.step == 14 and attempt.rank == 0:
-                eventually(lambda: max(epochs, default=0) > (session.epoch or 0))
+                eventually(lambda epoch=epoch: max(epochs, default=0) > epoch)  # type: ignore[misc]
     return session.rank, session.step, saved.steps
 
 

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from holdfast.rl.config.named_code import ExtraNotInstalled, extra_python
 from holdfast.rl.config.run_config import GeneratorConfig, RunConfig
 from holdfast.rl.data.episode import Completion, SamplingRequest
 from holdfast.rl.generators.models import ModelSource
-from holdfast.rl.generators.vllm.vllm_generator import VllmGenerator
+from holdfast.rl.generators.vllm.vllm_generator import FILES, VllmGenerator
 from holdfast.rl.telemetry import WorkReport
 from holdfast.store import WeightStore
 from support.event_loop import until
@@ -217,23 +217,30 @@ async def test_a_reader_serves_what_switches_commit(python: str, store: WeightSt
         await check_like_transformers(process, trainer)
 
 
-def temporary_files() -> set[Path]:
-    """What vLLM's ranks share on a CPU, and the folders of replicas."""
-    folders = (Path("/dev/shm"), Path(tempfile.gettempdir()))
-    return {path for folder in folders for kind in ("vllm_dist_*", "holdfast-vllm-*") for path in folder.glob(kind)}
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder for temporary files of this test alone. Its path is short: vLLM's sockets are in there."""
+    with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as name:
+        monkeypatch.setenv("TMPDIR", name)
+        monkeypatch.setattr(tempfile, "tempdir", name)
+        yield Path(name)
 
 
 @pytest.mark.parametrize("killed", [False, True])
-async def test_two_ranks_draw_as_one_and_leave_no_file(python: str, store: WeightStore, killed: bool) -> None:
-    trainer, before = Trainer(store, tie_word_embeddings=False), temporary_files()
+async def test_two_ranks_draw_as_one_and_leave_no_file(
+    python: str, store: WeightStore, folder: Path, killed: bool
+) -> None:
+    trainer = Trainer(store, tie_word_embeddings=False)
     async with replica(python, store, trainer, tensor_parallel=2) as process:
         await process.call("update", trainer.publish(), timeout=CALL)
-        mine = temporary_files() - before
+        (files,) = folder.glob(f"{FILES}*")
+        (meeting,) = (files / "met").iterdir()
+        shared = list(Path("/dev/shm").glob(f"{meeting.name}*"))
         # On a processor without AVX-512 its ranks communicate over gloo.
-        shared = {"cpushm_0", "cpushm_1"} if "avx512f" in Path("/proc/cpuinfo").read_text() else set()
-        assert mine and {path.name.split("-")[-1] for path in mine} >= shared
+        expected = {"cpushm_0", "cpushm_1"} if "avx512f" in Path("/proc/cpuinfo").read_text() else set()
+        assert {path.name.split("-")[-1] for path in shared} >= expected
         if killed:
             process.kill()
         else:
             await check_versions(process, trainer)
-    assert not mine & temporary_files()
+    assert not [path for path in (files, *shared) if path.exists()]
