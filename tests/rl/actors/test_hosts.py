@@ -222,6 +222,6 @@ def test_a_host_that_is_started_again_at_its_address_is_used_again(hosts: tuple[
                 assert len(away) == 1
             finally:
                 kill(family(again.pid))
-                again.wait(PROGRAM_SECONDS)
+                again.wait(30.0)
         """,
     )
