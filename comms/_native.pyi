@@ -236,7 +236,7 @@ def copy(into: int, from_: int, nbytes: int, /) -> None:
     """Copy between two addresses of this process; nothing where they are one."""
 
 def read_unlocked(descriptor: int, /) -> bytes | None:
-    """The content of a file that nobody has locked (flock) to write; None if somebody has. It keeps the GIL."""
+    """The content of a file; None while it is locked (flock) by a process that writes to it. Keeps the GIL."""
 
 def copy_process(pid: int, writes: bool, most: int, /, *pieces: int) -> int:
     """Copy (address here, address there, nbytes) of each of up to 8 pieces, in order, from process `pid` or to it.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import inspect
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,13 @@ def port() -> Iterator[int]:
     """A port that nobody else takes while the test lasts: a server of the test can listen there."""
     with ReservedPort("127.0.0.1") as reserved:
         yield reserved.number
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A temporary folder with a short path: the name of a socket in there has at most 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture

@@ -55,11 +55,9 @@ static PyObject *copy_(PyObject *module, PyObject *const *args, Py_ssize_t count
     Py_RETURN_NONE;
 }
 
-/* read_unlocked(descriptor): the content of a file while nobody writes to it; None if somebody has locked it
- * (flock) to do so.
- *
- * Keeps the GIL. A FileStore of torch waits for that lock with the GIL: a thread that has the lock here and
- * waits for the GIL would wait forever. */
+/* read_unlocked(descriptor): the content of a file; None while it is locked (flock) by a process that writes
+ * to it. Keeps the GIL: torch's FileStore waits for that lock with the GIL, so that a thread which had the
+ * lock here and waited for the GIL would wait forever. */
 static PyObject *read_unlocked(PyObject *module, PyObject *descriptor) {
     (void)module;
     long number = PyLong_AsLong(descriptor);
@@ -81,7 +79,7 @@ static PyObject *read_unlocked(PyObject *module, PyObject *descriptor) {
             done += got;
             continue;
         }
-        errno = got < 0 ? errno : EIO; /* it was cut off by somebody who takes no lock */
+        errno = got < 0 ? errno : EIO; /* a process that takes no lock has cut it off */
         Py_DECREF(content);
         content = PyErr_SetFromErrno(PyExc_OSError);
     }

@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -65,13 +63,6 @@ def test_every_role_is_struck_and_recovers_nothing_is_lost_and_the_report_shows_
     (run,) = load_report(tmp_path).runs
     assert {life.role for life in run.lives} >= {"driver", "trainer", "generator", "holder", "environment"}
     assert {span.process for span in run.spans} <= {life.name for life in run.lives}
-
-
-@pytest.fixture
-def short() -> Iterator[Path]:
-    """A temporary folder with a short path: Monarch's sockets are in there."""
-    with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as folder:
-        yield Path(folder)
 
 
 @pytest.mark.thorough

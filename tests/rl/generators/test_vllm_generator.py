@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -217,23 +217,16 @@ async def test_a_reader_serves_what_switches_commit(python: str, store: WeightSt
         await check_like_transformers(process, trainer)
 
 
-@pytest.fixture
-def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder for temporary files of this test alone. Its path is short: vLLM's sockets are in there."""
-    with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as name:
-        monkeypatch.setenv("TMPDIR", name)
-        monkeypatch.setattr(tempfile, "tempdir", name)
-        yield Path(name)
-
-
 @pytest.mark.parametrize("killed", [False, True])
 async def test_two_ranks_draw_as_one_and_leave_no_file(
-    python: str, store: WeightStore, folder: Path, killed: bool
+    python: str, store: WeightStore, short: Path, monkeypatch: pytest.MonkeyPatch, killed: bool
 ) -> None:
+    monkeypatch.setenv("TMPDIR", str(short))  # other replicas of this machine have theirs elsewhere
+    monkeypatch.setattr(tempfile, "tempdir", str(short))
     trainer = Trainer(store, tie_word_embeddings=False)
     async with replica(python, store, trainer, tensor_parallel=2) as process:
         await process.call("update", trainer.publish(), timeout=CALL)
-        (files,) = folder.glob(f"{FILES}*")
+        (files,) = short.glob(f"{FILES}*")
         (meeting,) = (files / "met").iterdir()
         shared = list(Path("/dev/shm").glob(f"{meeting.name}*"))
         # On a processor without AVX-512 its ranks communicate over gloo.
