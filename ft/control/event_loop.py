@@ -1,4 +1,4 @@
-"""An asyncio event loop in a thread, and listening sockets that limit unauthenticated connections.
+"""asyncio event loops that signals do not harm, and listening sockets that limit unauthenticated connections.
 
 Every asyncio listener of holdfast is a `BoundedListener`: it limits them in number and in time. A connection is a
 stranger's until it is admitted with `admit`. When one too many comes, the oldest is dropped, so that a flood of idle
@@ -21,8 +21,30 @@ from typing import Any, Literal, Protocol, TypeVar, cast
 
 from holdfast.comms.system import forks
 from holdfast.comms.system.files import OwnedDescriptor
+from holdfast.comms.system.signal_safety import run_shielded
 
 T = TypeVar("T")
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """As asyncio's, but Ctrl-C leaves no loop half made, about which the interpreter would complain."""
+    made: list[asyncio.AbstractEventLoop] = []
+    try:
+        run_shielded(lambda: made.append(asyncio.new_event_loop()))
+    except BaseException:
+        for loop in made:
+            loop.close()
+        raise
+    return made[0]
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """As `asyncio.run`, but Ctrl-C leaves no loop half made, and no coroutine that was never awaited."""
+    try:
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            return runner.run(work)
+    finally:
+        work.close()  # the loop may not have taken it
 
 
 class LoopThread:
@@ -32,7 +54,7 @@ class LoopThread:
     """
 
     def __init__(self, name: str) -> None:
-        self.loop = asyncio.new_event_loop()
+        self.loop = new_event_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         forks.refuse_in_children(self, f"the event loop {name}")

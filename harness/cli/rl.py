@@ -201,16 +201,16 @@ def serve(
 
     A server answers all that reach its port: leave it on 127.0.0.1 unless the network is yours.
     """
-    import asyncio
     from contextlib import suppress
 
+    from holdfast.ft.control import event_loop
     from holdfast.rl.environments.server import serve as serving
 
     def started(url: str) -> None:
         typer.echo(f"{name}: {url}, {sessions} sessions; Ctrl-C ends it")
 
     with suppress(KeyboardInterrupt):
-        asyncio.run(serving(name, host, port, sessions=sessions, lease=lease, timeout=timeout, on_start=started))
+        event_loop.run(serving(name, host, port, sessions=sessions, lease=lease, timeout=timeout, on_start=started))
 
 
 app.add_typer(environment_app, name="environment")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from holdfast.comms.errors import HoldfastError
 from holdfast.ft.console.console import FoldingTable, console, print_json
 from holdfast.ft.console.output import visible
 from holdfast.ft.console.units import coarse_seconds, counted, reward_text
+from holdfast.ft.control import event_loop
 from holdfast.harness.report.render import write
 from holdfast.harness.training.driver import train_here
 from holdfast.harness.training.live_view import LiveView
@@ -165,7 +165,7 @@ def evaluate_here(target: Path, version: str | None, model: Path | None, prompts
             number = saved.find(version or ("latest" if saved.best is None else "best"))
             name = f"version {number} of {target}"
             source = saved.source(number, Path(scratch) / "model")
-        result = asyncio.run(evaluate_source(config, source, prompts))
+        result = event_loop.run(evaluate_source(config, source, prompts))
         digest = weights_digest(source.build().state_dict())
     found = EvaluatedVersion(weights=name, version=number, digest=digest, result=result)
     if json:

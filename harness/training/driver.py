@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from holdfast.comms.errors import HoldfastError, describe
 from holdfast.ft.console.units import counted
+from holdfast.ft.control import event_loop
 from holdfast.ft.listen_address import choose_address, local_addresses
 from holdfast.ft.processes.channel import ProcessChannel
 from holdfast.ft.processes.zygote_client import inherit_zygote, shut_down
@@ -156,15 +157,13 @@ def run_interruptible(work: Coroutine[Any, Any, T]) -> T:
     main_thread = threading.current_thread() is threading.main_thread()
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP) if main_thread}
     handled = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
-    whole = main()
     try:
-        return asyncio.run(whole)
+        return event_loop.run(main())
     except asyncio.CancelledError:
         if received:
             raise SystemExit(128 + received[0]) from None
         raise
     finally:
-        for coroutine in (whole, work):  # Ctrl-C may come before the loop has taken them
-            coroutine.close()
+        work.close()  # Ctrl-C may come before `main` awaits it
         for number in handled:
             signal.signal(number, before[number])

@@ -11,7 +11,7 @@ import shlex
 import signal
 import subprocess
 import textwrap
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -539,19 +539,24 @@ def test_a_run_is_trained_and_gone_on_with_and_its_pages_are_written(tmp_path: P
 SMALL = ("model.warmup_steps=0", "evaluation.every=0", "trainer.spares=0", "trainer.replicas=1", "engine.kind=local")
 
 
-def test_ctrl_c_before_the_loop_begins_leaves_no_coroutine_that_was_never_awaited(
+def test_ctrl_c_while_the_loop_is_made_leaves_no_half_of_it_and_no_coroutine_that_was_never_awaited(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def work() -> None: ...
 
-    def interrupted(whole: Coroutine[Any, Any, Any]) -> None:
-        raise KeyboardInterrupt
+    made = list[asyncio.AbstractEventLoop]()
 
-    monkeypatch.setattr(asyncio, "run", interrupted)
+    def interrupted() -> asyncio.AbstractEventLoop:
+        signal.raise_signal(signal.SIGINT)  # it reaches the main thread
+        made.append(asyncio.SelectorEventLoop())
+        return made[0]
+
+    monkeypatch.setattr(asyncio, "new_event_loop", interrupted)
     coroutine = work()
     with pytest.raises(KeyboardInterrupt):
         run_interruptible(coroutine)
     assert inspect.getcoroutinestate(coroutine) == inspect.CORO_CLOSED
+    assert made[0].is_closed(), "the loop was made whole, though the interruption came first"
 
 
 @pytest.mark.thorough
