@@ -609,7 +609,7 @@ class WeightStore:
         switch is aborted. If this process dies meanwhile, the readers settle it.
 
         Raises `NoSuchVersion`, `Mismatch` if there are no such readers, `StoreTimeout` if another switch took all the
-        time.
+        time, `RegisterAway` if the register let no change through in time: the readers then settle what was proposed.
         """
         self._check_usable()
         if isinstance(readers, str):
@@ -620,7 +620,9 @@ class WeightStore:
             self._catalog_client, this_process(), lambda kind: self._observe(kind, {"version": wanted})
         )
         least = None if quorum is None else integer_in(quorum, "quorum", 1)
-        return proposer.run(wanted, names, least, seconds_or(timeout, self._timeout))
+        seconds = seconds_or(timeout, self._timeout)
+        with until(time.monotonic() + seconds):
+            return proposer.run(wanted, names, least, seconds)
 
     def readers(self) -> tuple[Reader, ...]:
         """The followers of this store in all processes, with the version that each serves and those it is ready for."""

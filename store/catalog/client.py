@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -88,6 +89,13 @@ def longest_wait(seconds: float) -> float:
     return seconds if getattr(_call, "cancellation", None) is None else min(seconds, SLICE_SECONDS)
 
 
+@dataclass(slots=True)
+class _Outage:
+    """Since when the register has answered none of the calls of a kind, by the monotonic clock."""
+
+    since: float | None = None
+
+
 class CellClient(Generic[Value]):
     """The record in cell `name` of the register at a URL. Safe to use from several threads.
 
@@ -106,7 +114,8 @@ class CellClient(Generic[Value]):
         patience: float = 0.0,
     ) -> None:
         self.url, self.patience = url, patience
-        self._away_since: float | None = None
+        # Apart: a process that is stopped while it holds the register's lock keeps changes out, and no reads.
+        self._reads, self._changes = _Outage(), _Outage()
         self._closed = threading.Event()
         self._empty, self._changed = empty, changed
         self._cell = open_cell(url, name)
@@ -115,7 +124,7 @@ class CellClient(Generic[Value]):
 
     def read(self) -> tuple[int, Value]:
         """The newest value, and its version in the register."""
-        return self._note(*self._patiently(self._cell.read))
+        return self._note(*self._patiently(self._cell.read, self._reads))
 
     def newest(self) -> tuple[int, Value]:
         """The newest value seen so far, without a read of the register."""
@@ -136,7 +145,7 @@ class CellClient(Generic[Value]):
         return version, after
 
     def _write(self, version: int, value: Value) -> bool:
-        return self._patiently(partial(self._cell.compare_and_set, version, value.encode()))
+        return self._patiently(partial(self._cell.compare_and_set, version, value.encode()), self._changes)
 
     def wait(self, newer_than: int, timeout: float) -> tuple[int, Value] | None:
         """The newest value once it is newer than `newer_than`; None after `timeout` seconds.
@@ -150,11 +159,11 @@ class CellClient(Generic[Value]):
             try:
                 found = self._cell.wait(newer_than, longest_wait(left))
             except RegisterAway as error:
-                if self._is_given_up(error):
+                if self._is_given_up(error, self._reads):
                     raise
                 self._closed.wait(min(left, PAUSE_SECONDS))
             else:
-                self._away_since = None
+                self._reads.since = None
                 if found:
                     return self._note(*found)
             if time.monotonic() >= deadline:
@@ -167,31 +176,34 @@ class CellClient(Generic[Value]):
 
     @property
     def gave_up(self) -> bool:
-        """Whether the register has been away for longer than `patience`."""
-        away = self._away_since
-        return away is not None and time.monotonic() - away >= self.patience
+        """Whether the register has answered no read for longer than `patience`."""
+        return self._is_over(self._reads)
 
-    def _patiently(self, ask: Callable[[], Answer]) -> Answer:
+    def _is_over(self, outage: _Outage) -> bool:
+        since = outage.since
+        return since is not None and time.monotonic() - since >= self.patience
+
+    def _patiently(self, ask: Callable[[], Answer], outage: _Outage) -> Answer:
         """The answer of the register, which is asked again while it is away. A change may be made twice so."""
         deadline: float = getattr(_call, "deadline", math.inf)
         while True:
             try:
                 answer = ask()
             except RegisterAway as error:
-                if self._is_given_up(error) or time.monotonic() + PAUSE_SECONDS > deadline:
+                if self._is_given_up(error, outage) or time.monotonic() + PAUSE_SECONDS > deadline:
                     raise
                 check_cancelled()
                 self._closed.wait(PAUSE_SECONDS)
             else:
-                self._away_since = None
+                outage.since = None
                 return answer
 
-    def _is_given_up(self, error: RegisterAway) -> bool:
-        if self._away_since is None:
-            self._away_since = time.monotonic()
+    def _is_given_up(self, error: RegisterAway, outage: _Outage) -> bool:
+        if outage.since is None:
+            outage.since = time.monotonic()
             if self.patience and not self._closed.is_set():
                 _log.warning("the store waits for its register, up to %.3g s: %s", self.patience, error)
-        return self._closed.is_set() or not error.retryable or self.gave_up
+        return self._closed.is_set() or not error.retryable or self._is_over(outage)
 
     def _note(self, version: int, value: bytes) -> tuple[int, Value]:
         with self._lock:

@@ -27,14 +27,14 @@ import torch
 from holdfast.comms.errors import HoldfastError, Mismatch
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import start_time, this_host
-from holdfast.ft.registers import RegisterAway
+from holdfast.ft.registers import RegisterAway, sqlite
 from holdfast.ft.registers.etcd import OtherCluster
 from holdfast.store import NoSuchVersion, StoreTimeout, WeightStore
 from holdfast.store.catalog.client import Cancellation
 from holdfast.store.catalog.records import Catalog, Shard
 from holdfast.store.errors import CallCancelled
 from holdfast.store.holding.watchers import DeathWatcher
-from support.children import Start
+from support.children import Start, register_lock
 from support.samples.store_processes import Holders, a_publisher
 from support.waiting import PATIENCE, eventually
 from support.weights.state_dicts import value_in, weights
@@ -130,12 +130,12 @@ def test_a_stopped_holder_can_still_be_read_and_the_next_in_turn_makes_the_repli
     with WeightStore(url) as store:
         living = holders(3)
         for holder in living:
-            holder.stop()
+            holder.stop(url)
         living[1].resume()
         for version in range(4):
             store.publish(version, weights(version))
             assert living[1].pid in pids(store, version)
-        living[1].stop()
+        living[1].stop(url)
         with WeightStore(url, hold=False) as reader:
             assert value_in(reader, 3) == 3.0
         for holder in living:
@@ -368,7 +368,7 @@ def test_every_call_goes_on_once_the_register_is_back(register: Register, store:
     register.leave()
     with ThreadPoolExecutor(len(CALLS)) as pool:
         running: dict[str, Future[Any]] = {name: pool.submit(call, store) for name, call in CALLS.items()}
-        eventually(lambda: store._catalog_client._away_since is not None)
+        eventually(lambda: store._catalog_client._reads.since is not None)
         assert not any(each.done() for each in running.values())
         register.come_back()
         for each in running.values():
@@ -386,6 +386,21 @@ def test_a_longer_outage_is_a_typed_error(register: Register) -> None:
         assert store.latest() is None
 
 
+def test_a_change_is_given_up_while_another_process_holds_the_lock_though_all_reads_succeed(
+    register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite, "BUSY_SECONDS", 0.01)
+    with WeightStore(register.url, replicas=1, timeout=0.5) as store, ThreadPoolExecutor(1) as pool:
+        store.publish(1, STATE)
+        with register_lock(register.url):
+            pinning = pool.submit(store.pin, 1)
+            while not pinning.done():
+                assert store.latest() == 1
+        with pytest.raises(RegisterAway, match="held its lock"):
+            pinning.result()
+        store.pin(1).release()
+
+
 def test_no_call_waits_for_the_register_past_its_own_timeout_and_a_closed_one_is_not_away(
     register: Register, store: WeightStore, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -397,6 +412,8 @@ def test_no_call_waits_for_the_register_past_its_own_timeout_and_a_closed_one_is
     register.leave()
     with pytest.raises(RegisterAway):
         store.get(1, {"a": torch.zeros(8)}, timeout=0.1)
+    with pytest.raises(RegisterAway):
+        store.switch(1, ["reader"], timeout=0.1)
     with pytest.raises(StoreTimeout, match="is away"):
         store.wait(2, 0.1)
     assert not store._catalog_client.gave_up
@@ -415,7 +432,7 @@ def test_a_call_that_is_cancelled_or_that_waiting_cannot_mend_does_not_wait_for_
     register.leave()
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(ask)
-        eventually(lambda: store._catalog_client._away_since is not None)
+        eventually(lambda: store._catalog_client._reads.since is not None)
         cancellation.cancel()
         with pytest.raises(CallCancelled):
             running.result(PATIENCE)

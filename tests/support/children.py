@@ -5,11 +5,12 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+import sqlite3
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
@@ -20,6 +21,15 @@ from holdfast.ft.processes.remote_calls import unpack_error
 from holdfast.harness.cluster.job import Job
 from holdfast.harness.cluster.rank_worker import STACK_SIGNAL
 from support.waiting import PROGRAM_SECONDS, becomes_true
+
+
+@contextmanager
+def register_lock(url: str) -> Iterator[None]:
+    """Hold the write lock of the register at a sqlite:// URL."""
+    path = url.removeprefix("sqlite://")
+    with closing(sqlite3.connect(path, timeout=PROGRAM_SECONDS, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        yield
 
 
 class Child:
@@ -53,10 +63,11 @@ class Child:
                 os.waitpid(self.pid, 0)
                 self._gone = True
 
-    def stop(self) -> None:
-        """SIGSTOP, and wait until the process has stopped."""
-        os.kill(self.pid, signal.SIGSTOP)
-        os.waitpid(self.pid, os.WUNTRACED)
+    def stop(self, register: str = "") -> None:
+        """SIGSTOP, and wait until the process has stopped: not amid a change of this register, which it would lock."""
+        with register_lock(register) if register else nullcontext():
+            os.kill(self.pid, signal.SIGSTOP)
+            os.waitpid(self.pid, os.WUNTRACED)
 
     def resume(self) -> None:
         os.kill(self.pid, signal.SIGCONT)

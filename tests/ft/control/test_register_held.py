@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,24 +21,13 @@ from holdfast.ft.membership.events import CasFailed, CasWon, ViewRead
 from holdfast.ft.node.register import Register, RegisterClient, RegisterThreads
 from holdfast.ft.registers import RegisterAway, RegisterBusy, open_cell, sqlite
 from holdfast.harness import LocalCluster
-from support.children import Child
+from support.children import Child, register_lock
 from support.event_loop import until
 from support.samples.tally import QUICK, assert_invariants
 from support.views import view_of
 from support.waiting import PATIENCE
 
 VIEW = view_of("h", 1, "forming")
-
-
-@contextmanager
-def held(path: Path) -> Iterator[None]:
-    """Hold the register's write lock."""
-    other = sqlite3.connect(path, isolation_level=None)
-    other.execute("BEGIN IMMEDIATE")
-    try:
-        yield
-    finally:
-        other.close()
 
 
 @pytest.fixture
@@ -53,7 +41,7 @@ def test_a_lock_that_is_held_delays_writers_for_a_limited_time_and_readers_not_a
 ) -> None:
     """A caller that must not wait gets an error at once."""
     monkeypatch.setattr(sqlite, "BUSY_SECONDS", 0.3)
-    with held(tmp_path / "job.sqlite"):
+    with register_lock(f"sqlite://{tmp_path}/job.sqlite"):
         assert register.read() is None
         with pytest.raises(RegisterAway, match="lock"):
             register.compare_and_set(0, VIEW)
@@ -82,7 +70,7 @@ def asking(path: Path, patience: float, answers: list[Any]) -> Iterator[Register
 async def test_an_event_loop_is_not_blocked_while_the_register_is_busy(register: Register, tmp_path: Path) -> None:
     answers: list[Any] = []
     with asking(tmp_path / "job.sqlite", 10.0, answers) as client:
-        with held(tmp_path / "job.sqlite"):
+        with register_lock(f"sqlite://{tmp_path}/job.sqlite"):
             client.propose(0, VIEW)
             for _ in range(10):
                 await asyncio.sleep(0.01)
@@ -93,7 +81,7 @@ async def test_an_event_loop_is_not_blocked_while_the_register_is_busy(register:
 
 async def test_a_request_to_a_busy_register_fails_in_time(register: Register, tmp_path: Path) -> None:
     answers: list[Any] = []
-    with asking(tmp_path / "job.sqlite", 0.2, answers) as client, held(tmp_path / "job.sqlite"):
+    with asking(tmp_path / "job.sqlite", 0.2, answers) as client, register_lock(f"sqlite://{tmp_path}/job.sqlite"):
         client.propose(0, VIEW)
         await until(lambda: answers)
     assert [type(answer) for answer in answers] == [CasFailed]
@@ -123,7 +111,7 @@ def stop_in_the_lock() -> None:
             (directory / "stopped").touch(exist_ok=False)
         except FileExistsError:
             return
-        with held(directory / "register.sqlite"):
+        with register_lock(f"sqlite://{directory}/register.sqlite"):
             (directory / "stopped").write_text(str(time.monotonic()))
             os.kill(os.getpid(), signal.SIGSTOP)
             time.sleep(60.0)  # a process of several threads may run on for a moment

@@ -580,7 +580,7 @@ def test_a_quorum_decides_without_a_stopped_reader_which_catches_up_before_it_se
 ) -> None:
     one, other = a_fleet(trainer, start, "g0", "g1")
     trainer.publish(3, weights(3))
-    other.stop()
+    other.stop(trainer.url)
     waits = trainer.switch(3, ["g0", "g1"], timeout=0.5)
     if not waits.committed:  # else it was ready before it was stopped
         assert "g1" in waits.missing and said(one, "swap") == 1
