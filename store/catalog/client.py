@@ -28,6 +28,8 @@ from holdfast.store.errors import CallCancelled
 
 PAUSE_SECONDS = 0.1
 """Seconds between two looks for a register that is away."""
+UNKNOWN_SECONDS = 60.0
+"""Nothing is known of an outage after so many seconds without a failed call: the next failure begins another."""
 
 
 Value = TypeVar("Value", bound=CellRecord)
@@ -91,9 +93,19 @@ def longest_wait(seconds: float) -> float:
 
 @dataclass(slots=True)
 class _Outage:
-    """Since when the register has answered none of the calls of a kind, by the monotonic clock."""
+    """Since when the register has answered no call of a kind, by the monotonic clock, and the last that failed."""
 
     since: float | None = None
+    failed: float = 0.0
+
+    def note_failure(self) -> bool:
+        """Whether this failure is the first of an outage."""
+        now = time.monotonic()
+        begins = self.since is None or now - self.failed > UNKNOWN_SECONDS
+        if begins:
+            self.since = now
+        self.failed = now
+        return begins
 
 
 class CellClient(Generic[Value]):
@@ -199,10 +211,8 @@ class CellClient(Generic[Value]):
                 return answer
 
     def _is_given_up(self, error: RegisterAway, outage: _Outage) -> bool:
-        if outage.since is None:
-            outage.since = time.monotonic()
-            if self.patience and not self._closed.is_set():
-                _log.warning("the store waits for its register, up to %.3g s: %s", self.patience, error)
+        if outage.note_failure() and self.patience and not self._closed.is_set():
+            _log.warning("the store waits for its register, up to %.3g s: %s", self.patience, error)
         return self._closed.is_set() or not error.retryable or self._is_over(outage)
 
     def _note(self, version: int, value: bytes) -> tuple[int, Value]:

@@ -30,7 +30,7 @@ from holdfast.comms.transport.liveness import start_time, this_host
 from holdfast.ft.registers import RegisterAway, sqlite
 from holdfast.ft.registers.etcd import OtherCluster
 from holdfast.store import NoSuchVersion, StoreTimeout, WeightStore
-from holdfast.store.catalog.client import Cancellation
+from holdfast.store.catalog.client import UNKNOWN_SECONDS, Cancellation
 from holdfast.store.catalog.records import Catalog, Shard
 from holdfast.store.errors import CallCancelled
 from holdfast.store.holding.watchers import DeathWatcher
@@ -374,6 +374,18 @@ def test_every_call_goes_on_once_the_register_is_back(register: Register, store:
         for each in running.values():
             each.result(30.0)
     assert store.versions() == [1, 2]
+
+
+def test_a_register_that_was_away_long_ago_is_waited_for_again(register: Register, store: WeightStore) -> None:
+    """Nothing asked it meanwhile, so no answer has ended the outage."""
+    with WeightStore(register.url, hold=False, timeout=60.0) as reader, ThreadPoolExecutor(1) as pool:
+        outage = reader._catalog_client._reads
+        outage.since = outage.failed = before = time.monotonic() - 10 * UNKNOWN_SECONDS
+        register.leave()
+        running = pool.submit(reader.latest)
+        eventually(lambda: outage.failed > before)
+        register.come_back()
+        assert running.result(PATIENCE) == 1
 
 
 def test_a_longer_outage_is_a_typed_error(register: Register) -> None:
