@@ -35,6 +35,7 @@ pytestmark = [
 ]
 
 TIMES = Timeouts(heartbeat=0.1, suspect=0.6, operation=12.0, rebuild=12.0, join=20.0)
+SLOW_TO_SUSPECT = Timeouts(heartbeat=0.1, suspect=4.0, operation=12.0, rebuild=12.0, join=20.0)
 LAST = 15
 """The step in which all ranks wait for the gate."""
 
@@ -62,7 +63,7 @@ def live(entry: EnterNamespace, options: dict[str, Any], gate: Path) -> Callable
 class Hosts:
     """A job of two processes on each host of a network."""
 
-    def __init__(self, network: Network, folder: Path, backend: str, register: str | None) -> None:
+    def __init__(self, network: Network, folder: Path, backend: str, register: str | None, times: Timeouts) -> None:
         self.network, self.gate = network, folder / "gate"
         contract = folder / "job"
         contract.mkdir(mode=0o700)
@@ -70,7 +71,7 @@ class Hosts:
         self.processes: list[ForkedProcess] = []
         for number in range(6):
             address = network.addresses[number // 2]
-            options = {"host": address, "timeouts": TIMES, "shards": SHARDS, "min_size": 1}
+            options = {"host": address, "timeouts": times, "shards": SHARDS, "min_size": 1}
             self.processes.append(
                 zygote().spawn(
                     live(network.entry(number // 2), options, self.gate),
@@ -116,7 +117,7 @@ class Hosts:
         self.gate.touch()
         ends: list[tuple[int, dict[str, Any]]] = [process.channel.recv(3 * PATIENCE) for process in self.processes]
         for _, result in ends:
-            assert (result["total"], result["steps"]) == (expected(LAST + 2), list(range(LAST + 2)))
+            assert (result["total"], result["steps"]) == (expected(LAST + 2), list(range(LAST + 2))), self.story()
         broken = check(self._contract.events())
         # the checker of evictions knows nothing of cables
         assert [each for each in broken if each.invariant != "nobody healthy is evicted"] == []
@@ -130,7 +131,7 @@ class Hosts:
 
 
 @contextlib.contextmanager
-def hosts(folder: Path, backend: str = "gloo", etcd_on: int | None = None) -> Iterator[Hosts]:
+def hosts(folder: Path, backend: str = "gloo", etcd_on: int | None = None, times: Timeouts = TIMES) -> Iterator[Hosts]:
     """A job on three hosts; its register is a file that all hosts reach, or etcd on host `etcd_on`."""
     with contextlib.ExitStack() as stack:
         network = stack.enter_context(Network(3))
@@ -139,7 +140,7 @@ def hosts(folder: Path, backend: str = "gloo", etcd_on: int | None = None) -> It
             address, entry = network.addresses[etcd_on], network.entry(etcd_on)
             etcd = stack.enter_context(EtcdCluster(1, folder / "etcd", host=address, enter=entry))
             register = f"{etcd.url}/job"
-        job = stack.enter_context(contextlib.closing(Hosts(network, folder, backend, register)))
+        job = stack.enter_context(contextlib.closing(Hosts(network, folder, backend, register, times)))
         job.until_size(6)
         yield job
 
@@ -185,13 +186,13 @@ def test_the_job_goes_on_at_the_side_of_the_register(tmp_path: Path) -> None:
 
 
 def test_a_flapping_or_slow_cable_evicts_no_member(tmp_path: Path) -> None:
-    """The cable is pulled for less than the suspect time, three times, and then limited to 50 Mbit/s."""
-    with hosts(tmp_path) as job:
+    """The cable is pulled for a quarter of the suspect time, three times, and then limited to 50 Mbit/s."""
+    with hosts(tmp_path, times=SLOW_TO_SUSPECT) as job:
         for _ in range(3):
             job.network.cut(2)
-            time.sleep(0.15)
+            time.sleep(SLOW_TO_SUSPECT.suspect / 4)
             job.network.heal(2)
-            time.sleep(0.3)
+            time.sleep(SLOW_TO_SUSPECT.suspect / 2)
         job.network.throttle(2, 50_000_000)
         job.finish()
         assert job.left_out(0, 1, 2) == []
