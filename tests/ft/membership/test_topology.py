@@ -16,7 +16,16 @@ from msgspec import structs
 from holdfast.comms.errors import CorruptData
 from holdfast.comms.transport.base import Peer
 from holdfast.ft.membership.dissemination import announce_as_proposer, new_findings, reply_to_epoch
-from holdfast.ft.membership.events import Announce, Cleared, Death, Event, ProvenDeaths, ReadRegister, Suspicion
+from holdfast.ft.membership.events import (
+    Announce,
+    Cleared,
+    Death,
+    Event,
+    ProvenDeaths,
+    ReadRegister,
+    Suspicion,
+    Unreachable,
+)
 from holdfast.ft.membership.evidence import Evidence
 from holdfast.ft.membership.state_machine import next_size, successors
 from holdfast.ft.membership.topology import Shape, heads, host_mates, observers
@@ -178,6 +187,16 @@ def test_evidence_gives_the_same_losses_in_any_order(data: st.DataObject) -> Non
 
     lost = after(words, Evidence(), Shape(), view).lost.keys()
     assert after(data.draw(st.permutations(words)), Evidence(), Shape(), view).lost.keys() == lost
+
+
+def test_a_member_that_the_job_goes_on_without_is_lost_and_its_death_not_proven_until_it_is() -> None:
+    view, concluded = view_on([1, 1, 1]), Unreachable("p1", "most suspect it")
+    evidence = Evidence().with_unreachable(concluded, view, Shape())
+    assert evidence.lost == {"p1": "most suspect it"} and not evidence.proves(view)
+    proven = evidence.with_deaths([Death("p1", "it has ended")], view, Shape())
+    assert proven.lost == {"p1": "it has ended"} and proven.proves(view)
+    for each in (evidence, proven):
+        assert each.with_unreachable(concluded, view, Shape()) is each
 
 
 def test_a_late_report_does_not_count() -> None:
