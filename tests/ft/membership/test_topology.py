@@ -73,6 +73,14 @@ def test_a_view_announced_by_any_member_reaches_all_members(hosts: list[int]) ->
     assert len(reached) == len(view.members)
 
 
+def test_each_member_of_a_small_job_observes_all_others_and_in_a_larger_one_all_agree_who_observes_whom() -> None:
+    """Processes compute it on their own, so the order of hosts on the rings is part of what they have in common."""
+    view = view_on([1] * 12)
+    assert Shape(mesh=12).is_mesh(view) and not Shape(mesh=11).is_mesh(view)
+    found = {each.id: [other.id for other in observers(view, each, Shape(mesh=11, rings=2))] for each in view.members}
+    assert (found["p0"], found["p1"]) == (["p11", "p1", "p2"], ["p0", "p9", "p7"])
+
+
 @pytest.mark.parametrize("large", [True, False])
 def test_only_in_a_large_job_views_travel_as_differences(large: bool) -> None:
     shape = SPARSE if large else Shape()
