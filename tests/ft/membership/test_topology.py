@@ -33,15 +33,15 @@ from holdfast.ft.membership.view import Member, StepError, View, ViewDelta, appl
 from holdfast.ft.node import messages, table_sharing
 from holdfast.ft.node.rendezvous import encode
 from holdfast.ft.ports import MemberLinks
+from support import views
 from support.event_loop import until
-from support.views import view_of
 
 SPARSE = Shape(mesh=1)
 
 
 def view_on(hosts: list[int], size: int | None = None) -> View:
     """A view with `hosts[i]` members on host i."""
-    return view_of([f"h{host}" for host, count in enumerate(hosts) for _ in range(count)], 1, size=size)
+    return views.view_of([f"h{host}" for host, count in enumerate(hosts) for _ in range(count)], 1, size=size)
 
 
 def distances(view: View, neighbours: Callable[[Member], Iterable[Member]]) -> dict[str, int]:
@@ -77,7 +77,9 @@ def test_each_member_of_a_small_job_observes_all_others_and_in_a_larger_one_all_
     """Processes compute it on their own, so the order of hosts on the rings is part of what they have in common."""
     view = view_on([1] * 12)
     assert Shape(mesh=12).is_mesh(view) and not Shape(mesh=11).is_mesh(view)
-    found = {each.id: [other.id for other in observers(view, each, Shape(mesh=11, rings=2))] for each in view.members}
+    sparse = Shape(mesh=11, rings=2)
+    found = {each.id: [other.id for other in observers(view, each, sparse)] for each in view.members}
+    assert observers(view, views.member(12, "h0"), sparse) == view.members[1:4], "a spare is observed by the first ones"
     assert (found["p0"], found["p1"]) == (["p11", "p1", "p2"], ["p0", "p9", "p7"])
 
 
@@ -205,6 +207,16 @@ def test_a_member_that_the_job_goes_on_without_is_lost_and_its_death_not_proven_
     assert proven.lost == {"p1": "it has ended"} and proven.proves(view)
     for each in (evidence, proven):
         assert each.with_unreachable(concluded, view, Shape()) is each
+
+
+def test_a_member_that_left_died_of_what_is_known_of_it_or_of_what_the_view_says() -> None:
+    view = view_on([1, 1, 1])
+    nothing, evidence = Evidence(), Evidence().with_deaths([Death("p1", "it was killed")], view, Shape())
+    told = [nothing.deaths_of(view.members[1:], view), evidence.deaths_of(view.members[1:], view)]
+    assert told == [
+        (Death("p1", view.reason), Death("p2", view.reason)),
+        (Death("p1", "it was killed"), Death("p2", view.reason)),
+    ]
 
 
 def test_a_late_report_does_not_count() -> None:
