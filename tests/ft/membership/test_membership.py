@@ -200,6 +200,8 @@ def test_the_difference_to_the_next_view_is_adopted_and_the_register_is_asked_fo
     assert adopted.view == following and not any(isinstance(effect, events.ReadRegister) for effect in effects)
     later, effects = core(0).on(events.ViewDeltaReceived(structs.replace(change, epoch=5)), 1.0)
     assert (later.view, effects) == (RUNNING, (events.ReadRegister(5),))
+    of_another = events.ViewDeltaReceived(structs.replace(change, gone=(7,)))
+    assert core(0).on(of_another, 1.0) == (core(0), (events.ReadRegister(4),)), "there is no rank 7"
     assert core(0).on(events.ViewDeltaReceived(structs.replace(change, epoch=3)), 1.0) == (core(0), ()), "it is known"
 
 

@@ -15,7 +15,7 @@ from msgspec import structs
 
 from holdfast.comms.errors import CorruptData
 from holdfast.comms.transport.base import Peer
-from holdfast.ft.membership.dissemination import announce_as_proposer, new_findings, reply_to_epoch
+from holdfast.ft.membership.dissemination import Findings, announce_as_proposer, new_findings, reply_to_epoch, reports
 from holdfast.ft.membership.events import (
     Announce,
     Cleared,
@@ -23,6 +23,7 @@ from holdfast.ft.membership.events import (
     Event,
     ProvenDeaths,
     ReadRegister,
+    Report,
     Suspicion,
     Unreachable,
 )
@@ -281,6 +282,13 @@ def test_a_member_reports_its_own_evidence_and_nothing_else(happened: list[Event
         assert doubted == mine - was_mine
         assert cleared == {who for who in was_mine - mine if who not in evidence.dead}
         assert all(word.observer == ME.id and word.number > 0 for word in words.seen)
+
+
+def test_in_a_large_job_the_first_members_that_nobody_doubts_get_a_report() -> None:
+    said = Suspicion("p2", ME.id, "silent", 1)
+    evidence = Evidence().with_deaths([Death("p0", "ended")], HOSTS_OF_TWO, SPARSE)
+    found = reports(Findings((), (said,)), ME, HOSTS_OF_TWO, (), evidence, SPARSE, 0)
+    assert found == (Report(said, (MEMBERS[3], MEMBERS[4])),)
 
 
 SIZES = st.lists(st.integers(1, 20), min_size=1, max_size=30)
