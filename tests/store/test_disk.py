@@ -732,6 +732,9 @@ def test_every_version_that_is_due_stays_until_one_process_has_copied_it(steps: 
         for copy in catalog.disk:
             assert copy.done or copy.version in catalog.visible(), "it stays"
             assert copy.done or copy.retainer in ("", *(each.id for each in catalog.retainers)), "its writer lives"
+        living = {each.id for each in catalog.retainers}
+        for copy in before.disk if step in ("publish", "join", "leave", "die") else ():
+            assert copy.done or copy.retainer not in living or copy in catalog.disk, "a living writer goes on"
         kept = {*catalog.visible()[-2:], *(copy.version for copy in catalog.disk if not copy.done)}
         assert set(catalog.visible()) == kept, "nothing else stays"
     assert finished == sorted(set(finished)), "none is copied again"

@@ -179,7 +179,8 @@ def test_what_a_part_lacks_is_said_with_what_would_help() -> None:
     assert "on 1 host, and spread='hosts' needs 2; open it on more hosts" in lack(alone)
     assert "on 1 of 2 hosts; this store is open for holding in 3" in lack(pair), "two hosts are enough for two replicas"
     assert lack(pair).endswith("they are stopped, slow or cut off") and "away" not in lack(pair)
-    assert "ask for fewer replicas" in lack(announced(holders(north=1), "north0", replicas=2, spread="processes"))
+    one, two = (announced(holders(north=count), "north0", replicas=2, spread="processes") for count in (1, 2))
+    assert "ask for fewer replicas" in lack(one) and "fewer" not in lack(two)
     assert "without those on 1 host away from the register" in lack(replace(pair, away=("south",)))
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from msgspec.structs import replace
 
 from holdfast.comms.errors import HoldfastError, Mismatch
 from holdfast.comms.transport.base import Peer
@@ -313,7 +314,9 @@ def test_a_new_reader_joins_the_newest_committed_switch_and_an_older_one_keeps_i
         SwitchRecord(version, "token", version, ("g1",), None, 1.0, TRAINER.peer, state="committed")
         for version in (1, 2, 3)
     )
-    assert settling.kept_for_readers(Catalog(readers=(late,), switches=switches)) == {1, 3}
+    catalog = Catalog(readers=(late,), switches=switches)
+    assert settling.kept_for_readers(catalog) == {1, 3}
+    assert [fleet.needed(catalog, replace(late, switched=switched)) for switched in (True, False)] == [(1,), ()]
     assert settling.kept_for_readers(Catalog(switches=switches)) == {3}
 
 
