@@ -231,7 +231,7 @@ def test_a_publish_that_times_out_is_withdrawn(url: str, holders: Holders) -> No
     with WeightStore(url, replicas=3) as store:
         holders(1)
         with pytest.raises(StoreTimeout, match=r"2 of 3 processes keep part 0.*open it in more"):
-            store.publish(1, weights(1), timeout=0.2)
+            store.publish(1, weights(1), timeout=3.0)
         assert store.versions() == []
         with pytest.raises(NoSuchVersion, match="nobody published"):
             value_in(store, 1)

@@ -234,7 +234,7 @@ def test_publishing_for_several_hosts_fails_where_there_is_one_and_succeeds_wher
     monkeypatch.setenv("UCX_TLS", "tcp,self")
     with WeightStore(url, spread="hosts", plane="ucx") as store:
         with pytest.raises(StoreTimeout, match=r"1 of 2 processes keep part 0.*on 1 host, and spread='hosts' needs 2"):
-            store.publish(1, {"a": torch.ones(9)}, timeout=0.3)
+            store.publish(1, {"a": torch.ones(9)}, timeout=3.0)
         assert store.versions() == []
         other.tell("open")
         other.hear()
