@@ -17,14 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from holdfast.comms.errors import CorruptData
+from holdfast.comms.errors import CorruptData, Mismatch
 from holdfast.comms.transport import liveness
 from holdfast.comms.transport.base import Peer
 from holdfast.ft.registers import open_cell
 from holdfast.store import StoreTimeout, WeightStore
 from holdfast.store.catalog import failure_domains, fan_out, fleet, transitions
 from holdfast.store.catalog.client import GroupClient
-from holdfast.store.catalog.records import Catalog, Holder, Reader, Version
+from holdfast.store.catalog.records import Catalog, DeltaOffer, Holder, Reader, Version
 from holdfast.store.data.manifest import Manifest
 from holdfast.store.read.part_source import PartSource, sources_for
 from support.children import Start
@@ -192,6 +192,15 @@ def test_the_first_publisher_of_a_version_decides_its_spread_and_only_a_publishe
     catalog = announced(holders(north=2), "north0", replicas=2, spread="processes")
     assert transitions.withdraw(catalog, 1, 0, "north1") == catalog
     assert transitions.withdraw(catalog, 1, 0, "north0").versions == ()
+    with pytest.raises(Mismatch, match="being published with other bytes by process 100"):
+        transitions.announce(catalog, Version(1, 1, 2, None, False, ()), shard("north1", digest=b"y" * 16), 2)
+
+
+def test_a_delta_goes_with_the_replica_of_its_holder() -> None:
+    offered = replace(shard("north0", "north1"), delta=DeltaOffer(DIGEST, "north0", replica("north0").handle))
+    version = Version(1, 1, 2, None, True, (offered,))
+    assert version.with_shard(offered) == version
+    assert version.with_shard(replace(offered, replicas=offered.replicas[1:])).shards[0].delta is None
 
 
 def test_replicas_move_to_a_host_that_joins_and_a_part_waits_for_one_only_while_a_holder_stays_there() -> None:
