@@ -43,7 +43,7 @@ from holdfast.store.holding.memory_pool import AHEAD
 from holdfast.store.read.version_reader import VersionReader
 from support.children import Start
 from support.samples.store_processes import Holders, a_holder
-from support.waiting import eventually
+from support.waiting import becomes_true, eventually
 from support.weights.state_dicts import value_in, value_of, weights
 
 # -- one process
@@ -305,13 +305,16 @@ def test_a_store_leaves_no_thread_and_no_descriptor(url: str, holders: Holders) 
             store.publish(store.latest() or 1, weights(3))
             store.get("latest", weights())
 
+    def descriptors() -> list[str]:
+        return sorted(str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink())
+
     use()
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    before = descriptors()
     threads = set(threading.enumerate())
     for _ in range(3):
         use()
     eventually(lambda: set(threading.enumerate()) <= threads)
-    eventually(lambda: len(list(Path("/proc/self/fd").iterdir())) <= before)
+    assert becomes_true(lambda: len(descriptors()) <= len(before)), (before, descriptors())
 
 
 def test_first_calls_take_fewer_page_faults(start: Start, url: str) -> None:

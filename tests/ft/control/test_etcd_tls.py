@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import requests
 
-from holdfast.ft.registers import RegisterAway, open_cell
+from holdfast.ft.registers import RegisterAway, etcd, open_cell
 from holdfast.ft.registers.etcd import Unauthorised, parse
 from holdfast.harness.testbed.etcd import Certificates, EtcdCluster
+from support.waiting import PATIENCE
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl: apt-get install openssl")
 
@@ -83,10 +84,11 @@ class Guarded:
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
-    etcd = Guarded(tmp_path_factory.mktemp("guarded"))
-    with etcd.cluster:
-        etcd.begin_to_ask_for_passwords()
-        yield etcd
+    server = Guarded(tmp_path_factory.mktemp("guarded"))
+    with server.cluster, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(etcd, "ANSWER_SECONDS", PATIENCE)  # to check a password costs etcd time on a processor
+        server.begin_to_ask_for_passwords()
+        yield server
 
 
 def test_certificates_a_user_and_a_password_open_the_register(guarded: Guarded) -> None:
