@@ -182,6 +182,7 @@ class HostPlane(MemoryPlane):
         contiguous_address(tensor, "an exposed tensor", self.name)
         memory = ExposedMemory(tensor)
         with self._lock:
+            self._check_open()  # again: a plane that another thread has closed meanwhile must not make a table
             table = self._own_table()
             place = table.fill(memory.address, memory.nbytes, writable, _memfd_of(memory.held))
             try:

@@ -244,6 +244,21 @@ def test_a_read_by_several_threads_notices_that_its_owner_was_killed_meanwhile(s
             plane.write(handle, into).wait()
 
 
+def test_a_plane_that_another_thread_closes_while_it_exposes_memory_leaves_no_table(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plane, expose = HostPlane(), host_plane.ExposedMemory
+
+    def closed_meanwhile(tensor: torch.Tensor) -> Any:
+        plane.close()
+        return expose(tensor)
+
+    monkeypatch.setattr(host_plane, "ExposedMemory", closed_meanwhile)
+    with pytest.raises(RegionGone, match="was closed"):
+        plane.expose(torch.zeros(8))
+    assert plane._table is None
+
+
 def test_a_process_that_runs_another_program_exposes_nothing(start: Callable[..., Child]) -> None:
     """Same pid, same start time, other memory."""
     owner = start(_owner)
