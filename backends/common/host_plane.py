@@ -182,7 +182,6 @@ class HostPlane(MemoryPlane):
         contiguous_address(tensor, "an exposed tensor", self.name)
         memory = ExposedMemory(tensor)
         with self._lock:
-            self._check_open()  # again: a plane that another thread has closed meanwhile must not make a table
             table = self._own_table()
             place = table.fill(memory.address, memory.nbytes, writable, _memfd_of(memory.held))
             try:
@@ -197,6 +196,7 @@ class HostPlane(MemoryPlane):
 
     def _own_table(self) -> RegionTable:
         """The table of this process, made on first use. The lock is held."""
+        self._check_open()  # another thread may have closed the plane: nobody would close a table that is made then
         if self._table is None:
             permit_peers()
             self._table = RegionTable(this_process())
