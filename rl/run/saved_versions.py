@@ -6,7 +6,6 @@ checkpoint is unpickled, and no process of the run is needed.
 
 from __future__ import annotations
 
-import asyncio
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from holdfast.comms.errors import CorruptData, HoldfastError
+from holdfast.ft.control import event_loop
 from holdfast.rl.actors.engine import LocalEngine
 from holdfast.rl.actors.errors import EndpointFailed
 from holdfast.rl.config.named_code import extra_python
@@ -117,7 +117,7 @@ class SavedVersions:
         }
         config, source = self._config, self._source(0)
         if config.trainer.kind == "titan":
-            tensors = asyncio.run(_titan_renamed(tensors, source, config))
+            tensors = event_loop.run(_titan_renamed(tensors, source, config))
         policy = build_policy(source, config.model)
         _load(policy, tensors, path)
         if not config.model.lora_rank:
