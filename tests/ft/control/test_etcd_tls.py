@@ -86,7 +86,7 @@ class Guarded:
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     server = Guarded(tmp_path_factory.mktemp("guarded"))
     with server.cluster, pytest.MonkeyPatch.context() as patched:
-        patched.setattr(etcd, "ANSWER_SECONDS", PATIENCE)  # to check a password costs etcd time on a processor
+        patched.setattr(etcd, "ANSWER_SECONDS", PATIENCE)  # to check a password takes etcd long on a busy machine
         server.begin_to_ask_for_passwords()
         yield server
 

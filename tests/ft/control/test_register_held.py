@@ -31,17 +31,17 @@ VIEW = view_of("h", 1, "forming")
 
 
 @pytest.fixture
-def register(tmp_path: Path) -> Iterator[Register]:
-    with Register.open(f"sqlite://{tmp_path}/job.sqlite") as opened:
+def register(url: str) -> Iterator[Register]:
+    with Register.open(url) as opened:
         yield opened
 
 
 def test_a_lock_that_is_held_delays_writers_for_a_limited_time_and_readers_not_at_all(
-    register: Register, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    register: Register, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A caller that must not wait gets an error at once."""
     monkeypatch.setattr(sqlite, "BUSY_SECONDS", 0.3)
-    with register_lock(f"sqlite://{tmp_path}/job.sqlite"):
+    with register_lock(url):
         assert register.read() is None
         with pytest.raises(RegisterAway, match="lock"):
             register.compare_and_set(0, VIEW)
@@ -53,10 +53,10 @@ def test_a_lock_that_is_held_delays_writers_for_a_limited_time_and_readers_not_a
 
 
 @contextmanager
-def asking(path: Path, patience: float, answers: list[Any]) -> Iterator[RegisterClient]:
+def asking(url: str, patience: float, answers: list[Any]) -> Iterator[RegisterClient]:
     """A client of the register, in the running event loop."""
     loop = asyncio.get_running_loop()
-    threads = RegisterThreads(f"sqlite://{path}", loop)
+    threads = RegisterThreads(url, loop)
     client = RegisterClient(
         threads, loop, Timeouts(heartbeat=0.05, suspect=0.1, rebuild=patience), answers.append, answers.append
     )
@@ -67,10 +67,10 @@ def asking(path: Path, patience: float, answers: list[Any]) -> Iterator[Register
         threads.close()
 
 
-async def test_an_event_loop_is_not_blocked_while_the_register_is_busy(register: Register, tmp_path: Path) -> None:
+async def test_an_event_loop_is_not_blocked_while_the_register_is_busy(register: Register, url: str) -> None:
     answers: list[Any] = []
-    with asking(tmp_path / "job.sqlite", 10.0, answers) as client:
-        with register_lock(f"sqlite://{tmp_path}/job.sqlite"):
+    with asking(url, 10.0, answers) as client:
+        with register_lock(url):
             client.propose(0, VIEW)
             for _ in range(10):
                 await asyncio.sleep(0.01)
@@ -79,9 +79,9 @@ async def test_an_event_loop_is_not_blocked_while_the_register_is_busy(register:
     assert answers == [CasWon(VIEW)]
 
 
-async def test_a_request_to_a_busy_register_fails_in_time(register: Register, tmp_path: Path) -> None:
+async def test_a_request_to_a_busy_register_fails_in_time(register: Register, url: str) -> None:
     answers: list[Any] = []
-    with asking(tmp_path / "job.sqlite", 0.2, answers) as client, register_lock(f"sqlite://{tmp_path}/job.sqlite"):
+    with asking(url, 0.2, answers) as client, register_lock(url):
         client.propose(0, VIEW)
         await until(lambda: answers)
     assert [type(answer) for answer in answers] == [CasFailed]
@@ -89,10 +89,10 @@ async def test_a_request_to_a_busy_register_fails_in_time(register: Register, tm
 
 
 async def test_a_view_that_another_process_writes_is_shown_at_once_while_the_job_is_formed(
-    register: Register, tmp_path: Path
+    register: Register, url: str
 ) -> None:
     shown: list[Any] = []
-    with asking(tmp_path / "job.sqlite", 10.0, shown) as client:
+    with asking(url, 10.0, shown) as client:
         client.follow()
         assert register.compare_and_set(0, VIEW)
         await until(lambda: shown)

@@ -75,7 +75,7 @@ def test_a_view_announced_by_any_member_reaches_all_members(hosts: list[int]) ->
 
 
 def test_each_member_of_a_small_job_observes_all_others_and_in_a_larger_one_all_agree_who_observes_whom() -> None:
-    """Processes compute it on their own, so the order of hosts on the rings is part of what they have in common."""
+    """Each process computes it on its own."""
     view = view_on([1] * 12)
     assert Shape(mesh=12).is_mesh(view) and not Shape(mesh=11).is_mesh(view)
     sparse = Shape(mesh=11, rings=2)

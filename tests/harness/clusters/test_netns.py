@@ -10,6 +10,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ pytestmark = [
 ]
 
 TIMES = Timeouts(heartbeat=0.1, suspect=0.6, operation=12.0, rebuild=12.0, join=20.0)
-SLOW_TO_SUSPECT = Timeouts(heartbeat=0.1, suspect=4.0, operation=12.0, rebuild=12.0, join=20.0)
+SLOW_TO_SUSPECT = replace(TIMES, suspect=4.0)
 LAST = 15
 """The step in which all ranks wait for the gate."""
 
