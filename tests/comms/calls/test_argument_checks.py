@@ -244,6 +244,11 @@ def test_an_input_may_be_expanded(comm: Communicator) -> None:
     comm.batch_send_recv([Send(one.expand(4), right), Recv(received, left)])
     assert gathered.tolist() == [rank + 1.0 for rank in range(comm.size) for _ in range(4)]
     assert received.tolist() == [left + 1.0] * 4 and bool(given[0] >= 1)
+    if comm.rank == 0:
+        comm.send(one.expand(4), 1)
+    elif comm.rank == 1:
+        comm.recv(received, 0)
+        assert received.tolist() == [1.0] * 4
 
 
 @on_ranks(1, "inproc")

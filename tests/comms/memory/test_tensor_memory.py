@@ -23,7 +23,7 @@ from holdfast.comms import Communicator, ReduceOp, RegionGone, Revoked, _native,
 from holdfast.comms.errors import Mismatch, Unsupported
 from holdfast.comms.ops import Recv, Send
 from holdfast.comms.tensors.memory import ExposedMemory
-from holdfast.comms.tensors.packing import check_memory, is_sparse, locate, plain, plain_tensor, span
+from holdfast.comms.tensors.packing import check_memory, is_sparse, locate, packed, plain, plain_tensor, span, unpack
 from holdfast.ft.state import transfer
 from holdfast.ft.state.codec import encode_state
 from holdfast.store import WeightStore
@@ -324,6 +324,13 @@ def test_a_subclass_is_used_as_the_numbers_that_it_has(make: Callable[[torch.Ten
     found = plain_tensor(tensor.as_subclass(Tagged))
     assert type(found) is torch.Tensor and torch.equal(found, tensor)
     assert (found.is_conj(), found.is_neg(), found.data_ptr()) == (tensor.is_conj(), tensor.is_neg(), tensor.data_ptr())
+
+
+@pytest.mark.parametrize(("tensor", "writes"), [(torch.ones(4, 2).t(), 1), (torch.ones(4, requires_grad=True), 0)])
+def test_results_are_copied_back_only_where_the_op_ran_on_other_memory(tensor: torch.Tensor, writes: int) -> None:
+    before, flat = tensor._version, packed(tensor)
+    unpack(flat, tensor)
+    assert flat is not tensor and tensor._version == before + writes
 
 
 def test_a_tensor_of_another_device_than_the_communicators_is_refused() -> None:
