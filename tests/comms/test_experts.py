@@ -381,7 +381,7 @@ def test_a_silent_rank_ends_the_switch_on_all_ranks(threads: LocalCluster) -> No
     """Rank 1 goes silent between dispatch and combine, until the others are done."""
 
     def body(comm: Communicator, meeting: threading.Barrier) -> str:
-        with Switch(comm, SIZE, top_k=1, hidden=1, max_tokens=1, timeout=0.2, silence="raise") as switch:
+        with Switch(comm, SIZE, top_k=1, hidden=1, max_tokens=1, timeout=2.0, silence="raise") as switch:
             received = switch.dispatch(torch.ones(1, 1), torch.tensor([[1]]), torch.ones(1, 1))
             try:
                 if comm.rank == 1:
@@ -403,7 +403,7 @@ def test_a_silent_rank_ends_the_switch_on_all_ranks(threads: LocalCluster) -> No
 @pytest.mark.parametrize("backend", ["shm", *second_tier("ucx")])
 def test_a_stopped_process_is_masked_if_asked(backend: str) -> None:
     def body(comm: Communicator) -> str | tuple[bool, ...]:
-        with Switch(comm, SIZE, top_k=1, hidden=1, max_tokens=1, timeout=0.5, silence="mask") as switch:
+        with Switch(comm, SIZE, top_k=1, hidden=1, max_tokens=1, timeout=2.0, silence="mask") as switch:
             pid = comm.peers[1].pid
             comm.barrier()
             if comm.rank == 1:

@@ -212,7 +212,7 @@ def test_exports_imports_and_rollbacks_that_cannot_be_are_refused(url: str, tmp_
         for arguments, words in (
             (("export", "5", tmp_path), "exists already"),
             (("import", tmp_path / "nothing"), "neither safetensors"),
-            (("import", tmp_path / "copy", "--version", "6", "--timeout", "0.2"), "1 of 2 processes keep part 0"),
+            (("import", tmp_path / "copy", "--version", "6", "--timeout", "3"), "1 of 2 processes keep part 0"),
             (("rollback", "9"), "version 9 is not in the store"),
         ):
             done = said(*arguments, "--register", url)
