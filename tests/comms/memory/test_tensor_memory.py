@@ -326,7 +326,10 @@ def test_a_subclass_is_used_as_the_numbers_that_it_has(make: Callable[[torch.Ten
     assert (found.is_conj(), found.is_neg(), found.data_ptr()) == (tensor.is_conj(), tensor.is_neg(), tensor.data_ptr())
 
 
-@pytest.mark.parametrize(("tensor", "writes"), [(torch.ones(4, 2).t(), 1), (torch.ones(4, requires_grad=True), 0)])
+@pytest.mark.parametrize(
+    ("tensor", "writes"),
+    [(torch.ones(4, 2).t(), 1), (torch.ones(4, requires_grad=True), 0), (torch.ones((), requires_grad=True), 0)],
+)
 def test_results_are_copied_back_only_where_the_op_ran_on_other_memory(tensor: torch.Tensor, writes: int) -> None:
     before, flat = tensor._version, packed(tensor)
     unpack(flat, tensor)
