@@ -21,7 +21,7 @@ def measure(processes: int) -> tuple[float, int]:
     """Milliseconds, and modules, that holdfast adds to torch: medians of fresh processes, but for the first."""
     samples = []
     for _ in range(processes + 1):
-        done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=True)
+        done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=240, check=True)
         samples.append(done.stdout.split())
     times, modules = zip(*samples[1:], strict=True)
     return statistics.median(map(float, times)), int(modules[0])

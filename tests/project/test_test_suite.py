@@ -153,7 +153,7 @@ def test_what_programs_of_other_sessions_have_in_shared_memory_is_no_leak() -> N
             found = before.files_left_behind(patience=0.0)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-            other.communicate(b"\n", timeout=60.0)
+            other.communicate(b"\n", timeout=PROGRAM_SECONDS)
     assert not [line for line in found if str(semaphore) in line or str(folder) in line]
 
 
@@ -165,7 +165,7 @@ def test_children_of_tests_in_the_background_start_with_default_dispositions() -
     start = f"subprocess.run([sys.executable, '-c', {IGNORED!r}])"
     body = f"import subprocess, sys; from support.leaks import restore_signals; restore_signals(); {start}"
     command = ["sh", "-c", "trap '' INT QUIT HUP; exec \"$@\"", "sh", sys.executable, "-c", body]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=TESTS, timeout=60.0, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=TESTS, timeout=PROGRAM_SECONDS, check=True)
     ignored = int(done.stdout, 16)
     assert not ignored & (1 << 1 | 1 << 2 | 1 << 0), "SIGINT is 2, SIGQUIT 3, SIGHUP 1"
 
@@ -285,10 +285,28 @@ def test_no_assertion_needs_a_fast_machine() -> None:
     assert not wrong, "wait for an event, or compare with PATIENCE:\n" + "\n".join(sorted(wrong))
 
 
+def hurried(tree: ast.AST) -> Iterator[ast.Call]:
+    """The calls that run a program, or wait for its end, with a number of seconds that is too small."""
+    for call in ast.walk(tree):
+        if isinstance(call, ast.Call):
+            waits = re.search(r"^subprocess\.(run|check_\w+)$|\bcommunicate$|^call_in_fork$", ast.unparse(call.func))
+            limit = next((each.value for each in call.keywords if each.arg == "timeout"), None)
+            if waits and isinstance(limit, ast.Constant) and limit.value < PROGRAM_SECONDS:
+                yield call
+
+
+def test_a_program_may_take_long_to_end() -> None:
+    wrong = [f"{path}:{call.lineno}: {ast.unparse(call)}" for path in FILES for call in hurried(parsed(path))]
+    assert not wrong, "its timeout is PROGRAM_SECONDS:\n" + "\n".join(wrong)
+
+
 def test_a_tight_limit_is_found() -> None:
     body = "def f():\n    began = time.monotonic()\n    g()\n    assert time.monotonic() - began < {}\n"
     assert len(list(tight(ast.parse(body.format("2.0"))))) == 1
     assert not list(tight(ast.parse(body.format("PATIENCE"))))
+    waits = "subprocess.run(words, timeout={0})\nself.process.communicate(timeout={0})"
+    assert len(list(hurried(ast.parse(waits.format("60"))))) == 2
+    assert not list(hurried(ast.parse(waits.format("PROGRAM_SECONDS"))))
 
 
 def test_no_two_files_of_tests_have_one_name() -> None:

@@ -16,6 +16,8 @@ from xml.etree import ElementTree
 import pytest
 from PIL import Image
 
+from support.waiting import PROGRAM_SECONDS
+
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium")
@@ -40,7 +42,7 @@ def _chromium(address: str, folder: Path, *options: str) -> subprocess.Completed
         check=True,
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=PROGRAM_SECONDS,
     )
 
 

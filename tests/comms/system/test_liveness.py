@@ -286,7 +286,7 @@ except comms.ResourceExhausted as error:
 def test_ucx_reports_missing_shared_memory(options: str, words: str, tmp_path: Path) -> None:
     mount = f'mount -t tmpfs -o {options} tmpfs /dev/shm && exec "$@"'
     command = ["unshare", "-m", "--propagation", "private", "bash", "-c", mount, "_", sys.executable, "-c", _TINY]
-    done = subprocess.run([*command, tmp_path / "meeting"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*command, tmp_path / "meeting"], capture_output=True, text=True, timeout=PROGRAM_SECONDS)
     if "unshare" in done.stderr or "mount:" in done.stderr:
         pytest.skip(f"no mount namespace here: {done.stderr.strip()}")
     assert done.returncode == 0, done.stderr

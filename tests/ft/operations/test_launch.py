@@ -556,7 +556,7 @@ TAKEN = """
 from pathlib import Path
 from holdfast.ft.processes.zygote_client import call_in_fork
 from holdfast.ft.processes.zygote_client import zygote_pid
-has = call_in_fork(lambda: "colorsys" in sys.modules, name="call", output=Path("/dev/null"), timeout=60)
+has = call_in_fork(lambda: "colorsys" in sys.modules, name="call", output=Path("/dev/null"), timeout=240)
 print(zygote_pid(), has)
 """
 

@@ -29,6 +29,7 @@ from holdfast.ft.processes.zygote_client import call_in_fork
 from holdfast.ft.telemetry.event_log import EventLog
 from holdfast.ft.telemetry.metrics import FIGURES, EventFigure, Metrics, OpTally
 from holdfast.ft.telemetry.otel import export
+from support.waiting import PROGRAM_SECONDS
 
 
 @dataclass
@@ -146,7 +147,7 @@ def exported_and_profiled(key: Path) -> tuple[int, list[str]]:
 def test_a_session_exports_its_steps_and_a_profile_has_their_ranges(tmp_path: Path) -> None:
     """The whole way, in a process of its own."""
     call = partial(exported_and_profiled, tmp_path / "key")
-    steps, ranges = call_in_fork(call, name="otel", output=tmp_path / "output", timeout=60.0)
+    steps, ranges = call_in_fork(call, name="otel", output=tmp_path / "output", timeout=PROGRAM_SECONDS)
     assert steps == 3
     assert ranges == ["holdfast rebuild of epoch 1", *(f"holdfast step {step}" for step in range(3))]
 

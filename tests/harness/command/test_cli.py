@@ -235,7 +235,8 @@ def test_trying_an_output_leaves_no_file_and_removes_none(tmp_path: Path) -> Non
 def test_a_closed_pipe_has_a_status_of_its_own(options: list[str]) -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    done = subprocess.run([HOLDFAST, "backends", *options], stdout=writing, stderr=subprocess.PIPE, timeout=60)
+    command = [HOLDFAST, "backends", *options]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, timeout=PROGRAM_SECONDS)
     os.close(writing)
     assert done.returncode == command_line.BROKEN_PIPE
     assert b"Traceback" not in done.stderr

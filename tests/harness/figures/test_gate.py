@@ -89,7 +89,7 @@ def repository(tmp_path: Path) -> Path:
     )
     author = ["-c", "user.name=a", "-c", "user.email=a@b"]
     for arguments in (["init", "-q"], ["add", "."], [*author, "commit", "-q", "-m", "first"]):
-        subprocess.run(["git", "-C", str(root), *arguments], check=True, timeout=30)
+        subprocess.run(["git", "-C", str(root), *arguments], check=True, timeout=PROGRAM_SECONDS)
     return root
 
 
@@ -123,7 +123,7 @@ def test_an_unknown_side_is_refused_with_what_to_do(repository: Path, tmp_path: 
         build("main", tmp_path, tmp_path / "no repository")
     shallow = tmp_path / "shallow"
     clone = ["git", "clone", "-q", "--depth", "1", f"file://{repository}", str(shallow)]
-    subprocess.run(clone, check=True, timeout=30)
+    subprocess.run(clone, check=True, timeout=PROGRAM_SECONDS)
     with pytest.raises(NoSuchSide, match="the clone is shallow: git fetch --unshallow"):
         build("HEAD~1", shallow, tmp_path / "older")
 
@@ -277,7 +277,7 @@ def test_make_says_with_which_status_the_gate_ended(tmp_path: Path) -> None:
             env={**os.environ, "GATE_STATUS": status},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=PROGRAM_SECONDS,
         )
         assert done.stdout.splitlines()[-1] == f"holdfast gate: exit status {status}", done.stderr
         assert (done.returncode == 0) == (status == "0")

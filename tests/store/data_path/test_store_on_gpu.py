@@ -12,7 +12,7 @@ import torch
 
 from holdfast.store import WeightStore
 from holdfast.store.data.cuda_copies import digests, registrations
-from support.waiting import next_line
+from support.waiting import PROGRAM_SECONDS, next_line
 from support.weights.state_dicts import same, value_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -90,7 +90,7 @@ class Publisher:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.communicate(timeout=60.0)
+        self.process.communicate(timeout=PROGRAM_SECONDS)
 
 
 @pytest.fixture
