@@ -376,7 +376,9 @@ def test_every_call_goes_on_once_the_register_is_back(register: Register, store:
     assert store.versions() == [1, 2]
 
 
-def test_a_register_that_was_away_long_ago_is_waited_for_again(register: Register, store: WeightStore) -> None:
+def test_a_register_that_was_away_long_ago_is_waited_for_again(
+    register: Register, store: WeightStore, caplog: pytest.LogCaptureFixture
+) -> None:
     """Nothing asked it meanwhile, so no answer has ended the outage."""
     with WeightStore(register.url, hold=False, timeout=60.0) as reader, ThreadPoolExecutor(1) as pool:
         outage = reader._catalog_client._reads
@@ -386,6 +388,7 @@ def test_a_register_that_was_away_long_ago_is_waited_for_again(register: Registe
         eventually(lambda: outage.failed > before)
         register.come_back()
         assert running.result(PATIENCE) == 1
+    assert "waits for its register, up to 60 s" in caplog.text
 
 
 def test_a_longer_outage_is_a_typed_error(register: Register) -> None:

@@ -15,6 +15,7 @@ from holdfast.comms.errors import HoldfastError, Mismatch
 from holdfast.comms.transport.base import Peer
 from holdfast.store.catalog import fleet, settling, transitions
 from holdfast.store.catalog.records import Catalog, Holder, Reader, SwitchRecord
+from holdfast.store.errors import ReaderReplaced
 from support.weights.catalogs import announced, joined
 
 TRAINER = Holder("trainer", Peer("host", 1, 1))
@@ -356,6 +357,15 @@ def test_what_cannot_be_proposed_is_refused() -> None:
     catalog = fleet.register(catalog, Reader("free", "x", "store", Peer("host", 5, 5), switched=False))
     with pytest.raises(Mismatch, match="'free' follows the latest version"):
         fleet.propose(catalog, "t", 1, ["free"], None, 5.0, TRAINER.peer)
+
+
+def test_who_took_the_place_of_a_reader_is_named() -> None:
+    _, first = follow(store_with(), "g0")
+    catalog, second = follow(store_with(), "g0", incarnation=1)
+    assert fleet.own(catalog, "g0", second.reader.token) == second.reader
+    for now, said in ((catalog, f"process {second.reader.peer.pid} took"), (store_with(), "was taken for dead")):
+        with pytest.raises(ReaderReplaced, match=said):
+            fleet.own(now, "g0", first.reader.token)
 
 
 def test_a_reader_is_not_ready_for_other_bytes_of_the_same_number() -> None:
