@@ -455,6 +455,17 @@ def test_a_version_that_is_not_there_says_why_and_one_that_is_published_anew_is_
 KEEPERS = [Holder(name, Peer(f"host {name}", 100 + number, 1)) for number, name in enumerate("abc")]
 
 
+def test_the_first_copies_of_many_parts_are_spread_over_the_holders_whatever_the_order_in_which_they_joined() -> None:
+    def first_to_copy(holders: list[Holder], digest: bytes) -> str:
+        catalog = announced(joined(*holders), "a", replicas=2, digest=digest)
+        (version,) = catalog.versions
+        return candidates(catalog, version, version.shards[0])[0][0].id
+
+    digests = [bytes([number]) * 16 for number in range(16)]
+    first = [first_to_copy(KEEPERS, each) for each in digests]
+    assert {*first} == {"b", "c"} and first == [first_to_copy(KEEPERS[::-1], each) for each in digests]
+
+
 @pytest.fixture
 def catalog() -> Catalog:
     """Version 1, of which three holders have the only part."""
