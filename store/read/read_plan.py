@@ -7,6 +7,8 @@ read, of whole tensors from one part, is planned without a loop over boxes.
 from __future__ import annotations
 
 import itertools
+import math
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +36,9 @@ from holdfast.store.data.manifest import LARGE_BYTES, RegionLayout
 from holdfast.store.reshard.plan import BoxCopy, BoxTarget, PartBox, plan
 
 CACHED_PLANS = 32
+FEW_ROWS = 64
+BYTES_OF_ROWS = 64 << 10
+"""In the time in which one `Rows` is planned, so many bytes are copied."""
 
 
 class LocalTensor(NamedTuple):
@@ -83,6 +88,31 @@ class Rows(NamedTuple):
             )
 
 
+_Loop = tuple[int, int, int]
+"""How often, and how far apart in source and target."""
+
+
+def _loops(
+    sizes: Sequence[int], source_strides: Sequence[int], target_strides: Sequence[int], itemsize: int
+) -> tuple[int, _Loop, list[_Loop]]:
+    """The bytes of a run that is dense in source and target, the longest loop over runs, and the loops around it."""
+    run = itemsize
+    loops: list[_Loop] = []
+    for size, there, here in zip(reversed(sizes), reversed(source_strides), reversed(target_strides), strict=True):
+        if size == 1:
+            continue
+        if not loops and there == here == run:
+            run *= size
+        elif loops and (there, here) == (loops[-1][0] * loops[-1][1], loops[-1][0] * loops[-1][2]):
+            loops[-1] = loops[-1][0] * size, *loops[-1][1:]
+        else:
+            loops.append((size, there, here))
+    if not loops:
+        return run, (1, 0, 0), []
+    longest = max(range(len(loops)), key=lambda number: loops[number][0])
+    return run, loops.pop(longest), loops
+
+
 def rows_of(
     sizes: Sequence[int],
     source_strides: Sequence[int],
@@ -93,23 +123,11 @@ def rows_of(
 ) -> Iterator[Rows]:
     """The rows of a copy of `sizes` elements, given strides in bytes, and the first byte in source and target.
 
-    The last dimension of both must be dense. Nothing is copied if a size is 0.
+    Nothing is copied if a size is 0.
     """
     if 0 in sizes:
         return
-    run = itemsize
-    dims: list[tuple[int, int, int]] = []
-    for size, there, here in zip(reversed(sizes), reversed(source_strides), reversed(target_strides), strict=True):
-        if size == 1:
-            continue
-        if not dims and there == here == run:
-            run *= size
-        else:
-            dims.append((size, there, here))
-    if not dims:
-        yield Rows(source, target, 1, run, 0, 0)
-        return
-    (rows, source_stride, target_stride), *outer = dims
+    run, (rows, source_stride, target_stride), outer = _loops(sizes, source_strides, target_strides, itemsize)
     for place in itertools.product(*(range(size) for size, _, _ in outer)):
         there = sum(at * stride for at, (_, stride, _) in zip(place, outer, strict=True))
         here = sum(at * stride for at, (_, _, stride) in zip(place, outer, strict=True))
@@ -235,8 +253,11 @@ class _PartBuilder:
         entry = self.layout.entries[at]
         strides = dense_strides(entry.extent, into.itemsize)
         source, target = entry.offset + _first(copy.take, strides), _first(copy.put, into.strides)
+        pieces = self.layout.pieces_of[at]
+        begins = [self.layout.pieces[piece].offset for piece in pieces]
         for rows in rows_of(shape_of(copy.put), strides, into.strides, into.itemsize, source, target):
-            for piece in self.layout.pieces_of[at]:
+            end = rows.source + (rows.rows - 1) * rows.source_stride + rows.row_bytes
+            for piece in pieces[bisect_right(begins, rows.source) - 1 : bisect_left(begins, end)]:
                 known = self.layout.pieces[piece]
                 for part in rows.between(known.offset, known.offset + known.nbytes):
                     self.rows[piece].append((number, part))
@@ -277,7 +298,16 @@ def local_tensor(tensor: torch.Tensor) -> LocalTensor:
 
 
 def has_rows(tensor: torch.Tensor) -> bool:
-    """Whether bytes can be copied into a tensor: it is on the CPU, and stores its elements themselves, each once."""
+    """Whether bytes are copied straight into a tensor of the CPU, as rows. If not, they go through a dense copy of it.
+
+    It must store its elements themselves, each once. To plan very many rows, as of a large transposed matrix or of
+    filters in `torch.channels_last`, takes longer than to copy all elements once more.
+    """
     if tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg():
         return False
-    return tensor.is_contiguous() or not overlaps_itself(tensor)
+    if tensor.is_contiguous():
+        return True
+    size, strides = local_tensor(tensor)
+    _, _, outer = _loops(tensor.shape, dense_strides(tensor.shape, size), strides, size)
+    planned = math.prod(count for count, _, _ in outer)
+    return planned <= max(FEW_ROWS, tensor.nbytes // BYTES_OF_ROWS) and not overlaps_itself(tensor)

@@ -25,7 +25,7 @@ from holdfast.store import NoSuchVersion, Slice, StoreFull, WeightStore
 from holdfast.store.data.digests import CALL_BYTES, PartPlan, calls, copy_and_digest
 from holdfast.store.data.manifest import LARGE_BYTES, PIECE_BYTES
 from holdfast.store.data.packing import PackedPart, PartBlock, pack, pack_plain
-from holdfast.store.read.read_plan import Rows, dense_strides, local_tensor, plan_named, plan_read, rows_of
+from holdfast.store.read.read_plan import Rows, dense_strides, has_rows, local_tensor, plan_named, plan_read, rows_of
 from holdfast.store.reshard.plan import BoxTarget
 from support.children import Start
 
@@ -194,18 +194,27 @@ def test_calls_move_about_a_gigabyte_each() -> None:
 boxes = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 4), st.integers(0, 4)), min_size=0, max_size=4)
 
 
-@given(box=boxes, itemsize=st.sampled_from([1, 2, 4, 8]), transposed=st.booleans(), cuts=st.lists(st.integers(0, 9999)))
+@given(
+    box=boxes,
+    itemsize=st.sampled_from([1, 2, 4, 8]),
+    order=st.permutations(range(4)),
+    cuts=st.lists(st.integers(0, 9999)),
+)
 def test_rows_copy_a_box_out_of_pieces_in_any_division(
-    box: list[tuple[int, int, int]], itemsize: int, transposed: bool, cuts: list[int]
+    box: list[tuple[int, int, int]], itemsize: int, order: list[int], cuts: list[int]
 ) -> None:
-    """`box` has, along each dimension, a size, and what source and target have besides."""
+    """`box` has, along each dimension, a size, and what source and target have besides.
+
+    The target has its dimensions in memory in the given order.
+    """
     sizes = [size for size, _, _ in box]
     there = [size + more for size, more, _ in box]
     here = [size + more for size, _, more in box]
     dtype = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[itemsize]
     source = np.arange(math.prod(there), dtype=dtype).reshape(there)
-    target = np.zeros(here[::-1] if transposed else here, dtype)
-    view = target.T if transposed else target
+    order = [each for each in order if each < len(box)]
+    target = np.zeros([here[each] for each in order], dtype)
+    view = target.transpose(np.argsort(order))
     rows = list(rows_of(sizes, dense_strides(there, itemsize), view.strides, itemsize))
     edges = sorted({0, source.nbytes, *(cut % (source.nbytes + 1) for cut in cuts)})
     flat_source, flat_target = source.reshape(-1).view(np.uint8), memoryview(target).cast("B")
@@ -225,6 +234,27 @@ def _copy(rows: Rows, source: np.ndarray, target: memoryview, first: int, last: 
         assert first <= begin and begin + rows.row_bytes <= last, "a row lies in the piece that it is copied from"
         at = rows.target + number * rows.target_stride
         target[at : at + rows.row_bytes] = source[begin : begin + rows.row_bytes].data
+
+
+@pytest.mark.parametrize(
+    ("target", "straight", "planned"),
+    [
+        (torch.zeros(2, 70_000).t(), True, 2),
+        (torch.zeros(70_000, 2).t(), True, 2),
+        (torch.zeros(70_000, 2)[:, 1], True, 1),
+        (torch.zeros(8, 100, 256)[:, :, :64], True, 1),
+        (torch.zeros(8, 100, 256)[:, :50], True, 1),
+        (torch.zeros(256, 300).t(), False, 256),
+        (torch.zeros(256, 128, 3, 3).to(memory_format=torch.channels_last), False, 128 * 9),
+        (torch.zeros(1, 1, 3).expand(4, 4, 3), False, 1),
+    ],
+    ids=["tall", "wide", "one column", "part of rows", "some rows", "transposed", "channels last", "expanded"],
+)
+def test_what_takes_few_rows_is_filled_straight(target: torch.Tensor, straight: bool, planned: int) -> None:
+    """The longest dimension is in the rows, and dimensions that follow each other in both memories are one."""
+    size, strides = local_tensor(target)
+    assert len(list(rows_of(target.shape, dense_strides(target.shape, size), strides, size))) == planned
+    assert has_rows(target) == straight
 
 
 # -- plain tensors, with the result of the general way, which takes any

@@ -88,6 +88,8 @@ def odd_tensors(seed: int) -> dict[str, Tensor]:
         "expanded": torch.randn(2).expand(5, 2),
         "not a number": torch.tensor([float("nan"), float("inf"), -0.0]),
     }
+    for side in (3, 80):
+        state[f"{side} filters"] = torch.randn(side, side, 3, 3).to(memory_format=torch.channels_last)
     for size in (5, 70_000):
         tied = torch.randn(size)
         pairs = torch.randn(size, 2)
