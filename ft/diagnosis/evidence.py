@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import is_gone, is_stopped, this_host
@@ -171,7 +172,7 @@ MEETINGS = frozenset(
 
 
 def gather(logs: Path, now: float) -> JobEvidence:
-    """The evidence in a folder of recordings and event logs; `now` is this host's monotonic time."""
+    """The evidence in a folder of recordings and event logs up to `now`, which is this host's monotonic time."""
     bad: list[str] = []
     recordings = read_all(logs, bad.append)
     lives = {recording.identity: life(recording.process) for recording in recordings}
@@ -186,11 +187,30 @@ def assemble(
     now: float,
     bad: Iterable[str] = (),
 ) -> JobEvidence:
-    """Evidence from its parts, with the hosts' clocks aligned."""
+    """Evidence from its parts, with the hosts' clocks aligned.
+
+    Recordings of a running job are read one after the other. A rank whose recording is read first would seem to be
+    behind the others, so nothing counts that was recorded after `now`.
+    """
     found = JobEvidence(tuple(recordings), lives, events, now, tuple(bad))
     known = offsets(found.groups)
-    here = now + known.get(this_host(), 0.0)
-    return JobEvidence(found.recordings, lives, events, here, found.bad, known)
+    here, read = now, found.recordings
+    if this_host() in known:
+        here += known[this_host()]
+        read = tuple(
+            _until(each, here - known[each.process.host]) if each.process.host in known else each for each in read
+        )
+    return JobEvidence(read, lives, events, here, found.bad, known)
+
+
+def _until(recording: Recording, moment: float) -> Recording:
+    """What a recording said at a moment of its host's clock."""
+    ops = [
+        op if op.left is None or op.left <= moment else replace(op, left=None, status=OpStatus.INSIDE, failed_ranks=())
+        for op in recording.ops
+        if op.entered <= moment
+    ]
+    return replace(recording, ops=tuple(ops))
 
 
 def offsets(groups: Sequence[RankGroup]) -> Mapping[str, float]:

@@ -56,6 +56,12 @@ def over(group: Any) -> OnTheHost:
     return OnTheHost(0, 2, dist.HashStore(), group)
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine, no group is left behind because of it."""
+    monkeypatch.setattr(nccl, "_ABORT_SECONDS", 2 * PATIENCE)
+
+
 def raising(error: Exception) -> Callable[..., None]:
     def call(*_: Any) -> None:
         raise error

@@ -68,7 +68,7 @@ def recorder_of(folder: Path, rank: int = 1, **options: Any) -> FlightRecorder:
     return FlightRecorder(folder / f"p{rank}.flight", f"p{rank}", "job", **options)
 
 
-def evidence_of(folder: Path, now: float = 1e4, events: Sequence[Event] = (), **gone: ProcessState) -> JobEvidence:
+def evidence_of(folder: Path, now: float = 1e6, events: Sequence[Event] = (), **gone: ProcessState) -> JobEvidence:
     """The evidence of the recordings in a folder, of processes which run."""
     recordings = [read(path) for path in find(folder)]
     return assemble(recordings, {each.identity: ProcessState.RUNNING for each in recordings} | gone, list(events), now)
@@ -142,11 +142,32 @@ def test_a_receive_whose_message_was_sent_shows_the_link(tmp_path: Path) -> None
     assert (suspect.kind, suspect.rank, suspect.to) == ("cut", 0, 1)
 
 
+def test_a_rank_whose_recording_is_read_before_the_others_is_not_behind_them(tmp_path: Path) -> None:
+    clock = 1.0
+    recorders = [recorder_of(tmp_path, rank, now=lambda: clock) for rank in range(2)]
+    journals = [recorder.journal("job", 1, rank, 2, "shm") for rank, recorder in enumerate(recorders)]
+
+    def barriers(first: int, last: int, error: Exception | None = None) -> None:
+        for number in range(first, last):
+            for journal in journals:
+                journal.enter("barrier", number, 0, None, None, -1)
+                journal.leave(error)
+
+    barriers(1, 4)
+    early = read(tmp_path / "p0.flight")
+    clock = 2.0
+    barriers(4, 8)
+    barriers(8, 9, Mismatch("of another op"))
+    recordings, lives = [early, read(tmp_path / "p1.flight")], dict.fromkeys(("p0", "p1"), ProcessState.RUNNING)
+    assert analyse(assemble(recordings, lives, [], 1.5)) == []
+    assert [finding.rank for finding in analyse(assemble(recordings, lives, [], 3.0))] == [0]
+
+
 def test_a_killed_rank_is_found_long_after_the_survivors_continued(tmp_path: Path) -> None:
     """The survivors' rings hold no record of its epoch any more."""
     for rank, epoch in enumerate([2, 1]):
         barrier(recorder_of(tmp_path, rank), rank, epoch=epoch, size=3 - epoch)
-    (suspect,) = analyse(evidence_of(tmp_path, 0.0, p1=ProcessState.GONE))
+    (suspect,) = analyse(evidence_of(tmp_path, p1=ProcessState.GONE))
     assert (suspect.kind, suspect.rank, suspect.epoch) == ("crash", 1, 1)
 
 

@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM
 
 from holdfast.comms.errors import CorruptData
 from holdfast.comms.transport.liveness import this_host
+from holdfast.harness.cli import top_screen
 from holdfast.harness.training.driver import TensorBoard
 from holdfast.harness.training.live_view import LiveView
 from holdfast.harness.training.report import RunFacts
@@ -293,7 +294,10 @@ def status_of(*pids: int, **fields: Any) -> RunStatus:
     return RunStatus(**given | fields)
 
 
-def test_top_shows_trainers_and_replicas_and_a_driver_that_is_silent(tmp_path: Path) -> None:
+def test_top_shows_trainers_and_replicas_and_a_driver_that_is_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(top_screen, "OLD", PATIENCE)
     first, second = status_of(9, 9).trainers.values()
     trainers = {"trainer-0": first, "trainer-1": msgspec.structs.replace(second, rank=None)}
     for age, ended, words in ((0.0, False, "running"), (60.0, False, "last heard 1 min"), (60.0, True, "ended")):
