@@ -26,11 +26,13 @@ from holdfast.store.catalog import failure_domains, fan_out, fleet, transitions
 from holdfast.store.catalog.client import GroupClient
 from holdfast.store.catalog.records import Catalog, DeltaOffer, Holder, Reader, Version
 from holdfast.store.data.manifest import Manifest
+from holdfast.store.holding import host_copies
+from holdfast.store.read import part_source
 from holdfast.store.read.part_source import PartSource, sources_for
 from support.children import Start
 from support.mutations import damages, mutated
 from support.samples.store_processes import move_to_host
-from support.waiting import eventually
+from support.waiting import PATIENCE, eventually
 from support.weights.catalogs import DIGEST, announced, copied, joined, replica, shard
 
 HOSTS = ("north", "south", "west")
@@ -420,8 +422,10 @@ SIZE = 1 << 18
 def a_reader(pipe: Connection, url: str, host: str) -> None:
     """Get the versions that the pipe asks for, on a host.
 
-    Sends the id of its store, then for each version the value and the store it came from.
+    Sends the id of its store, then for each version the value and the store it came from. It passes over no source
+    because its machine is busy.
     """
+    part_source.READ_SECONDS = host_copies.STALLED_SECONDS = PATIENCE
     move_to_host(host)
     sources: list[str] = []
     manifest = PartSource.manifest
