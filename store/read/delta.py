@@ -70,15 +70,20 @@ class FilledTargets:
             others = [each for each in self._known if each.addresses != addresses or each.plan is not plan]
             self._known = [known, *others][:MOST_KNOWN]
 
-    def holding(self, plan: PartPlan, digest: bytes) -> list[TensorMemory] | None:
-        """The memory of targets that `plan` filled with the part of this digest, if all of it still exists."""
+    def holding(self, plan: PartPlan, digest: bytes) -> list[TensorMemory | None] | None:
+        """The memory of each target that `plan` filled with the part of this digest, None for one that was freed.
+
+        None if no fill is known of which any memory exists.
+        """
         with self._lock:
             known = [each for each in self._known if each.plan is plan and each.digest == digest]
         for each in known:
             storages = [torch.UntypedStorage._new_with_weak_ptr(storage.cdata) for storage in each.storages]
-            if all(storage is not None for storage in storages):
-                pairs = zip(storages, each.starts, strict=True)
-                return [TensorMemory(_bytes_of(storage), start) for storage, start in pairs]
+            if any(storage is not None for storage in storages):
+                return [
+                    None if storage is None else TensorMemory(_bytes_of(storage), start)
+                    for storage, start in zip(storages, each.starts, strict=True)
+                ]
         return None
 
 
@@ -87,7 +92,7 @@ def read_delta(
     manifest: Manifest,
     plan: PartPlan,
     targets: Sequence[torch.Tensor],
-    bases: Sequence[TensorMemory],
+    bases: Sequence[TensorMemory | None],
 ) -> Indexes:
     """Make whole pieces in the targets from `bases`, laid out like them, and the part's delta; verify them.
 
@@ -101,11 +106,14 @@ def read_delta(
     data = torch.empty(offer.handle.nbytes, dtype=torch.uint8, device="cpu")
     if not source.read_beside(offer.handle, data):
         return todo
-    direct = np.flatnonzero(plan.job_targets >= 0)
+    direct, before, after = [], [], []
     memories = [TensorMemory.of(target) for target in targets]
-    rows = [(int(plan.job_targets[at]), int(plan.jobs[at, TARGET]), int(plan.jobs[at, NBYTES])) for at in direct]
-    before = [bases[target].span(offset, nbytes) for target, offset, nbytes in rows]
-    after = [memories[target].span(offset, nbytes) for target, offset, nbytes in rows]
+    for at in np.flatnonzero(plan.job_targets >= 0):
+        target, place = int(plan.job_targets[at]), (int(plan.jobs[at, TARGET]), int(plan.jobs[at, NBYTES]))
+        if (base := bases[target]) is not None:
+            direct.append(int(at))
+            before.append(base.span(*place))
+            after.append(memories[target].span(*place))
     numbers = plan.pieces[direct]
     try:
         delta = Delta.decode(data, offer.base, source.shard.digest, element_pieces(manifest.layout))

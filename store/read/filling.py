@@ -150,7 +150,7 @@ def fill(
     source: PartSource,
     manifest: Manifest,
     into: PartTargets,
-    bases: Sequence[TensorMemory] | None = None,
+    bases: Sequence[TensorMemory | None] | None = None,
     device_reads: DeviceReads | None = None,
 ) -> None:
     """Fill targets with what their plan takes from a part. Pieces that fail are read from the next replica.

@@ -403,6 +403,20 @@ def test_a_reader_of_the_version_before_reads_what_changed_there_or_in_its_own_t
         assert wire.take() < nbytes(state) * share
 
 
+def test_what_is_read_through_a_copy_keeps_no_other_tensor_from_deltas(store: WeightStore, wire: Wire) -> None:
+    """Filters in `torch.channels_last` are: their copy is gone by the next read."""
+    state, into = (
+        {"filters": torch.randn(64, 64, 3, 3).to(memory_format=torch.channels_last)} | weights() for _ in range(2)
+    )
+    for version in (1, 2, 3):
+        step(state)
+        state["filters"] += 1
+        store.publish(version, state)
+        store.get(version, into)
+        assert same(state, into)
+        assert (wire.take() < into["filters"].nbytes + nbytes(state) / 20) == (version > 1)
+
+
 @pytest.mark.parametrize("had", [False, True], ids=["never had it", "has freed it"])
 def test_a_reader_without_the_base_gets_the_whole(store: WeightStore, wire: Wire, had: bool) -> None:
     state, into = weights(), weights()
