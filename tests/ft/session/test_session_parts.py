@@ -422,6 +422,15 @@ def test_a_member_that_missed_a_rollback_takes_it_over() -> None:
     assert late.vote() == REWOUND
 
 
+def test_a_newcomer_votes_as_soon_as_it_has_the_state() -> None:
+    """Should the epoch end before the others know, no state is sent to it again."""
+    new = step_protocol.CommitState()
+    new.standing, new.total = step_protocol.NEWCOMER, 10
+    new.settle(step_protocol.decide([NEW, holder(4, False)], 0))
+    new.take_over(4)
+    assert new.vote() == holder(4, False) and new.pending is None
+
+
 def test_a_job_ends_when_no_member_has_the_state() -> None:
     with pytest.raises(HoldfastError, match="everybody who had it died"):
         step_protocol.decide([NEW], 0)
