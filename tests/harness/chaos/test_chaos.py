@@ -475,6 +475,10 @@ def train(session: Session, steps: int, attach: bool = True) -> torch.Tensor:
     return weights.weight.detach()
 
 
+PATIENT = {"suspect": 8.0}
+"""A busy machine makes no rank suspect. A killed one is known by its process."""
+
+
 def test_a_users_training_survives_kills_and_a_fast_job_waits_for_them(
     chaos: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -482,7 +486,7 @@ def test_a_users_training_survives_kills_and_a_fast_job_waits_for_them(
     # without the wait the job would be over between two looks
     monkeypatch.setattr("holdfast.harness.chaos.run.scenario_run.LOOK_SECONDS", 0.5)
     kills = (chaos.kill(1, step=10), chaos.kill(1, point="step.begin", in_step=20), chaos.kill(0, step=37))
-    run = chaos.run(train, 40, ranks=3, spares=1, faults=kills).check()
+    run = chaos.run(train, 40, ranks=3, spares=1, faults=kills, timeouts=PATIENT).check()
     looked = {finding.invariant: finding.looked for finding in run.report.findings}
     assert looked["one membership an epoch"] >= 3 + 3 + 2
     assert looked["committed steps are kept"] >= 2 * 40
@@ -497,7 +501,7 @@ def test_a_users_training_survives_kills_and_a_fast_job_waits_for_them(
 def test_a_users_training_survives_kills_at_the_begin_and_before_the_commit_of_a_step(chaos: Any) -> None:
     """Where the others are in an op, or wait for the end of their own step."""
     faults = [chaos.kill(1, point="commit.before_prepare", in_step=9), chaos.kill(0, point="step.begin", in_step=15)]
-    chaos.run(train, 30, ranks=3, spares=2, faults=faults).check()
+    chaos.run(train, 30, ranks=3, spares=2, faults=faults, timeouts=PATIENT).check()
 
 
 def test_a_bug_in_a_users_training_is_found(chaos: Any, tmp_path: Path) -> None:
