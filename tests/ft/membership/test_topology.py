@@ -187,8 +187,9 @@ def after(events: Iterable[Event], evidence: Evidence, shape: Shape, view: View)
     return evidence
 
 
-@given(st.data())
-def test_evidence_gives_the_same_losses_in_any_order(data: st.DataObject) -> None:
+@pytest.mark.parametrize("shape", [Shape(), Shape(mesh=1, rings=1)], ids=["mesh", "ring"])
+@given(data=st.data())
+def test_evidence_gives_the_same_losses_in_any_order(shape: Shape, data: st.DataObject) -> None:
     view = view_on([2, 2, 2, 1])
     ids = [m.id for m in view.members]
     pairs = data.draw(st.lists(st.tuples(st.sampled_from(ids), st.sampled_from(ids)), max_size=20, unique=True))
@@ -196,8 +197,18 @@ def test_evidence_gives_the_same_losses_in_any_order(data: st.DataObject) -> Non
     words: list[Event] = [Suspicion(m, o, "silent", 1) for m, o in pairs if m != o]
     words += [ProvenDeaths((Death(who, "ended"),)) for who in dead]
 
-    lost = after(words, Evidence(), Shape(), view).lost.keys()
-    assert after(data.draw(st.permutations(words)), Evidence(), Shape(), view).lost.keys() == lost
+    lost = after(words, Evidence(), shape, view).lost.keys()
+    assert after(data.draw(st.permutations(words)), Evidence(), shape, view).lost.keys() == lost
+
+
+def test_those_that_suspect_a_member_may_be_most_once_another_observer_is_lost() -> None:
+    view, shape = view_on([1] * 7), Shape(mesh=1, rings=1)
+    member = view.members[3]
+    lost, other = observers(view, member, shape)
+    evidence = after([Suspicion(member.id, other.id, "silent", 1)], Evidence(), shape, view)
+    assert not evidence.lost, "one of two"
+    said = [Suspicion(lost.id, each.id, "silent", 1) for each in observers(view, lost, shape)]
+    assert after(said, evidence, shape, view).lost.keys() == {lost.id, member.id}
 
 
 def test_a_member_that_the_job_goes_on_without_is_lost_and_its_death_not_proven_until_it_is() -> None:
