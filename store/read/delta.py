@@ -103,17 +103,16 @@ def read_delta(
     todo = np.arange(len(plan.jobs))
     if offer is None:
         return todo
+    known = np.array([base is not None for base in bases], bool)
+    direct = np.flatnonzero(plan.job_targets >= 0)
+    direct = direct[known[plan.job_targets[direct]]]
     data = torch.empty(offer.handle.nbytes, dtype=torch.uint8, device="cpu")
-    if not source.read_beside(offer.handle, data):
+    if not len(direct) or not source.read_beside(offer.handle, data):
         return todo
-    direct, before, after = [], [], []
     memories = [TensorMemory.of(target) for target in targets]
-    for at in np.flatnonzero(plan.job_targets >= 0):
-        target, place = int(plan.job_targets[at]), (int(plan.jobs[at, TARGET]), int(plan.jobs[at, NBYTES]))
-        if (base := bases[target]) is not None:
-            direct.append(int(at))
-            before.append(base.span(*place))
-            after.append(memories[target].span(*place))
+    rows = [(int(plan.job_targets[at]), int(plan.jobs[at, TARGET]), int(plan.jobs[at, NBYTES])) for at in direct]
+    before = [base.span(offset, nbytes) for target, offset, nbytes in rows if (base := bases[target]) is not None]
+    after = [memories[target].span(offset, nbytes) for target, offset, nbytes in rows]
     numbers = plan.pieces[direct]
     try:
         delta = Delta.decode(data, offer.base, source.shard.digest, element_pieces(manifest.layout))

@@ -417,6 +417,20 @@ def test_what_is_read_through_a_copy_keeps_no_other_tensor_from_deltas(store: We
         assert (wire.take() < into["filters"].nbytes + nbytes(state) / 20) == (version > 1)
 
 
+def test_a_reader_that_has_no_whole_piece_of_the_base_reads_no_delta(store: WeightStore, wire: Wire) -> None:
+    """Small tensors share a piece, and the copy of the filters is gone."""
+    filters = torch.randn(400, 400, 3, 3).to(memory_format=torch.channels_last)
+    state = {"filters": filters, "one": torch.ones(17), "two": torch.ones(17)}
+    into = {name: torch.zeros_like(each) for name, each in state.items()}
+    for version in (1, 2):
+        state["filters"][:, 0] += 1
+        store.publish(version, state)
+        store.get(version, into)
+        assert same(state, into)
+        assert nbytes(state) < wire.take() < nbytes(state) + filters.nbytes / 20
+    assert offered(store, 2) is not None
+
+
 @pytest.mark.parametrize("had", [False, True], ids=["never had it", "has freed it"])
 def test_a_reader_without_the_base_gets_the_whole(store: WeightStore, wire: Wire, had: bool) -> None:
     state, into = weights(), weights()
