@@ -33,10 +33,13 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 # $(call install,ENVIRONMENT,WHAT)
 install = $(BIN)/uv pip install --quiet --python $(1)/bin/python $(2) || $(PIP) --python $(1)/bin/python install $(2)
 
+SUPPORTED = import sys; sys.version_info >= (3, 11, 5) or sys.exit(f"Python {sys.version} is too old: holdfast is developed \
+with 3.11.5 or newer; name one: make PYTHON=/path/to/python3")
+
 setup: $(STAMP)  ## make .venv with everything pinned in constraints.txt (only if something changed)
 
 $(STAMP): pyproject.toml setup.py constraints.txt $(wildcard comms/native/*.[ch] comms/native/*/*.[ch] store/native/*.[ch])
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	test -x $(BIN)/python || { $(PYTHON) -c '$(SUPPORTED)' && $(PYTHON) -m venv $(VENV); }
 	$(PIP) install -c constraints.txt uv
 	$(call install,$(VENV),-c constraints.txt --compile -e '.[dev]')
 	$(call install,$(VENV),-c constraints.txt --no-deps nixl nixl-cu12 nixl-cu13)
