@@ -37,16 +37,10 @@ from holdfast.ft.telemetry.flight import find
 from holdfast.harness import LocalCluster
 from support.children import Child, children
 from support.event_records import an_event
-from support.programs.forked_programs import run_python
+from support.programs.forked_programs import run_python, script
 from support.waiting import PATIENCE, PROGRAM_SECONDS, becomes_true, eventually, next_line
 
 COMMAND = str(Path(sys.executable).with_name("holdfast"))
-
-
-def script(tmp_path: Path, text: str) -> str:
-    path = tmp_path / "script.py"
-    path.write_text(textwrap.dedent(text))
-    return str(path)
 
 
 def ended(pids: list[int]) -> bool:

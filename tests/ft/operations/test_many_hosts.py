@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -44,7 +43,7 @@ from holdfast.harness.testbed import netns
 from holdfast.harness.testbed.etcd import EtcdCluster
 from holdfast.harness.testbed.netns import Network
 from support.hosts import start_holdfast, start_program
-from support.programs.forked_programs import said
+from support.programs.forked_programs import said, script
 from support.source_tree import ROOT
 from support.waiting import PROGRAM_SECONDS, becomes_true
 
@@ -71,12 +70,6 @@ STEPS = """
 def key(tmp_path: Path) -> Path:
     create_key(tmp_path / "job.key")
     return tmp_path / "job.key"
-
-
-def script(tmp_path: Path, text: str = STEPS) -> str:
-    path = tmp_path / "script.py"
-    path.write_text(textwrap.dedent(text))
-    return str(path)
 
 
 def events(logs: Path, kind: str) -> list[dict[str, Any]]:
@@ -212,7 +205,7 @@ def test_detached_processes_outlive_a_killed_agent(tmp_path: Path, key: Path) ->
     logs, gate = tmp_path / "logs", tmp_path / "gate"
     register = f"sqlite://{tmp_path}/job.sqlite"
     options = ["--register", register, "--key-file", str(key), "--logs", str(logs), "--detach", "-n", "2", "--job", "d"]
-    agent = subprocess.Popen([COMMAND, "run", *options, "--backend", "shm", script(tmp_path), str(gate)])
+    agent = subprocess.Popen([COMMAND, "run", *options, "--backend", "shm", script(tmp_path, STEPS), str(gate)])
     try:
         until(lambda: len(events(logs, "committed")) > 4, "steps are done")
         agent.kill()
@@ -244,7 +237,7 @@ class HostProcesses:
         self._options = ["run", "--nnodes", "3", "-n", str(sum(RANKS)), "--register", f"{etcd.url}/job"]
         self._options += ["--key-file", str(key), "--job", "hosts", "--backend", "gloo", "--min-size", "1"]
         self._options += ["--interface", "10.77.0.0/24"]
-        self._script = script(folder)
+        self._script = script(folder, STEPS)
 
     def logs(self, host: int) -> Path:
         return self.folder / f"logs-{host}"
@@ -489,7 +482,7 @@ def test_a_program_of_torch_distributed_runs_on_two_hosts(tmp_path: Path, key: P
 @needs_hosts
 def test_a_rank_under_torchrun_on_two_hosts_dies_and_the_other_goes_on(tmp_path: Path, key: Path) -> None:
     """The one that dies is on the host of the agent that serves torchrun's own store."""
-    path, gate, logs = script(tmp_path), tmp_path / "gate", [tmp_path / "logs-0", tmp_path / "logs-1"]
+    path, gate, logs = script(tmp_path, STEPS), tmp_path / "gate", [tmp_path / "logs-0", tmp_path / "logs-1"]
 
     def works(host: int, size: int) -> bool:
         """Whether the worker of a host has committed steps in an epoch of this size."""

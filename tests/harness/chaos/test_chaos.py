@@ -254,6 +254,17 @@ def test_two_runs_are_compared_side_by_side(killed: Path, tmp_path: Path) -> Non
     assert [compared(*runs)[0].direction for runs in (report.runs, report.runs[::-1])] == ["worse", "better"]
 
 
+def test_more_steps_a_second_and_shorter_recoveries_are_better(killed: Path) -> None:
+    run = load_report(killed).runs[0]
+    resumed = msgspec.structs.replace(run.percentiles["resumed"], p50=run.percentiles["resumed"].p50 / 2)
+    other = msgspec.structs.replace(
+        run, speed=Speed(steps=run.speed.steps, rate=2 * run.speed.rate), percentiles={"resumed": resumed}
+    )
+    for before, after, direction in ((run, other, "better"), (other, run, "worse")):
+        directions = {row.name: row.direction for row in compared(before, after)}
+        assert directions["steps a second"] == directions["resumed median"] == direction
+
+
 CUT = """<script>
 for (const each of document.querySelectorAll(".chart, .scroll, pre, main"))
   if (each.scrollWidth > each.clientWidth + 1) document.title += " CUT " + each.className + each.tagName;

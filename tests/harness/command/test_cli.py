@@ -26,7 +26,15 @@ from holdfast.harness.cli.app import app
 from holdfast.harness.training.driver import run_interruptible
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import ProcessStarted
-from support.programs.forked_programs import HOLDFAST, run_holdfast, run_python, said, said_as_json, write_plugins
+from support.programs.forked_programs import (
+    HOLDFAST,
+    run_holdfast,
+    run_python,
+    said,
+    said_as_json,
+    script,
+    write_plugins,
+)
 from support.programs.snippets import blocks
 from support.source_tree import ROOT
 from support.waiting import PROGRAM_SECONDS, becomes_true, next_line
@@ -38,12 +46,6 @@ def holdfast(*arguments: str | Path, cwd: Path | None = None, **environ: str) ->
     """Run the command with wide output and without colours."""
     wide = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1", **environ}
     return run_holdfast(*arguments, cwd=cwd, environ=wide)
-
-
-def script(tmp_path: Path, source: str) -> Path:
-    path = tmp_path / "script.py"
-    path.write_text(textwrap.dedent(source))
-    return path
 
 
 def test_the_command_is_a_module_to_run(tmp_path: Path) -> None:
@@ -433,7 +435,7 @@ with ft.Session() as session:
 def launched(tmp_path: Path, after_the_steps: str, **plan: Any) -> int:
     """The exit status of a job of one rank that goes on after its steps."""
     path = script(tmp_path, STEPS + textwrap.dedent(after_the_steps))
-    return launch(LaunchPlan(python_command(str(path), [str(tmp_path)]), 1, **plan))
+    return launch(LaunchPlan(python_command(path, [str(tmp_path)]), 1, **plan))
 
 
 def test_run_shows_progress_bars_as_lines_obeys_no_escape_sequence_and_fails_if_a_rank_fails_after_the_last_step(

@@ -126,6 +126,13 @@ def said_as_json(*arguments: str | Path, status: int = 0, **environ: str) -> Any
     return json.loads(done.stdout)
 
 
+def script(folder: Path, text: str) -> str:
+    """The path of a file with this program, for a command that takes one."""
+    path = folder / "script.py"
+    path.write_text(textwrap.dedent(text))
+    return str(path)
+
+
 def write_plugins(folder: Path, **sources: str) -> None:
     """Write a package with these plugins as modules, which programs with the folder on PYTHONPATH find."""
     for name, source in sources.items():
