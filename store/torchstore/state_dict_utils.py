@@ -36,7 +36,10 @@ async def put_state_dict(
     store = await client(store_name)
     if direct_rdma:
         known = _registered.setdefault(store, {})
-        state_dict = known.get(key) if state_dict is None else known.setdefault(key, state_dict)
+        if state_dict is None:
+            state_dict = known.get(key)
+        else:
+            known[key] = state_dict
     if state_dict is None:
         raise HoldfastError(f"putting {key!r}: no state dict; the first call needs one, also with direct_rdma")
     flat, mapping = _flatten(state_dict)

@@ -235,6 +235,10 @@ def test_state_dicts_travel_in_another_dtype_and_directly_with_the_values_of_the
     run(ts.put_state_dict(None, "v0", direct_rdma=True))
     assert run(ts.get_state_dict("v0", mine, direct_rdma=True)) == mine
     assert mine["w"].sum() == 4000
+    for value in (3.0, 4.0):
+        run(ts.put_state_dict({"w": torch.full((2000,), value)}, "v0", direct_rdma=True))
+        run(ts.get_state_dict("v0", mine, direct_rdma=True))
+        assert mine["w"].sum() == 2000 * value
 
 
 # -- the life of a store
