@@ -657,6 +657,11 @@ def rebuild(skeleton: Skeleton | bytes, tensors: Mapping[str, Tensor]) -> dict[s
     return built
 
 
+def cannot_change(name: str, container: object) -> str:
+    """Why a value that differs is not replaced."""
+    return f"{name!r} of `into` is in a {type(container).__name__}, which cannot be changed; give a dict or a list"
+
+
 def build_value(node: StateNode) -> Any:
     """A value of a skeleton, anew; it has no tensors."""
     return _Builder(Skeleton(DictNode((), ())), {}).build(node, "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 
 from holdfast.comms.errors import HoldfastError, Mismatch, Unsupported
 from holdfast.store.catalog import fleet
@@ -34,6 +35,8 @@ class Stager:
         self.failures = 0
         self.failing: HoldfastError | None = None
         self._unfit: dict[int, tuple[Digests, HoldfastError]] = {}
+        self._failed_reads: Counter[int] = Counter()
+        """How often in a row the read of a version failed; others are read first."""
         self._error: HoldfastError | None = None
         self._over: HoldfastError | None = None
         self._closing = threading.Event()
@@ -155,9 +158,13 @@ class Stager:
         """The next version to stage, and tensors for it."""
         returning = self.staged.returning
         versions = wanted(catalog, me) if returning is None else (returning,)
+        self._failed_reads = Counter({version: self._failed_reads[version] for version in versions})
+        versions = tuple(sorted(versions, key=self._failed_reads.__getitem__))
         urgent = needed(catalog, me)
         for place, version in enumerate(versions):
             digests = digests_of(catalog, version)
+            if not digests and returning is None:
+                continue  # its last replica is gone: no read can bring it
             if self.staged.find(version, digests) or self.staged.refuses(version) or self.unfit(catalog, version):
                 continue
             room = self.staged.room_for(versions[: place + 1], urgent)
@@ -181,6 +188,7 @@ class Stager:
         return fleet.report(catalog, self.reader.id, self.reader.token, pinned, ready)
 
     def _read(self, version: int, found: StagingState) -> None:
+        self._failed_reads[version] += 1
         try:
             with self._reading.scope():
                 self._staging.read(version, found)
@@ -188,6 +196,7 @@ class Stager:
             self._unfit[version] = (found.digests, error)
             self._settle_switch(self.client.read()[1])
             raise
+        del self._failed_reads[version]
         if digests_of(self.client.read()[1], version) in (found.digests, ()):
             self.failing = None
             self.staged.complete(found)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,15 @@ from holdfast.ft.state.aliases import alias_key, groups_sharing_memory
 from holdfast.store.catalog.fleet import Digests, digests_of
 from holdfast.store.catalog.records import Catalog
 from holdfast.store.data.digests import NBYTES, SOURCE, TARGET, copy_elements, lies_in_order
-from holdfast.store.data.state_dicts import FlatState, build_value, flatten_targets, rebuild
+from holdfast.store.data.state_dicts import (
+    FlatState,
+    ValueSlot,
+    build_value,
+    cannot_change,
+    flatten_targets,
+    rebuild,
+)
+from holdfast.store.data.state_nodes import StateNode, encode_node
 from holdfast.store.reshard.placements import is_dtensor, local_of
 
 Tensors = Mapping[str, torch.Tensor]
@@ -150,7 +158,11 @@ def _placed_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 
 def copy_state(source: StagingState, into: FlatState) -> None:
-    """Copy tensors and values into a state dict; returns once the bytes are there."""
+    """Copy tensors and values into a state dict; returns once the bytes are there.
+
+    Raises `Mismatch`, before anything is changed, if a value differs from one that cannot be changed.
+    """
+    values = list(_values_to_write(source, into))
     done: set[tuple[object, ...]] = set()
     devices: set[torch.device] = set()
     dense: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -173,9 +185,18 @@ def copy_state(source: StagingState, into: FlatState) -> None:
     into.bump_versions()
     for device in devices:
         torch.cuda.current_stream(device).synchronize()
-    for name, slot in flatten_targets(source.state).values.items():
+    for there, node in values:
+        there.container[there.key] = build_value(node)
+
+
+def _values_to_write(source: StagingState, into: FlatState) -> Iterator[tuple[ValueSlot, StateNode]]:
+    """The values that were staged, and where they go."""
+    for name, staged in flatten_targets(source.state).values.items():
         there = into.values[name]
-        there.container[there.key] = build_value(slot.node)
+        if isinstance(there.container, MutableMapping | list):
+            yield there, staged.node
+        elif encode_node(staged.node) != encode_node(there.node):
+            raise Mismatch(cannot_change(name, there.container))
 
 
 def _copy_dense(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

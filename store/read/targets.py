@@ -28,7 +28,7 @@ from holdfast.ft.state.aliases import check_agreement, groups_sharing_memory
 from holdfast.store.data.cuda_copies import CopiesToDevices, on_device
 from holdfast.store.data.digests import copy_elements, is_dense
 from holdfast.store.data.manifest import TensorEntry, quoted
-from holdfast.store.data.state_dicts import FaultList, FlatState, Skeleton, build_value
+from holdfast.store.data.state_dicts import FaultList, FlatState, Skeleton, build_value, cannot_change
 from holdfast.store.data.state_nodes import StateNode, SubclassNode, encode_node
 from holdfast.store.read.read_plan import ReadPlan, has_rows
 from holdfast.store.read.version_reader import VersionReader
@@ -232,10 +232,7 @@ class _Check:
                 if isinstance(slot.container, MutableMapping | list):
                     writes.append((slot.container, slot.key, node))
                 else:
-                    kind = type(slot.container).__name__
-                    self._add(
-                        name, f"{name!r} of `into` is in a {kind}, which cannot be changed; give a dict or a list"
-                    )
+                    self._add(name, cannot_change(name, slot.container))
         return writes
 
     def _report_extra(self) -> None:

@@ -14,6 +14,7 @@ from contextlib import nullcontext, suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -268,6 +269,28 @@ def test_a_model_is_followed_with_tied_weights_views_and_values(store: WeightSto
         assert follower.back() == 1 and into["steps"] == [1, {"lr": 0.1}]
 
 
+def test_a_value_in_a_tuple_stays_and_a_version_with_another_one_does_not_fit(store: WeightStore) -> None:
+    store.publish(1, {"pair": (torch.ones(3), 7)})
+    into = {"pair": (torch.zeros(3), 7)}
+    with store.follow(into) as follower:
+        assert follower.catch_up() == 1 and into["pair"][0].sum() == 3
+        store.publish(2, {"pair": (torch.full((3,), 2.0), 8)})
+        with pytest.raises(Mismatch, match=r"'pair\.1' of `into` is in a tuple, which cannot be changed"):
+            follower.wait_ready(2)
+        assert into["pair"][0].sum() == 3
+
+
+def test_a_value_in_a_mapping_that_cannot_be_changed_is_refused_before_the_swap(store: WeightStore) -> None:
+    tensor = torch.zeros(3)
+    with store.follow({"fixed": MappingProxyType({"w": tensor, "n": 7})}) as follower:
+        for number, value in ((1, 7), (2, 8)):
+            store.publish(number, {"fixed": {"w": torch.full((3,), float(number)), "n": value}})
+            follower.wait_ready(number)
+            with nullcontext() if value == 7 else pytest.raises(Mismatch, match="mappingproxy, which cannot be"):
+                follower.swap()
+        assert tensor.sum() == 3 and follower.version == 1
+
+
 def test_a_mapped_version_is_exchanged_and_not_copied(store: WeightStore) -> None:
     model = nn.Linear(300, 400)
     into: dict[str, Any] = dict(model.state_dict())
@@ -426,6 +449,40 @@ def test_a_reader_that_another_host_took_over_does_not_serve(store: WeightStore)
         for call in (one.swap, one.catch_up, partial(one.wait_ready, 2)):
             with pytest.raises(ReaderReplaced):
                 call()
+
+
+def test_a_reader_that_cannot_have_the_committed_version_is_ready_for_the_next(store: WeightStore) -> None:
+    """All holders of version 1 died before a second reader had it."""
+    store.publish(1, weights(1))
+    with store.follow(weights(-1), reader="g0") as one:
+        assert store.switch(1).committed and one.swap() == 1
+        store._change(lambda catalog: replace(without_versions(catalog, [1]), past=()))
+        with store.follow(weights(-1), reader="g1") as late:
+            with pytest.raises(NotCaughtUp, match="version 1, committed by switch 1, is not staged yet"):
+                late.swap()
+            store.publish(2, weights(2))
+            assert store.switch(2, ["g0", "g1"], timeout=20.0).committed
+            assert one.swap() == late.swap() == 2
+
+
+def test_a_version_that_cannot_be_read_holds_up_no_other(store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = staging.CopiedStaging.read
+
+    def broken(self: staging.CopiedStaging, version: int, into: StagingState) -> None:
+        if version == 1:
+            raise CorruptData("no replica of version 1 has the right bytes")
+        read(self, version, into)
+
+    store.publish(1, weights(1))
+    with store.follow(weights(-1), reader="g0") as one:
+        assert store.switch(1).committed and one.swap() == 1
+        monkeypatch.setattr(staging.CopiedStaging, "read", broken)
+        with store.follow(weights(-1), reader="g1") as late:
+            store.publish(2, weights(2))
+            assert store.switch(2, ["g0", "g1"], timeout=20.0).committed
+            with pytest.raises(CorruptData):
+                late.swap()
+            assert one.swap() == late.swap() == 2
 
 
 # -- switches of a fleet of processes
