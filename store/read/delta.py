@@ -47,7 +47,17 @@ class _Known:
     digest: bytes
     addresses: tuple[int, ...]
     storages: tuple[StorageWeakRef, ...]
+    sizes: tuple[int, ...]
     starts: tuple[int, ...]
+
+    def memories(self) -> list[TensorMemory | None]:
+        """The memory of each target; None for one that was freed, by a `resize_` of its storage too."""
+        found: list[TensorMemory | None] = []
+        for reference, nbytes, start in zip(self.storages, self.sizes, self.starts, strict=True):
+            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            there = storage is not None and storage.nbytes() == nbytes
+            found.append(TensorMemory(_bytes_of(storage), start) if there else None)
+        return found
 
 
 class FilledTargets:
@@ -63,9 +73,10 @@ class FilledTargets:
     def remember(self, plan: PartPlan, targets: Sequence[torch.Tensor], digest: bytes) -> None:
         """Targets have been filled by `plan` with the part that has this digest."""
         addresses = tuple(target.data_ptr() for target in targets)
-        storages = tuple(map(StorageWeakRef, [target.untyped_storage() for target in targets]))
-        starts = tuple(target.data_ptr() - target.untyped_storage().data_ptr() for target in targets)
-        known = _Known(plan, digest, addresses, storages, starts)
+        storages = [target.untyped_storage() for target in targets]
+        sizes = tuple(storage.nbytes() for storage in storages)
+        starts = tuple(at - storage.data_ptr() for at, storage in zip(addresses, storages, strict=True))
+        known = _Known(plan, digest, addresses, tuple(map(StorageWeakRef, storages)), sizes, starts)
         with self._lock:
             others = [each for each in self._known if each.addresses != addresses or each.plan is not plan]
             self._known = [known, *others][:MOST_KNOWN]
@@ -73,18 +84,16 @@ class FilledTargets:
     def holding(self, plan: PartPlan, digest: bytes) -> list[TensorMemory | None] | None:
         """The memory of each target that `plan` filled with the part of this digest, None for one that was freed.
 
-        None if no fill is known of which any memory exists.
+        Of several fills it is the one of which most is left; None if nothing is.
         """
         with self._lock:
-            known = [each for each in self._known if each.plan is plan and each.digest == digest]
-        for each in known:
-            storages = [torch.UntypedStorage._new_with_weak_ptr(storage.cdata) for storage in each.storages]
-            if any(storage is not None for storage in storages):
-                return [
-                    None if storage is None else TensorMemory(_bytes_of(storage), start)
-                    for storage, start in zip(storages, each.starts, strict=True)
-                ]
-        return None
+            fills = [each for each in self._known if each.plan is plan and each.digest == digest]
+        left = max((each.memories() for each in fills), key=_count_living, default=[])
+        return left if _count_living(left) else None
+
+
+def _count_living(memories: Sequence[TensorMemory | None]) -> int:
+    return sum(memory is not None for memory in memories)
 
 
 def read_delta(

@@ -16,6 +16,7 @@ from holdfast.store.data.cuda_copies import CopiesToDevices, can_digest, on_devi
 from holdfast.store.data.digests import (
     COUNT,
     FIRST,
+    LEAST_BYTES,
     NBYTES,
     NO_COPIES,
     ROW_BYTES,
@@ -63,6 +64,11 @@ class PartTargets:
         """The only device that targets are on; None if there is none, or several."""
 
     @functools.cached_property
+    def copies_rows(self) -> bool:
+        """Whether compiled code reads any piece twice: once for its checksum, and once for its rows or few bytes."""
+        return bool(len(self.plan.copies) or (self.plan.jobs[:, NBYTES] < LEAST_BYTES).any())
+
+    @functools.cached_property
     def only_away(self) -> npt.NDArray[np.bool_]:
         """The jobs that take bytes to devices alone."""
         first, count = self.plan.jobs[:, FIRST].astype(np.intp), self.plan.jobs[:, COUNT].astype(np.intp)
@@ -82,8 +88,7 @@ class PartTargets:
         target = int(self.plan.job_targets[start])
         if target < 0 or self.away[start]:
             return None
-        begin = int(self.plan.jobs[start, TARGET])
-        return flat_bytes(self.targets[target])[begin : begin + nbytes]
+        return TensorMemory.of(self.targets[target]).span(int(self.plan.jobs[start, TARGET]), nbytes)
 
     def begin_copies(self, memory: torch.Tensor, first: int, todo: Indexes) -> CopiesToDevices:
         """Begin to copy what the jobs `todo` take to devices, from `memory`, which has the region from `first` on."""
@@ -226,8 +231,8 @@ def _from_mapping(
         else:
             sums = copy_and_digest(jobs[call], copies)
         wrong.append(todo[call][sums != expected[todo[call]]])
-    if into.any_away and not source.confirm():
-        return todo  # the devices may have got other bytes than those that were verified
+    if (into.any_away or into.copies_rows) and not source.confirm():
+        return todo  # what was copied after it was verified may be other bytes: those of a part that lies there now
     failed = np.concatenate(wrong)
     if len(failed):
         source.reject(int(into.plan.jobs[failed[0], SOURCE]))

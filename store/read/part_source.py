@@ -183,9 +183,13 @@ class PartSource:
 
         If not, go on to the next replica. Raises the errors of `manifest` if there is no other.
         """
-        found = self._is_open(self._current())
-        self._current()
-        return found
+        try:
+            self._plane.map(self._current().handle, lasting=False)
+        except RegionGone as error:
+            self._drop(str(error))
+            self._current()
+            return False
+        return True
 
     def of_this_host(self) -> Iterator[tuple[Peer, Replica]]:
         """The replicas of this host that are left, and their processes."""

@@ -37,9 +37,11 @@ from holdfast.store import (
     WeightStore,
     weight_store,
 )
+from holdfast.store.data.digests import Words
 from holdfast.store.data.manifest import PIECE_BYTES, CopyPiece
 from holdfast.store.data.packing import PartBlock, pack
 from holdfast.store.holding.memory_pool import AHEAD
+from holdfast.store.read import filling
 from holdfast.store.read.version_reader import VersionReader
 from support.children import Start
 from support.samples.store_processes import Holders, a_holder
@@ -150,6 +152,26 @@ def test_the_newest_versions_stay(store: WeightStore) -> None:
         store.publish(0, weights())
     with pytest.raises(Mismatch, match="use a new number"):
         store.publish(2, weights(99))
+
+
+def test_a_version_whose_memory_is_used_anew_while_its_rows_are_copied_is_not_returned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their checksum was right before. A reader may get no processor between the two."""
+    with WeightStore(f"memory://{tmp_path}", keep=1) as store:
+        store.publish(1, weights(1.0))
+        copy_and_digest = filling.copy_and_digest
+
+        def paused(jobs: Words, copies: Words) -> Words:
+            sums = copy_and_digest(jobs, copies)
+            for number in (2, 3):
+                store.publish(number, weights(float(number)))
+            copy_and_digest(jobs, copies)
+            return sums
+
+        monkeypatch.setattr(filling, "copy_and_digest", paused)
+        with pytest.raises(NoSuchVersion):
+            store.get(1, weights(0.0))
 
 
 def test_a_pinned_version_stays_until_it_is_released(store: WeightStore) -> None:

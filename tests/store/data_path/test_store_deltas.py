@@ -431,6 +431,40 @@ def test_a_reader_that_has_no_whole_piece_of_the_base_reads_no_delta(store: Weig
     assert offered(store, 2) is not None
 
 
+def test_targets_that_are_not_dense_are_filled_where_nothing_is_mapped(store: WeightStore, wire: Wire) -> None:
+    state = {"rows": torch.randn(2, 1 << 20), "one": torch.tensor([3.0])}
+    store.publish(1, state)
+    into = {"rows": torch.zeros(2, 1 << 21)[:, : 1 << 20], "one": torch.zeros(5)[::5]}
+    store.get(1, into)
+    assert same(state, into)
+
+
+def test_a_target_whose_storage_was_resized_counts_as_freed(store: WeightStore, wire: Wire) -> None:
+    """FSDP frees the memory of parameters so."""
+    state, into = read_first(store)
+    into["large"].untyped_storage().resize_(0)
+    step(state)
+    store.publish(2, state)
+    other = weights()
+    wire.take()
+    store.get(2, other)
+    assert same(state, other)
+    assert state["large"].nbytes < wire.take() < state["large"].nbytes + nbytes(state) / 20
+
+
+def test_of_several_readers_of_the_base_the_one_with_most_of_it_left_serves(store: WeightStore, wire: Wire) -> None:
+    state, whole = read_first(store)
+    part = weights()
+    store.get(1, part)
+    del part["large"]
+    step(state)
+    store.publish(2, state)
+    wire.take()
+    store.get(2, into := weights())
+    assert same(state, into) and whole
+    assert wire.take() < nbytes(state) / 20
+
+
 @pytest.mark.parametrize("had", [False, True], ids=["never had it", "has freed it"])
 def test_a_reader_without_the_base_gets_the_whole(store: WeightStore, wire: Wire, had: bool) -> None:
     state, into = weights(), weights()
