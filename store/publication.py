@@ -193,7 +193,12 @@ class Publication:
             self._replica_holder.decide(key, at, catalog)
             raise
         if self._replica_holder.holder.leaving:
-            at, catalog = self._catalog_client.change(lambda now: transitions.drop_replica(now, *self._at, publisher))
+            try:
+                at, catalog = self._catalog_client.change(
+                    lambda now: transitions.drop_replica(now, *self._at, publisher)
+                )
+            except HoldfastError as error:
+                _log.info("version %d part %d stays in this process, too: %s", *self._at, error)
         self._replica_holder.decide(key, at, catalog)
         self._observe("published")
 

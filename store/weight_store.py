@@ -29,7 +29,6 @@ from holdfast.store.catalog.fleet import Digests, digests_of
 from holdfast.store.catalog.records import Catalog, Holder, Reader, Replica, Shard, Spread, Version, reader_name
 from holdfast.store.data.cuda_copies import digests, registrations
 from holdfast.store.data.manifest import TensorEntry
-from holdfast.store.data.packing import PackedPart
 from holdfast.store.data.state_dicts import FlatState, flatten, flatten_targets, rebuild
 from holdfast.store.errors import CallCancelled, NoSuchVersion, StoreTimeout, with_mixture
 from holdfast.store.follow.follower import Follower
@@ -214,14 +213,15 @@ class WeightStore:
             self._replica_holder = ReplicaHolder(self._catalog_client, self._plane, pool, holder, self._observe)
             report = self._replica_holder.report_corrupt
             self._host_copies = HostCopies(self._catalog_client, self._plane, pool, holder, report)
+            parts = self._replica_holder, self._host_copies, self._catalog_client, self._plane
+            undo.pop_all()
+            undo.callback(_end, *parts, None)
             if expect:
                 pool.touch_ahead(integer_in(expect, "expect", 1) + expect // 64 + MANIFEST_BYTES)
             if hold:
                 self._replica_holder.start()
             undo.pop_all()
-        self._ending = weakref.finalize(
-            self, _end, self._replica_holder, self._host_copies, self._catalog_client, self._plane
-        )
+        self._ending = weakref.finalize(self, _end, *parts)
         forks.reset_in_children(self)
         forks.refuse_in_children(self, f"the store {self.url}", ("url",))
 
@@ -274,20 +274,24 @@ class WeightStore:
         with until(deadline):
             _, catalog = self._catalog_client.read()
             transitions.check_fence(catalog, fence)
-            packed = self._pack(version, mine, deadline)
-            device = None
-            if self._device_reads is not None:
-                device = self._replica_holder.device_copies.copy(packed, mine.sources())
+            holder = self._replica_holder
+            with holder.pool.allocating(deadline, version) as allocate, ExitStack() as undo:
+                packed = mine.pack(allocate)
+                device = None
+                if self._device_reads is not None:
+                    device = holder.device_copies.copy(packed, mine.sources())
+                    if device is not None:
+                        undo.callback(holder.device_copies.give_back, device)
 
-            def observe(kind: str) -> None:
-                self._observe(kind, {"version": version, "part": part, "bytes": packed.nbytes})
+                def observe(kind: str) -> None:
+                    self._observe(kind, {"version": version, "part": part, "bytes": packed.nbytes})
 
-            observe("copied")
-            if not self._hold:
-                self._catalog_client.change(lambda now: transitions.join(now, self._replica_holder.holder))
-            self._note_slow()
-            holder, key = self._replica_holder, (version, part, packed.digest)
-            replica = holder.keep(key, packed.memory, packed.nbytes, device)
+                observe("copied")
+                if not self._hold:
+                    self._catalog_client.change(lambda now: transitions.join(now, holder.holder))
+                self._note_slow()
+                replica = holder.keep((version, part, packed.digest), packed.memory, packed.nbytes, device)
+                undo.pop_all()
             shard = Shard(part, packed.digest, packed.manifest_at, holder.holder.id, (replica,))
             draft = Version(version, parts, self._replicas, fence, False, (shard,), self._spread)
             publication = Publication(
@@ -318,10 +322,6 @@ class WeightStore:
             return
         self._slow, me = why, self._replica_holder.holder.id
         self._catalog_client.change(lambda now: transitions.note_slow(now, me, why))
-
-    def _pack(self, version: int, part: PublishedPart, deadline: float) -> PackedPart:
-        with self._replica_holder.pool.allocating(deadline, version) as allocate:
-            return part.pack(allocate)
 
     # -- reading
 
@@ -659,9 +659,13 @@ class WeightStore:
 
 
 def _end(
-    holder: ReplicaHolder, copies: HostCopies, client: CatalogClient, plane: MemoryPlane, patience: float = 0.0
+    holder: ReplicaHolder, copies: HostCopies, client: CatalogClient, plane: MemoryPlane, patience: float | None = 0.0
 ) -> None:
-    holder.close(patience)
+    """Close the parts of a store. `patience` is that of `ReplicaHolder.close`; None if it never entered."""
+    if patience is None:
+        holder.stop()
+    else:
+        holder.close(patience)
     copies.close()
     plane.close()
     holder.join()

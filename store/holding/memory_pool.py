@@ -102,12 +102,17 @@ class MemoryPool:
             raise
 
     @contextmanager
-    def allocating(self, deadline: float, version: int) -> Iterator[Callable[[int], torch.Tensor]]:
-        """Give a function that allocates; its memory is given back if the block raises an error."""
+    def allocating(
+        self, deadline: float, version: int, *, part: bool = True
+    ) -> Iterator[Callable[[int], torch.Tensor]]:
+        """Give a function that allocates; its memory is given back if the block raises an error.
+
+        The block ends where something else has taken the memory over.
+        """
         taken = []
 
         def allocate(nbytes: int) -> torch.Tensor:
-            taken.append(self.allocate(nbytes, deadline, version))
+            taken.append(self.allocate(nbytes, deadline, version, part=part))
             return taken[-1]
 
         try:

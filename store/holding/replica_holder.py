@@ -114,6 +114,10 @@ class ReplicaHolder:
             self._catalog_client.change(lambda now: transitions.depart(now, self.holder.id))
         except HoldfastError as error:
             _log.warning("left the store without telling the others: %s", error)
+        self.stop()
+
+    def stop(self) -> None:
+        """End the background work without a word to the others. Idempotent."""
         self._closing.set()
         self._casts.stop()
         self._deaths.close()
@@ -203,9 +207,10 @@ class ReplicaHolder:
         The delta counts towards the memory's limit. Raises `StoreFull` if that leaves no room.
         """
         step = 1 << max(delta.nbytes.bit_length() - 3, 0)  # so that the memory fits the next deltas too
-        memory = self.pool.allocate(-(-delta.nbytes // step) * step, time.monotonic(), key[0], part=False)
-        delta.write(memory[: delta.nbytes], base, key[2])
-        region = self._plane.expose(memory[: delta.nbytes])
+        with self.pool.allocating(time.monotonic(), key[0], part=False) as allocate:
+            memory = allocate(-(-delta.nbytes // step) * step)
+            delta.write(memory[: delta.nbytes], base, key[2])
+            region = self._plane.expose(memory[: delta.nbytes])
         with self._lock:
             kept = self._kept.get(key)
             known = None if kept is None else kept.delta
@@ -298,6 +303,7 @@ class ReplicaHolder:
             with self.pool.allocating(time.monotonic(), version.number) as allocate:
                 memory = allocate(source.nbytes)
                 copy_part(source, memory[: source.nbytes], self._base_of(shard))
+                replica = self.keep(key, memory, source.nbytes)
         except RegionGone as error:
             _log.debug("cannot make a replica yet: %s", error)
             self._catalog_client.remove_dead_holders()
@@ -308,7 +314,6 @@ class ReplicaHolder:
             _log.info("cannot make a replica yet: %s", error)
             self._rounds[key] = min(rounds + 1, MOST_PATIENT_ROUND)
             return
-        replica = self.keep(key, memory, source.nbytes)
         try:
             at, after = self._catalog_client.change(
                 lambda now: transitions.replicated(now, version.number, shard.part, shard.digest, replica)

@@ -6,13 +6,16 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from holdfast.backends.inproc.transport import InprocPlane
+from holdfast.comms.errors import Unsupported
 from holdfast.comms.memory_plane import memory
 from holdfast.store import WeightStore
+from holdfast.store.data.delta import diff
 from holdfast.store.holding import memory_pool
 from holdfast.store.holding.memory_pool import AHEAD, MemoryPool, available_memory
 from support.waiting import PATIENCE, eventually
@@ -174,6 +177,34 @@ def test_a_store_that_does_not_hold_touches_memory_for_one_more_part(url: str) -
         pool = store._replica_holder.pool
         eventually(lambda: is_idle(pool))
         assert 4 << 20 < pool._used <= 2 * (5 << 20)
+
+
+def test_a_publish_that_fails_before_its_part_is_kept_gives_the_memory_back() -> None:
+    def observe(kind: str, fields: dict[str, object]) -> None:
+        if kind == "copied" and fields["version"] == 2:
+            raise RuntimeError("of the caller")
+
+    with WeightStore("memory://fails", observe=observe, limit=10 << 20) as store:
+        store.publish(1, {"weight": torch.zeros(1 << 20)})
+        used = store._replica_holder.pool.used
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="of the caller"):
+                store.publish(2, {"weight": torch.ones(1 << 20)})
+            assert store._replica_holder.pool.used == used
+
+
+def test_a_delta_that_cannot_be_exposed_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    with WeightStore("memory://deltas") as store:
+        state = {"weight": torch.zeros(1 << 20)}
+        store.publish(1, state)
+        holder = store._replica_holder
+        (key,) = holder._kept
+        used, memory = holder.pool.used, holder.memory_of(key)
+        assert memory is not None
+        monkeypatch.setattr(holder._plane, "expose", Mock(side_effect=Unsupported("exposing", "")))
+        with pytest.raises(Unsupported):
+            holder.attach(key, diff(memory, memory, ()), key[2])
+        assert holder.pool.used == used
 
 
 def test_a_cgroup_bounds_what_is_available(tmp_path: Path) -> None:

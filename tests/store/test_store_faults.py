@@ -20,14 +20,15 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from holdfast.comms.errors import HoldfastError, Mismatch
+from holdfast.comms.errors import CorruptData, HoldfastError, Mismatch
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import start_time, this_host
-from holdfast.ft.registers import RegisterAway, sqlite
+from holdfast.ft.registers import RegisterAway, open_cell, sqlite
 from holdfast.ft.registers.etcd import OtherCluster
 from holdfast.store import NoSuchVersion, StoreTimeout, WeightStore
 from holdfast.store.catalog.client import UNKNOWN_SECONDS, Cancellation
@@ -389,6 +390,34 @@ def test_a_register_that_was_away_long_ago_is_waited_for_again(
         register.come_back()
         assert running.result(PATIENCE) == 1
     assert "waits for its register, up to 60 s" in caplog.text
+
+
+def test_a_store_that_cannot_open_leaves_no_descriptor_and_no_thread(tmp_path: Path) -> None:
+    """Its register has a catalogue that it cannot read."""
+    url = f"sqlite://{tmp_path}/job.sqlite"
+    with contextlib.closing(open_cell(url, "store")) as cell:
+        assert cell.compare_and_set(0, b"of another release")
+
+    def fail() -> tuple[int, set[threading.Thread]]:
+        with pytest.raises(CorruptData):
+            WeightStore(url, expect=4 << 20)
+        return len(list(Path("/proc/self/fd").iterdir())), set(threading.enumerate())
+
+    assert fail() == fail()
+
+
+def test_a_publish_whose_part_is_safe_is_no_failure_if_the_register_goes_then(
+    register: Register, store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A publisher that does not hold parts leaves its own to others; it keeps it if it cannot say so."""
+    drop = Mock(side_effect=HoldfastError("the register is away"))
+    with WeightStore(register.url, replicas=1, hold=False) as publisher:
+        monkeypatch.setattr("holdfast.store.publication.transitions.drop_replica", drop)
+        publisher.publish(2, {"a": torch.full((8,), 2.0)})
+        (kept,) = publisher._replica_holder._kept.values()
+        assert drop.called and not kept.bringing
+    into = {"a": torch.zeros(8)}
+    assert store.get(2, into) == 2 and into["a"].sum() == 16
 
 
 def test_a_longer_outage_is_a_typed_error(register: Register) -> None:
