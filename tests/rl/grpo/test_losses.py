@@ -252,7 +252,7 @@ def run_program(*arguments: str, packages: tuple[str, ...], **environment: str) 
 
 
 @pytest.mark.timeout(320)
-@pytest.mark.parametrize("language", ["triton", "helion"])
+@pytest.mark.parametrize("language", ["triton", pytest.param("helion", marks=pytest.mark.thorough)])
 def test_fused_kernels_compute_what_torchs_ops_do(language: str) -> None:
     """In the interpreter of the language, on CPU memory. The two refuse each other, so each has a process."""
     packages = ("triton",) if language == "triton" else ("triton", "helion")
