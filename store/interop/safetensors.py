@@ -222,14 +222,12 @@ class SafetensorsDirectory:
             faults += [f"{name} besides" for name in sorted(places.keys() - self.record.checksums.keys())]
         if faults:
             raise CorruptData(f"{self.path} is damaged: {'; '.join(faults)}")
-        return {name: _nbytes(files[place].get_slice(name)) for name, place in places.items()}
+        slices = {name: files[place].get_slice(name) for name, place in places.items()}
+        dtypes = {name: each.get_dtype() for name, each in slices.items()}
+        if strange := [f"{name} ({dtype})" for name, dtype in dtypes.items() if dtype not in _ITEMSIZES]:
+            raise Unsupported(f"safetensors of {', '.join(strange)}", f"use one of {', '.join(_ITEMSIZES)}")
+        return {name: math.prod(each.get_shape()) * _ITEMSIZES[dtypes[name]] for name, each in slices.items()}
 
 
 class _FileIndex(msgspec.Struct):
     weight_map: dict[str, str]
-
-
-def _nbytes(tensor: Any) -> int:
-    """The size of a tensor in a file, as its header says."""
-    shape: list[int] = tensor.get_shape()
-    return math.prod(shape) * _ITEMSIZES[tensor.get_dtype()]

@@ -137,6 +137,14 @@ def test_a_dtype_that_the_format_lacks_and_a_missing_version_write_nothing(store
     assert not list(tmp_path.iterdir())
 
 
+def test_a_dtype_of_the_format_that_a_store_lacks_is_refused(store: WeightStore, tmp_path: Path) -> None:
+    header = json.dumps({"packed": {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(2))
+    with pytest.raises(Unsupported, match=r"packed \(F4\)"):
+        import_version(store, tmp_path, 1)
+    assert store.versions() == []
+
+
 def test_an_index_cannot_name_files_elsewhere(store: WeightStore, tmp_path: Path) -> None:
     save_file({"a": torch.zeros(3)}, tmp_path / "secret.safetensors")
     (tmp_path / "copy").mkdir()
