@@ -367,24 +367,31 @@ def find_mismatch(group: RankGroup) -> Iterator[Finding]:
     """The ranks that differ in the first op with different calls; later differences are only consequences."""
     for ordinal in sorted({o for track in group.tracks.values() for o in track.collectives}):
         calls = {r: t.collectives[ordinal] for r, t in group.tracks.items() if ordinal in t.collectives}
-        bare = any(op.signature == Signature(op.signature.op) for op in calls.values())  # no room for its arguments
-        if len({op.signature.op if bare else op.signature for op in calls.values()}) > 1:
-            yield from _findings(group, ordinal, calls)
+        bare = {op.signature.op for op in calls.values() if op.signature == Signature(op.signature.op)}
+        told = {  # a rank may have had no room for the arguments of an op
+            rank: Signature(op.signature.op) if op.signature.op in bare else op.signature for rank, op in calls.items()
+        }
+        if len(set(told.values())) > 1:
+            yield from _findings(group, ordinal, calls, told)
             return
     yield from _messages(group)
 
 
-def _findings(group: RankGroup, ordinal: int, calls: Mapping[int, OpRecord]) -> Iterator[Finding]:
-    votes = Counter(op.signature for op in calls.values())
+def _findings(
+    group: RankGroup, ordinal: int, calls: Mapping[int, OpRecord], told: Mapping[int, Signature]
+) -> Iterator[Finding]:
+    """The calls that differ from the usual one, by what is `told` of each."""
+    votes = Counter(told.values())
     usual = max(votes, key=lambda signature: (votes[signature], _expected(group, ordinal, signature)))
     sure = votes[usual] * 2 > len(calls) or _expected(group, ordinal, usual) > max(
         (_expected(group, ordinal, other) for other in votes if other != usual), default=0
     )
-    others = [rank for rank, op in calls.items() if op.signature == usual]
+    others = [rank for rank in calls if told[rank] == usual]
+    ((whole, _),) = Counter(calls[rank].signature for rank in others).most_common(1)
     for rank, op in calls.items():
-        if op.signature != usual:
+        if told[rank] != usual:
             words = f"as collective {ordinal} of {group.where} rank {rank} called {op.signature}, "
-            words += f"{in_words(others)} {usual}"
+            words += f"{in_words(others)} {whole}"
             if votes[usual] * 2 <= len(calls) and sure:
                 words += ", as came after the same calls before"
             yield of_track("mismatch", group, group.tracks[rank], 0.98 if sure else 0.6, words)

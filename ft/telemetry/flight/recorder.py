@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from holdfast.comms.errors import Mismatch, OpTimeout, PeerFailed, Revoked
-from holdfast.comms.ops import POINT_TO_POINT, OpTensors
+from holdfast.comms.ops import OPS, POINT_TO_POINT, OpTensors
 from holdfast.comms.system.environment import flag
 from holdfast.comms.system.files import map_file
 from holdfast.comms.transport.liveness import this_process
@@ -86,6 +86,8 @@ class FlightRecorder:
         """Returns the number of the next op and the offset of its entry; one call, so that it is atomic."""
         self._lock = threading.Lock()
         self._texts: dict[Hashable, int] = {}
+        self._for_bare = max(text_bytes // 32, 64)
+        """Bytes of texts that are left to signatures without arguments."""
         self._text_count = self._text_used = 0
         self._communicators = itertools.count(1)
         self._state = RecordingState.OPEN
@@ -160,7 +162,7 @@ class FlightRecorder:
     # What the journals use: the mapping lives as long as any of them -----------------------------------------------
 
     def describe(self, op: str, about: OpTensors, detail: Hashable, peer: int, key: Hashable) -> int:
-        """The number of the text with an op's signature, negative for point to point; writes a new text if needed."""
+        """The number of the text with an op's signature, its complement for point to point; writes a text if needed."""
         with self._lock:
             if (known := self._texts.get(key)) is not None:
                 return known
@@ -172,18 +174,24 @@ class FlightRecorder:
                 _words(detail),
                 peer,
             )
-            number = self._add(signature) or self._texts.get((op,)) or self._add(Signature(op)) or 0
-            self._texts.setdefault((op,), number)
-            signed = -number if op in POINT_TO_POINT else number
+            number = self._add(signature, keep=self._for_bare) or self._bare(op)
+            signed = ~number if op in POINT_TO_POINT else number
             if len(self._texts) < 2 * flight.MAX_TEXTS:
                 self._texts[key] = signed
             return signed
 
-    def _add(self, signature: Signature) -> int:
-        """Write a text; returns its number, or 0 if there is no room."""
+    def _bare(self, op: str) -> int:
+        """The number of an op's signature without arguments, for calls whose arguments find no room."""
+        if (op,) not in self._texts:
+            self._texts[op,] = self._add(Signature(op), keep=0)
+        return self._texts[op,]
+
+    def _add(self, signature: Signature, keep: int) -> int:
+        """Write a text; returns its number, or 0 if there is no room beside `keep` bytes and as many texts."""
         text = _encode(signature)
         end = self._text_used + flight.TEXT_HEAD.size + len(text)
-        if len(text) > flight.MAX_TEXT_BYTES or end > self._text_bytes or self._text_count == flight.MAX_TEXTS:
+        full = end > self._text_bytes - keep or self._text_count >= flight.MAX_TEXTS - min(keep, len(OPS))
+        if len(text) > flight.MAX_TEXT_BYTES or full:
             return 0
         at = flight.TEXTS_AT + self._text_used
         flight.TEXT_HEAD.pack_into(self._memory, at, len(text), 0, zlib.crc32(text))
@@ -238,7 +246,7 @@ class FlightJournal:
             if text >= 0:
                 ordinal = collectives = collectives + 1
             else:
-                text, line = -text, (op, peer)
+                text, line = ~text, (op, peer)
                 ordinal = others[line] = others.get(line, 0) + 1
             number, at = following()
             begin(memory, at, number, now(), seq, ordinal, recorder.step, text, communicator, nbytes, number)

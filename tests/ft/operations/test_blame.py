@@ -27,7 +27,7 @@ from holdfast.ft.diagnosis.jobs import NoSuchJob, locate
 from holdfast.ft.diagnosis.traces import PREFIX, trace, write_dumps
 from holdfast.ft.events import Event, StepBegun
 from holdfast.ft.telemetry import flight
-from holdfast.ft.telemetry.flight import BadRecording, OpStatus, RecordingState, decode, find, read
+from holdfast.ft.telemetry.flight import BadRecording, OpStatus, RecordingState, Signature, decode, find, read
 from holdfast.ft.telemetry.flight.recorder import FlightRecorder, open_recorder
 from support.blame_cases import FAULTS, KINDS, ModelCall, ModelWorld, generated, injected
 from support.event_records import an_event
@@ -454,9 +454,32 @@ def test_calls_beyond_the_text_capacity_lose_only_their_shapes(tmp_path: Path) -
         journal.enter("all_reduce", n, n, torch.empty(n), "sum", -1)
         journal.leave(None)
     ops = read(tmp_path / "p1.flight").ops
-    assert ops[0].signature.shapes == ((0,),)
-    assert ops[-1].signature.op == "all_reduce"
+    assert ops[0].signature == Signature("all_reduce", "float32", ((0,),), "sum")
+    assert ops[-1].signature == Signature("all_reduce")
     assert ops[-1].nbytes == 49
+    journal.enter("send", 50, 4, torch.empty(1), 7, 0)
+    assert read(tmp_path / "p1.flight").ops[-1].signature == Signature("send")
+    assert read(tmp_path / "p1.flight").ops[-1].ordinal == 1
+
+
+@pytest.mark.parametrize("wrong", [None, 1])
+def test_a_rank_that_has_no_room_for_arguments_is_not_taken_for_one_that_differs(
+    tmp_path: Path, wrong: int | None
+) -> None:
+    """Rank 2 has replaced a dead one: its recording has room."""
+    for rank in range(3):
+        recorder = recorder_of(tmp_path, rank, text_bytes=1024)
+        if rank < 2:
+            before = recorder.journal("default", 1, rank, 3, "shm")
+            for n in range(50):
+                before.enter("all_reduce", n, n, torch.empty(n), "sum", -1)
+                before.leave(None)
+        journal = recorder.journal("default", 2, rank, 3, "shm")
+        for n in range(100, 103):
+            journal.enter("barrier" if rank == wrong and n == 102 else "all_reduce", n, n, torch.empty(n), "sum", -1)
+            journal.leave(None)
+    mismatches = [finding for finding in analyse(evidence_of(tmp_path)) if finding.kind == "mismatch"]
+    assert [finding.rank for finding in mismatches] == ([] if wrong is None else [wrong])
 
 
 def test_the_file_is_the_owners_alone_and_never_written_over(tmp_path: Path) -> None:
