@@ -199,8 +199,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if not session.config.pluginmanager.has_plugin("dsession"):
         _leaks.extend(_start[0].left_behind(patience))
     _leaks.extend(_start[0].files_left_behind())
+    ended = "LEAKS" if _leaks else pytest.ExitCode(session.exitstatus).name
     if _leaks:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    if folder := session.config.getoption("--record"):
+        Path(folder, "ended").write_text(ended)
 
 
 @pytest.hookimpl(optionalhook=True)

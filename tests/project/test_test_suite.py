@@ -74,7 +74,8 @@ def session(tmp_path: Path, source: str, *options: str) -> subprocess.CompletedP
 def test_a_session_that_leaves_something_behind_fails_and_says_what(tmp_path: Path, workers: int) -> None:
     shared = Path(f"/dev/shm/holdfast-left-{os.getpid()}")
     try:
-        done = session(tmp_path, LEAKING.replace("{pid}", str(os.getpid())), "-n", str(workers))
+        leaking = LEAKING.replace("{pid}", str(os.getpid()))
+        done = session(tmp_path, leaking, "-n", str(workers), "--record", "record")
     finally:
         shared.unlink(missing_ok=True)
     assert done.returncode == 1, done.stdout
@@ -85,6 +86,7 @@ def test_a_session_that_leaves_something_behind_fails_and_says_what(tmp_path: Pa
     for name in ("thread holdfast-left", "socket:", str(shared), "memfd:left"):
         assert name in end
     assert ("gw0: " in end) == (workers == 1)
+    assert (tmp_path / "record" / "ended").read_text() == "LEAKS"
 
 
 def test_a_clean_session_passes_and_counts_its_skips(tmp_path: Path) -> None:
@@ -103,8 +105,11 @@ def test_a_clean_session_passes_and_counts_its_skips(tmp_path: Path) -> None:
                 cluster.run(lambda comm: comm.barrier())
         """,
         "-rs",
+        "--record",
+        "record",
     )
     assert done.returncode == 0, done.stdout
+    assert (tmp_path / "record" / "ended").read_text() == "OK"
     assert re.search(r"SKIPPED \[3\] .*: there is no GPU", done.stdout)
 
 
@@ -128,7 +133,10 @@ def test_a_test_that_no_signal_ends_fails_with_its_stack_and_the_next_one_runs(t
         """,
         "-n",
         "1",
+        "--record",
+        "record",
     )
+    assert (tmp_path / "record" / "ended").read_text() == "TESTS_FAILED"
     assert "worker 'gw0' crashed while running 'test_one.py::test_deadlock'" in done.stdout
     assert "1 failed, 1 passed" in done.stdout and "in test_deadlock" in done.stderr
 

@@ -1,8 +1,9 @@
 """What each test cost, and where to read on: a pytest plugin.
 
-`--record FOLDER` keeps `costs.json`, the seconds of processor and of wall time of each test, and `failures.txt`, the
-output of each failure. A test's processor time is that of its worker and of all processes below it: those that the
-zygote forked too, because a test that waits for a busy machine costs nothing, and one that starts processes does.
+`--record FOLDER` keeps `costs.json`, the seconds of processor and of wall time of each test, `failures.txt`, the output
+of each failure, and `ended`, how the run did: pytest's name of its status, or LEAKS. A test's processor time is that of
+its worker and of all processes below it: those that the zygote forked too, because a test that waits for a busy machine
+costs nothing, and one that starts processes does.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class RunRecord:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "failures.txt").write_text("")
+            (folder / "ended").unlink(missing_ok=True)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Keep what a test cost, and the output of one that failed."""
