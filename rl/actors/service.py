@@ -40,6 +40,9 @@ _PING_SECONDS = 1.0
 """Seconds after an answered ping until the next one, if no process is stopped; less if `silence` is short."""
 
 
+CALL_SECONDS = 600.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceOptions:
     """An actor's class, and how a service runs it. Raises ValueError for what cannot be."""
@@ -61,7 +64,7 @@ class ServiceOptions:
     """Calls that a replica has at a time."""
     queue: int = 256
     """Calls that wait for a replica; one more is refused."""
-    timeout: float = 600.0
+    timeout: float = CALL_SECONDS
     """Seconds in which a call must find a replica and be answered, with all its tries."""
     deadline: float | None = None
     """Seconds after which a call hangs, so that its replica is replaced."""
@@ -378,6 +381,8 @@ class Service:
         """Start all replicas. Raises `ServiceFailed`."""
         self._replicas = [self._new(slot, 0, 0) for slot in range(self._options.num_replicas)]
         self._keeping = [asyncio.create_task(self._keep(slot)) for slot in range(self._options.num_replicas)]
+        for task in self._keeping:
+            task.add_done_callback(self._kept)
         await self._started.wait()
         self.check()
 
@@ -452,6 +457,14 @@ class Service:
                 stopping.add_done_callback(self._stopping.discard)
             self._replicas[slot] = self._new(slot, replica.restarts + 1, moves)
 
+    def _kept(self, task: asyncio.Task[None]) -> None:
+        """End the service with an error that nothing else has dealt with: a slot that is kept no longer stays empty."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        self._end(error if isinstance(error, HoldfastError) else ServiceFailed(self._name, 0, describe(error)))
+
     def _new(self, slot: int, restarts: int, moves: int) -> ServiceReplica:
         name = f"{self._name}-{slot}" + (f".{restarts}" if restarts else "")
         return ServiceReplica(name, slot, self._options, self._was_lost, restarts, moves)
@@ -475,12 +488,14 @@ class Service:
         seconds: float = 0.0,
         passing: bool = False,
     ) -> None:
-        """Give the observer an event."""
+        """Give the observer an event. An error of its own ends the service."""
         if self._options.observer is not None:
             now, status = time.monotonic(), replica.status()
-            self._options.observer(
-                ReplicaEvent(time=now, replica=status, kind=kind, detail=detail, seconds=seconds, passing=passing)
-            )
+            event = ReplicaEvent(time=now, replica=status, kind=kind, detail=detail, seconds=seconds, passing=passing)
+            try:
+                self._options.observer(event)
+            except Exception as error:
+                self._fail(error)
 
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0

@@ -464,6 +464,24 @@ async def test_a_replica_that_never_starts_fails_the_service(make_engine: MakeEn
     assert {each.kind for each in events} == {"start_failed"}
 
 
+@pytest.mark.parametrize("kind", ["ready", "start_failed", "lost"])
+async def test_an_error_of_the_observer_ends_the_service(kind: str) -> None:
+    """Such as that of a run whose directory takes no more events."""
+
+    def observe(event: ReplicaEvent) -> None:
+        if event.kind == kind:
+            raise RuntimeError("no room on the disk")
+
+    async with LocalEngine():
+        actor, arguments = (Stillborn, ("die",)) if kind == "start_failed" else (Policy, ())
+        with pytest.raises(errors.ServiceFailed, match="no room on the disk"):
+            async with await ServiceOptions(actor, observer=observe).as_service(*arguments) as policy:
+                os.kill(policy.status().replicas[0].pid, signal.SIGKILL)
+                while True:
+                    policy.check()
+                    await asyncio.sleep(0.01)
+
+
 async def test_a_start_that_fails_for_a_reason_that_passes_is_not_counted(tmp_path: Path) -> None:
     events: list[ReplicaEvent] = []
 
