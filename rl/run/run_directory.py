@@ -154,7 +154,8 @@ class RunDirectory:
         """A new folder for the event logs of the trainers' session: each driver has its own."""
         with self._writing():
             self.sessions.mkdir(mode=0o700, exist_ok=True)
-            folder = self.sessions / str(len(list(self.sessions.iterdir())))
+            used = [int(each.name) for each in self.sessions.iterdir() if each.name.isdecimal()]
+            folder = self.sessions / str(max(used, default=-1) + 1)
             folder.mkdir(mode=0o700)
         return folder
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
@@ -22,6 +21,7 @@ import msgspec
 
 from holdfast.comms.transport.liveness import this_host
 from holdfast.ft import faultpoints
+from holdfast.ft.launch.held_directory import HeldDirectory
 from holdfast.ft.launch.job_contract import LocalContract
 from holdfast.ft.schedulers import found_hosts
 from holdfast.ft.telemetry.metrics import PORT
@@ -107,10 +107,10 @@ class TrainingRun:
         config, directory = self._config, self._directory
         self.telemetry.emit(began)  # a run that is refused has no event, so the next one is not called resumed
         directory.write_config(resolved(self._written))
-        with tempfile.TemporaryDirectory(prefix="job-", dir=directory.path) as job:
+        with HeldDirectory("job-", directory.path) as job:  # removes what drivers that were killed have left
             contract = LocalContract(
                 JOB,
-                Path(job),
+                job.path,
                 config.trainer.backend,
                 config.trainer.replicas,
                 new_register(config.engine.register),

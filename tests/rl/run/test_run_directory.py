@@ -7,6 +7,7 @@ import dataclasses
 import io
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import threading
@@ -125,6 +126,13 @@ def test_one_driver_works_in_a_directory_at_a_time(tmp_path: Path) -> None:
         pass
     with RunDirectory(tmp_path).open():
         pass
+
+
+def test_a_resumed_run_has_a_new_folder_for_its_session_whichever_old_ones_were_removed(tmp_path: Path) -> None:
+    with RunDirectory(tmp_path / "run").open() as directory:
+        names = [directory.new_session_logs().name for _ in range(3)]
+        shutil.rmtree(directory.sessions / names[0])
+        assert [*names, directory.new_session_logs().name] == ["0", "1", "2", "3"]
 
 
 def test_a_driver_that_is_killed_leaves_a_directory_that_the_next_one_opens(
