@@ -143,25 +143,28 @@ class Sampling(_Section, frozen=True, kw_only=True):
         return self.batch * self.group
 
     def request(self, seed: int, prompt: Prompt, draw: int, version: int | None) -> SamplingRequest:
-        """The request for a prompt's group, the `draw`-th time: equal arguments give an equal request."""
+        """The request for a prompt's group, the `draw`-th time: equal arguments give an equal request.
+
+        Which groups are drawn again at one time depends on how long their rewards take.
+        """
         seeds = seeds_of("sample", seed, prompt.number, draw, each=range(self.group))
-        return self._asked((prompt.tokens,), seeds, version)
+        return self._asked((prompt.tokens,), seeds, version, alone=draw > 0)
 
     def turn(
         self, seed: int, number: int, draw: int, seen: Mapping[int, tuple[int, ...]], version: int | None
     ) -> SamplingRequest:
         """The request for the next turn of a group's samples, each after the tokens that it has `seen`."""
         seeds = tuple(seed_of("turn", seed, number, draw, sample, len(before)) for sample, before in seen.items())
-        return self._asked(tuple(seen.values()), seeds, version)
+        return self._asked(tuple(seen.values()), seeds, version, alone=True)
 
     def greedy(self, seen: Iterable[tuple[int, ...]], version: int | None) -> SamplingRequest:
         """The request for the likeliest tokens after those that were `seen`."""
         prompts = tuple(seen)
-        asked = self._asked(prompts, (0,) * len(prompts), version)
+        asked = self._asked(prompts, (0,) * len(prompts), version, alone=True)
         return msgspec.structs.replace(asked, temperature=0.0, top_p=1.0)
 
     def _asked(
-        self, prompts: tuple[tuple[int, ...], ...], seeds: tuple[int, ...], version: int | None
+        self, prompts: tuple[tuple[int, ...], ...], seeds: tuple[int, ...], version: int | None, alone: bool
     ) -> SamplingRequest:
         """The request for as many completions of each prompt as there are seeds."""
         return SamplingRequest(
@@ -173,6 +176,7 @@ class Sampling(_Section, frozen=True, kw_only=True):
             top_p=self.top_p,
             stop=self.stop,
             version=version,
+            alone=alone,
         )
 
 
@@ -249,6 +253,8 @@ class TrainerConfig(_Section, frozen=True, kw_only=True):
     """AdamW's weight decay."""
     max_norm: PositiveFloat = 1.0
     """Gradients are clipped to this norm."""
+    timeout: Seconds = 600.0
+    """Seconds after which a step, or the beginning from a checkpoint, has failed, and the run with it."""
 
     def rate_at(self, update: int) -> float:
         """The learning rate of an update, counted from 0: a line up, then a line down to its floor."""

@@ -120,6 +120,7 @@ class SamplingRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     `seeds` has one for each sample, so a reply is a function of the request and the weights. `temperature` 0 means
     the likeliest token. `stop` are token numbers. If `version` is given, the generator waits for exactly that one.
+    A request that is `alone` is joined with no other: which ones come at the same time must not change its bits.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -130,6 +131,7 @@ class SamplingRequest(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float = 1.0
     stop: tuple[int, ...] = ()
     version: int | None = None
+    alone: bool = False
 
     def __post_init__(self) -> None:
         if not self.prompts or not all(self.prompts):
@@ -140,6 +142,8 @@ class SamplingRequest(msgspec.Struct, frozen=True, kw_only=True):
         wanted = len(self.prompts) * self.samples
         if len(self.seeds) != wanted:
             raise InvalidEpisode("SamplingRequest", None, f"{len(self.seeds)} seeds, and {wanted} samples")
+        if min(self.seeds) < 0 or max(self.seeds) >= 1 << 64:
+            raise InvalidEpisode("SamplingRequest", None, "a seed is not a number of 64 bits without a sign")
         if not 0.0 <= self.temperature < math.inf:
             raise InvalidEpisode("SamplingRequest", None, f"temperature={self.temperature} is not finite and >= 0")
         if not 0.0 < self.top_p <= 1.0:

@@ -552,11 +552,16 @@ class GenerationThread:
             exact = request.version is not None
             self._pinned += exact
             self._replies.add(reply)
-            running = RunningRequest(request, partial(self._reply, reply, exact))
-            if self._alone:
-                self._batch = ContinuousBatch.of(running)
-            else:
-                self._batch.add(running)
+            try:
+                running = RunningRequest(request, partial(self._reply, reply, exact))
+                if self._alone:
+                    self._batch = ContinuousBatch.of(running)
+                else:
+                    self._batch.add(running)
+            except Exception as error:  # such as no memory for it: the others go on
+                self._pinned -= exact
+                self._replies.discard(reply)
+                _fail(reply, error)
         self._record()
         if not self._batch.busy:
             return

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from holdfast.comms.errors import HoldfastError, Mismatch
-from holdfast.rl.actors.service import ReplicaEvent, Service
+from holdfast.rl.actors.service import CALL_SECONDS, ReplicaEvent, Service
 from holdfast.rl.config.named_code import extra_python
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.data.episode import Completion, SamplingRequest
@@ -48,21 +48,19 @@ _Joined = tuple[list[SamplingRequest], "asyncio.Task[Sequence[Completion]]"]
 
 
 class BatchedRequests:
-    """Joins requests for `route`, up to `size` prompts, but those that are to be `alone`.
+    """Joins requests for `route`, up to `size` prompts, but for those that are `alone`.
 
     Requests that come in one turn of the event loop are joined in the order of their coming. So a loop that begins its
     episodes together makes the same batches again after a resume.
     """
 
-    def __init__(
-        self, route: Route, size: int, alone: Callable[[SamplingRequest], bool] = lambda request: False
-    ) -> None:
-        self._route, self._size, self._alone = route, size, alone
+    def __init__(self, route: Route, size: int) -> None:
+        self._route, self._size = route, size
         self._open: dict[object, _Joined] = {}
 
     async def __call__(self, request: SamplingRequest) -> Sequence[Completion]:
         """The completions of a request. Raises what `route` raises for the one that it is a part of."""
-        if self._alone(request):
+        if request.alone:
             return await self._route(request)
         kind = _kind_of(request)
         joined, answer = self._open.get(kind) or self._begin(kind)
@@ -100,8 +98,7 @@ class Generators:
         self._telemetry = telemetry
         self._store = AsyncWeightStore(store, hold=False, plane=config.store.plane)
         self._service: Service
-        # A turn of a group is a request of its own: what else is asked at that time must not change its bits.
-        self.generate = BatchedRequests(self._route, config.sampling.batch, alone=lambda request: request.samples == 1)
+        self.generate = BatchedRequests(self._route, config.sampling.batch)
 
     async def start(self) -> None:
         """Start the generators; they serve nothing before `advance`. Raises `ServiceFailed`, `ExtraNotInstalled`."""
@@ -114,6 +111,7 @@ class Generators:
             num_replicas=generator.replicas,
             python=str(extra_python("vllm", generator.python)) if vllm else None,
             deadline=2 * generator.timeout,
+            timeout=max(CALL_SECONDS, 2 * generator.timeout * generator.attempts),
             tries=generator.attempts,
         )
 

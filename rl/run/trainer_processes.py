@@ -84,7 +84,7 @@ class TrainerGroup:
     async def step(self, batch: Batch) -> StepReport:
         """Train on a batch; returns once it is committed.
 
-        Raises `RunFailed` if no trainer is left, TimeoutError after `timeout` seconds, and a trainer's own error.
+        Raises `RunFailed` if no trainer is left, or after `timeout` seconds, and a trainer's own error.
         """
         report: StepReport = await self._first(
             "train", batch.step, EncodedBatch.of(batch, saved=self._saved_after(batch.step))
@@ -102,7 +102,7 @@ class TrainerGroup:
         asked: list[ServiceReplica] = []
         errors: list[str] = []
         try:
-            async with asyncio.timeout(self._timeout):
+            async with asyncio.timeout(self._timeout) as limit:
                 while True:
                     self._changed.clear()
                     for trainer in self._trainers:
@@ -133,6 +133,11 @@ class TrainerGroup:
                     for answer in answers:
                         if answer:
                             return answer
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            why = f"no trainer answered {method!r} for step {step} within {self._timeout:.4g} s"
+            raise RunFailed(f"{why}; raise trainer.timeout if a step may take longer") from error
         finally:
             for call in calls:
                 call.add_done_callback(_forget)
@@ -159,7 +164,8 @@ class TrainerProcesses:
         checkpoints: Path,
         store: str,
     ) -> None:
-        self.group = TrainerGroup(saved_after=config.saved_after)
+        at_once = 2 if config.algorithm.mode == "asynchronous" else 1  # the second waits for the first
+        self.group = TrainerGroup(timeout=at_once * config.trainer.timeout, saved_after=config.saved_after)
         self._config, self._services = config, services
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._arguments = (config, source, store, session_options(config), str(checkpoints))

@@ -133,6 +133,8 @@ def test_the_version_of_a_group_is_that_of_its_oldest_policy_token() -> None:
         (GROUP, {"number": -1}, "number is -1"),
         (GROUP, {"prompt": Prompt(number=8, tokens=(1,))}, "another prompt"),
         (REQUEST, {"seeds": (1,)}, "1 seeds, and 4 samples"),
+        (REQUEST, {"seeds": (1, 2, 3, 1 << 64)}, "64 bits"),
+        (REQUEST, {"seeds": (1, 2, 3, -1)}, "64 bits"),
         (REQUEST, {"samples": 0}, "samples=0"),
         (REQUEST, {"prompts": ((1,), ())}, "without tokens"),
         (REQUEST, {"max_new_tokens": 0}, "max_new_tokens=0"),

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -24,7 +24,7 @@ from holdfast.comms.errors import CorruptData
 from holdfast.ft import faultpoints
 from holdfast.rl.config.run_config import AlgorithmConfig, GeneratorConfig, RunConfig, Sampling, StoreConfig
 from holdfast.rl.data.episode import Completion, SamplingRequest
-from holdfast.rl.generators import errors
+from holdfast.rl.generators import errors, transformers_generator
 from holdfast.rl.generators.models import ModelMisfit, ModelSource
 from holdfast.rl.generators.transformers_generator import TransformersGenerator, draw, uniforms
 from holdfast.rl.generators.vllm.vllm_generator import draw_whole
@@ -423,6 +423,30 @@ def test_an_error_inside_a_generation_is_the_requests_error_alone(generators: Ge
             run(generator, request((1, 2)))
         failing.clear()
         assert run(generator, request((1, 2)))[0]
+
+
+@pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
+def test_a_request_that_cannot_begin_fails_alone(
+    generators: Generators, monkeypatch: pytest.MonkeyPatch, mode: Mode
+) -> None:
+    """Such as one for which there is no memory."""
+    begin = transformers_generator.uniforms
+
+    def uniforms(seeds: Sequence[int], count: int) -> torch.Tensor:
+        if 99 in seeds:
+            raise RuntimeError("not enough memory")
+        return begin(seeds, count)
+
+    monkeypatch.setattr(transformers_generator, "uniforms", uniforms)
+    generator = generators(source(), mode=mode)
+
+    async def both() -> list[object]:
+        asked = request((1, 2), seed=99, version=None), request((1, 2))
+        return await asyncio.gather(*map(generator.generate, asked), return_exceptions=True)
+
+    failed, other = asyncio.run(both())
+    assert isinstance(failed, RuntimeError) and isinstance(other, list)
+    assert run(generator, request((1, 2))) == [other]
 
 
 def test_a_register_that_was_away_leaves_a_healthy_generator_ready(generators: Generators, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from holdfast.rl.actors.engine import LocalEngine
 from holdfast.rl.actors.service import ReplicaEvent, ReplicaStatus
 from holdfast.rl.config.run_config import Objective, Sampling
 from holdfast.rl.config.toml import resolved
-from holdfast.rl.data.episode import Completion, Group, SamplingRequest
+from holdfast.rl.data.episode import Completion, Group, Prompt, SamplingRequest
 from holdfast.rl.data.prompts import CharacterTokenizer, PromptSource, arithmetic_training
 from holdfast.rl.data.replay_buffer import ReplayBuffer, StalenessRule
 from holdfast.rl.generators.errors import UpdateFailed
@@ -321,6 +321,21 @@ async def test_each_request_gets_the_completions_of_its_own_seeds_and_batches_ar
 async def test_requests_of_other_kinds_are_not_joined() -> None:
     generator, _ = await ask([request(1), request(2, version=1), request(3), request(4, samples=3)], 8)
     assert sorted(len(each.prompts) for each in generator.requests) == [1, 1, 2]
+
+
+async def test_a_second_draw_and_what_is_asked_greedily_or_in_a_game_are_joined_with_nothing() -> None:
+    """When they are asked depends on how long rewards and environments take."""
+    sampling, prompts = Sampling(group=2, batch=8, max_new_tokens=4), [Prompt(number=n, tokens=(n,)) for n in (1, 2)]
+    first, second = ([sampling.request(0, prompt, draw, None) for prompt in prompts] for draw in (0, 1))
+    others = [sampling.turn(0, 1, 0, {0: (3,), 1: (4,)}, None), sampling.greedy([(5,)], None)]
+    generator, _ = await ask([*first, *second, *others], 8)
+    assert sorted(each.prompts for each in generator.requests) == [
+        ((1,),),
+        ((1,), (2,)),
+        ((2,),),
+        ((3,), (4,)),
+        ((5,),),
+    ]
 
 
 async def test_a_failure_reaches_the_requests_of_its_batch_alone() -> None:

@@ -157,6 +157,11 @@ async def test_a_step_is_reported_once_whoever_dies() -> None:
     assert (dying.batches, other.batches, spare.batches) == ([0, 1], [0, 1, 2], [0, 1, 2])
 
 
+async def test_a_step_that_takes_too_long_ends_the_run_with_what_to_change() -> None:
+    with pytest.raises(RunFailed, match=r"for step 0 within 0\.05 s; raise trainer\.timeout"):
+        await versions(group_with(Trainer("waits"), timeout=0.05), 1)
+
+
 async def test_a_trainer_that_is_added_gets_the_current_batch() -> None:
     group = group_with(Trainer(GONE), patience=20.0)
     late = Trainer("trains")
