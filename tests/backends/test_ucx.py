@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import signal
+import statistics
 import threading
 import time
 from collections.abc import Iterator
@@ -211,7 +212,7 @@ def test_a_writer_that_dies_does_not_delay_others(start: Start) -> None:
             plane.write(region.handle, torch.ones(10, dtype=torch.uint8), timeout=PATIENCE).wait()
             region.close()
             waited.append(time.monotonic() - began)
-    assert min(waited) < WRITER_SECONDS
+    assert statistics.median(waited) < WRITER_SECONDS, "whether a kill comes inside of a block is chance"
 
 
 def _try_to_read(pipe: Connection) -> None:

@@ -525,14 +525,17 @@ def test_a_recording_can_be_read_while_it_is_written(tmp_path: Path) -> None:
     writer = threading.Thread(target=write)
     writer.start()
     try:
+        seen = 0
         for _ in range(100):
             for op in read(made.path).ops:
+                seen += 1
                 assert op.seq == op.ordinal == op.number
                 assert op.nbytes == 3 * op.number
                 assert op.left is None or op.left >= op.entered
     finally:
         over.set()
         writer.join()
+    assert seen > 100
 
 
 # -- damaged recordings
