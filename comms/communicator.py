@@ -24,7 +24,7 @@ from holdfast.comms._native import PreparedOp
 from holdfast.comms.codecs import objects
 from holdfast.comms.codecs.objects import ObjectWork
 from holdfast.comms.collectives import ArgumentChecks, CheckedOp, CheckedOps, plan_usual, prepare
-from holdfast.comms.errors import HoldfastError, NotConnected, OpTimeout, PeerFailed, Revoked, Unsupported
+from holdfast.comms.errors import HoldfastError, NotConnected, OpTimeout, PeerFailed, RegionGone, Revoked, Unsupported
 from holdfast.comms.executor import Body, Executor, OpSettings
 from holdfast.comms.hooks import Hooks
 from holdfast.comms.onesided.window import ATOMIC_DTYPES, Window, WindowInfo, check_exposable, shapes_of_all
@@ -118,6 +118,7 @@ class Communicator:
         self._windowed, self._atomics = info.capabilities.windows, info.capabilities.atomics
         self._windows: list[Window] = []
         self._memories: list[WindowMemory] = []
+        self._parts: list[weakref.ref[Communicator]] = []
         self._watch_drop()
         forks.refuse_in_children(
             self, f"communicator {self.name!r}", ("rank", "size", "name", "epoch", "device", "backend")
@@ -554,6 +555,8 @@ class Communicator:
             hints=hints,
         )
         part._executor.split_from = self.name, members
+        part._executor.untold = self._executor.untold
+        self._parts = [*(other for other in self._parts if other() is not None), weakref.ref(part)]
         if not lasting:
             self._executor.abort_part_on_end(part._executor)
         return part
@@ -706,6 +709,22 @@ class Communicator:
         return self._executor.issue(description, lambda: body, async_op, timeout)
 
     # -- the end
+
+    def settle(self) -> None:
+        """Wait for all ops that were issued here, on parts and on windows, without waits for signals. Not an op itself.
+
+        Raises the error of an op that failed, if no `wait` has raised it. On a device with streams it waits until the
+        device has done what the current stream holds. It is no failure if an abort has ended no op.
+        """
+        self._executor.settle()
+        for window in self._windows:
+            try:
+                window.settle()
+            except RegionGone as error:
+                raise Revoked(self.epoch, f"a call of a window failed: {error}") from error
+        for reference in self._parts:
+            if (part := reference()) is not None:
+                part.settle()
 
     def announce(self, word: bytes) -> bool:
         """End the ops of all other ranks, and set their `announced` to `word`. From any thread.

@@ -56,7 +56,7 @@ from holdfast.comms.system.waiting import Wait
 from holdfast.comms.tensors.packing import dlpack_device
 from holdfast.comms.transport.base import Context, Transport, gather_bytes
 from holdfast.comms.transport.liveness import stopped_ranks
-from holdfast.comms.work import DONE, Lane, Work
+from holdfast.comms.work import DONE, Failure, Lane, UntoldFailure, Work
 
 Body = Callable[[float], None]
 """One op: called with its deadline (`time.monotonic()` seconds)."""
@@ -68,6 +68,8 @@ _CLOSE_SECONDS = 10.0
 _DIGEST, _LENGTH = 16, 4
 _PARTING_SECONDS = 1.0
 """How long a rank that found a `Mismatch` waits for the others to find it, too."""
+_REPORT_SECONDS = 1.0
+"""How long `settle` waits, after the deadline of an op, for the op's own report of that."""
 _LOOKS = Wait(yields=0, sleep_seconds=0.0005)
 """How often `close` checks whether the op that it aborted has ended."""
 
@@ -105,6 +107,10 @@ class Executor:
         self._order = _native.Order()
         self._ending = HandlerLock()
         self._lane = Lane(f"holdfast-ops-{self._name}", f"an op of communicator {self._name!r}")
+        self._settled_by = 0.0
+        """The latest deadline of an op that `settle` may have to wait for; those with the usual timeout aside."""
+        self.untold = UntoldFailure()
+        """Of the asynchronous ops, those of parts among them."""
         self._over: HoldfastError | None = None
         self.over_once_closed: HoldfastError = Revoked(context.epoch, "closed", own=True)
         """What ops raise after `close`, unless something else has ended this before."""
@@ -193,6 +199,8 @@ class Executor:
                     self._journal.leave(self._over)
                 self._raise_revoked()
             deadline = time.monotonic() + (self.timeout if timeout is None else seconds(timeout))
+            if async_op or timeout is not None:
+                self._settled_by = max(self._settled_by, deadline)
             order.seq += 1
             joint = 0
             if description.collective:
@@ -230,9 +238,7 @@ class Executor:
     def _after(self, earlier: Work, body: Body, deadline: float) -> None:
         """Run `body` once the `earlier` op is complete. That op may have a later deadline than this one."""
         began = time.monotonic()
-        with contextlib.suppress(Exception):
-            earlier.wait(max(deadline - began, 0.0))
-        if not earlier.done():
+        if not earlier.ends_within(max(deadline - began, 0.0)):
             raise OpTimeout("an earlier op", 0, time.monotonic() - began)  # 0: this one was not begun
         self._unless_over(body, deadline)
 
@@ -327,8 +333,26 @@ class Executor:
 
         self._order.queued = True
         work = Work(op.description.name)
-        self._lane.issue(work, partial(work.run, task))
+        self._lane.issue(work, partial(work.run, task, self._note_failure))
         return work
+
+    def _note_failure(self, failure: Failure) -> None:
+        if not self._closed:  # who closes a communicator gives up its pending ops
+            self.untold.note(failure)
+
+    def settle(self) -> None:
+        """`Communicator.settle`, without parts and windows."""
+        last = self._lane.last
+        if not self._closed and (self._transport.streams or not last.done()):
+            began = time.monotonic()
+            try:
+                if not last.ends_within(max(self._settled_by - began, 0.0) + _REPORT_SECONDS):
+                    raise OpTimeout("an earlier op", 0, time.monotonic() - began)
+                if self._transport.streams:
+                    self._transport.settle(max(began + self.timeout, self._settled_by))
+            except BaseException as error:
+                self._failed("settle", self._order.seq, 0, error)
+        self.untold.tell()
 
     def _observed(self, op: _IssuedOp, event: OpEvent, body: Body, deadline: float) -> None:
         """Run the body of an op, and then the hooks after it."""
@@ -403,8 +427,7 @@ class Executor:
 
     def close_when_done(self) -> None:
         """Wait for the ops that were issued, then close. For a collected communicator: a work may still be awaited."""
-        with contextlib.suppress(Exception):
-            self._lane.last.wait(self.timeout)
+        self._lane.last.ends_within(self.timeout)
         with contextlib.suppress(HoldfastError):
             self.close()
 

@@ -46,7 +46,7 @@ class Work:
     A synchronous op returns a work that is done. Any thread may call `wait`, also repeatedly.
     """
 
-    __slots__ = ("_callbacks", "_done", "_error", "_name", "seconds")
+    __slots__ = ("_callbacks", "_done", "_error", "_failure", "_name", "seconds")
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -55,6 +55,7 @@ class Work:
         self._error: BaseException | None = None
         self.seconds: float | None = None
         """How long the op ran, without its time in the queue. None until it is complete, and for a synchronous op."""
+        self._failure: Failure | None = None
 
     def wait(self, timeout: float | None = None) -> None:
         """Return when the op is complete; raise its error, or `StillRunning` after `timeout` seconds of waiting.
@@ -62,12 +63,15 @@ class Work:
         After `StillRunning` the op goes on, until the timeout that it was issued with.
         """
         limit = None if timeout is None else seconds(timeout)
-        if not self._ends_within(limit):
+        if not self.ends_within(limit):
             raise StillRunning(self._name, limit or 0.0)
         if self._error is not None:
+            if self._failure is not None:
+                self._failure.told = True
             raise again(self._error)
 
-    def _ends_within(self, limit: float | None) -> bool:
+    def ends_within(self, limit: float | None) -> bool:
+        """Wait for at most `limit` seconds; whether the op is complete or has failed."""
         return self._done.wait(limit)
 
     def done(self) -> bool:
@@ -91,13 +95,16 @@ class Work:
         if self.done():  # meanwhile: the second of the two threads finds the callback, or the end
             self._call_back()
 
-    def run(self, body: Callable[[], None]) -> None:
-        """Run `body` in the calling thread, and complete with its outcome."""
+    def run(self, body: Callable[[], None], failed: Callable[[Failure], None] | None = None) -> None:
+        """Run `body` in the calling thread, and complete with its outcome; before that, report its failure."""
         began = time.perf_counter()
         try:
             body()
         except BaseException as error:
             self._error = error
+            if failed is not None:
+                self._failure = Failure(again(error))
+                failed(self._failure)
         finally:
             self.seconds = time.perf_counter() - began
             self._done.set()
@@ -128,6 +135,34 @@ class Work:
 
 
 DONE = Work.completed("op")
+
+
+class Failure:
+    """The error of a work, without what it refers to, and whether a `wait` has told anybody of it."""
+
+    __slots__ = ("error", "told")
+
+    def __init__(self, error: BaseException) -> None:
+        self.error, self.told = error, False
+        error.__cause__ = None
+
+
+class UntoldFailure:
+    """The first failure, of some works, that nobody has been told of."""
+
+    def __init__(self) -> None:
+        self._first: Failure | None = None
+
+    def note(self, failure: Failure) -> None:
+        """Note that a work has failed. From the thread that runs it."""
+        if self._first is None or self._first.told:
+            self._first = failure
+
+    def tell(self) -> None:
+        """Raise the error that nobody was told of, if there is one; once."""
+        failure, self._first = self._first, None
+        if failure is not None and not failure.told:
+            raise failure.error
 
 
 class Lane:

@@ -711,6 +711,11 @@ class Attempt:
 
     def _end(self, error: BaseException | None) -> bool:
         """Commit or recover the step; returns whether `error` is dealt with."""
+        if error is None:
+            try:
+                self.comm.settle()
+            except FAILURES as unfinished:  # the body is done, and the ops that it has left are not
+                error = unfinished.again()  # without its traceback, which has this frame
         cause = error if error is None or isinstance(error, FAILURES) else self._failure_behind(error)
         if error is not None and cause is None:
             return False

@@ -286,6 +286,10 @@ class StreamedHierarchy(HierarchicalTransport):
     def launch(self, name: str, op: Callable[[], None]) -> Work:
         return self._flat.launch(name, op)
 
+    def settle(self, deadline: float) -> None:
+        for part in self._parts:
+            part.settle(deadline)
+
 
 def connect(inner: str, outer: str, context: Context) -> Transport:
     """Connect the flat transport, this host's and this rank's rail, in this order on every rank.

@@ -100,6 +100,10 @@ class SideStream:
             self._running.append((event, op))
         return StreamWork(name, self._device, event, self._failed)
 
+    def wait(self, deadline: float) -> bool:
+        """Block until the device has finished the ops that were launched; False at the deadline."""
+        return not self._running or wait_for(self._running[-1][0], deadline, self._failed)
+
     def entered(self) -> AbstractContextManager[Any]:
         """Make this stream current in the thread that enters."""
         return self._stream  # type: ignore[no-any-return]

@@ -141,6 +141,10 @@ class NcclTransport(TorchGroup):
     def launch(self, name: str, op: Callable[[], None]) -> Work:
         return self._side.launch(name, op)
 
+    def settle(self, deadline: float) -> None:
+        self._side.wait(deadline)  # at the deadline `_wait` raises
+        self._wait("settle", deadline)
+
     def _check(self) -> None:
         if self._error is not None:
             raise self._error.again()

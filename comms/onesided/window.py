@@ -40,7 +40,7 @@ from holdfast.comms.tensors.memory import ExposedMemory, moved_error
 from holdfast.comms.tensors.overlap import check_outputs
 from holdfast.comms.tensors.packing import DTYPE_CODE, DTYPES, packed, plain_tensor, unpack
 from holdfast.comms.transport.base import Transport, WindowMemory, closed_here, gather_bytes
-from holdfast.comms.work import DONE, Lane, Work
+from holdfast.comms.work import DONE, Lane, UntoldFailure, Work
 
 Tensor = torch.Tensor
 T = TypeVar("T")
@@ -48,6 +48,8 @@ T = TypeVar("T")
 ATOMIC_DTYPES = (torch.int32, torch.int64)
 _RANGES = {dtype: (torch.iinfo(dtype).min, torch.iinfo(dtype).max) for dtype in ATOMIC_DTYPES}
 _CLOSE_SECONDS = 10.0
+_REPORT_SECONDS = 1.0
+"""How long `settle` waits, after the deadline of a call, for the call's own report of that."""
 _MOST_DIMENSIONS = 64
 """The most dimensions of a torch tensor."""
 _SHAPE = struct.Struct(f"={2 + _MOST_DIMENSIONS}q")
@@ -103,6 +105,9 @@ class Window:
         self._ended = False
         self._lanes: dict[tuple[str, int], Lane] = {}
         self._issuing = threading.Lock()
+        self._settled_by = 0.0
+        """The latest deadline of an asynchronous call."""
+        self._untold = UntoldFailure()
         self._info: WindowInfo | None = None
         self._exposed: ExposedMemory | None = None
         self._calls = _refused_calls(_no_tensor)
@@ -200,7 +205,7 @@ class Window:
                 at, src = self._checked(src, rank, offset), packed(src)
             deadline = self._deadline(timeout)
             if async_op:
-                return self._issue(("to", rank), "put", partial(self._memory.write, rank, at, src, deadline))
+                return self._issue(("to", rank), "put", partial(self._memory.write, rank, at, src, deadline), deadline)
             if self._lanes:
                 self._wait_turn(("to", rank), "put", deadline)
             self._memory.write(rank, at, src, deadline)
@@ -219,7 +224,7 @@ class Window:
                 at, flat = self._checked(dst, rank, offset), packed(dst)
             deadline = self._deadline(timeout)
             if async_op:
-                return self._issue(("to", rank), "get", partial(self._fetch, rank, at, flat, dst, deadline))
+                return self._issue(("to", rank), "get", partial(self._fetch, rank, at, flat, dst, deadline), deadline)
             if self._lanes:
                 self._wait_turn(("to", rank), "get", deadline)
             self._memory.read(rank, at, flat, deadline)
@@ -295,7 +300,7 @@ class Window:
         with self._calls:
             rank, deadline = self._check_rank(rank), self._deadline(timeout)
             if async_op:
-                return self._issue(("to", rank), "signal", partial(self._memory.signal, rank, deadline))
+                return self._issue(("to", rank), "signal", partial(self._memory.signal, rank, deadline), deadline)
             if self._lanes:
                 self._wait_turn(("to", rank), "signal", deadline)
             self._memory.signal(rank, deadline)
@@ -306,7 +311,9 @@ class Window:
         with self._calls:
             rank, deadline = self._check_rank(rank), self._deadline(timeout)
             if async_op:
-                return self._issue(("from", rank), "wait_signal", partial(self._memory.wait_signal, rank, deadline))
+                return self._issue(
+                    ("from", rank), "wait_signal", partial(self._memory.wait_signal, rank, deadline), deadline
+                )
             if self._lanes:
                 self._wait_turn(("from", rank), "wait_signal", deadline)
             self._memory.wait_signal(rank, deadline)
@@ -318,14 +325,22 @@ class Window:
             rank, deadline = None if rank is None else self._check_rank(rank), self._deadline(timeout)
             before = [key for key in list(self._lanes) if key[0] == "to" and rank in (None, key[1])]
             if async_op and rank is not None:
-                return self._issue(("to", rank), "flush", partial(self._memory.flush, rank, deadline))
+                return self._issue(("to", rank), "flush", partial(self._memory.flush, rank, deadline), deadline)
             if async_op:
                 issued = {key: self._lanes[key].last for key in before}
-                return self._issue(("all", 0), "flush", partial(self._flush_all, issued, deadline))
+                return self._issue(("all", 0), "flush", partial(self._flush_all, issued, deadline), deadline)
             for key in before:
                 self._wait_turn(key, "flush", deadline)
             self._memory.flush(rank, deadline)
             return DONE
+
+    def settle(self) -> None:
+        """Wait for the asynchronous calls, without `wait_signal`. Raises the error of one that no `wait` has raised."""
+        for key in list(self._lanes):
+            if key[0] != "from":
+                self._wait_turn(key, "settle", self._settled_by + _REPORT_SECONDS)
+        if not self.closed:  # who closes a window gives up its pending calls
+            self._untold.tell()
 
     def _flush_all(self, issued: dict[tuple[str, int], Work], deadline: float) -> None:
         for (_, rank), work in issued.items():
@@ -338,13 +353,14 @@ class Window:
         self, key: tuple[str, int], name: str, call: Callable[[], T], deadline: float, async_op: bool
     ) -> T | WindowWork[T]:
         if async_op:
-            return self._issue(key, name, call)
+            return self._issue(key, name, call, deadline)
         if self._lanes:
             self._wait_turn(key, name, deadline)
         return call()
 
-    def _issue(self, key: tuple[str, int], name: str, call: Callable[[], T]) -> WindowWork[T]:
+    def _issue(self, key: tuple[str, int], name: str, call: Callable[[], T], deadline: float) -> WindowWork[T]:
         """Queue a call behind the earlier ones of its lane."""
+        self._settled_by = max(self._settled_by, deadline)
         inference = torch.is_inference_mode_enabled()
         calls, work = self._calls, WindowWork[T](name)
 
@@ -354,7 +370,7 @@ class Window:
 
         def run() -> None:
             with torch.inference_mode(inference):  # as in the caller's thread
-                work.run(body)
+                work.run(body, None if key[0] == "from" else self._untold.note)
 
         with self._issuing:
             if key not in self._lanes:
@@ -467,9 +483,7 @@ class Window:
 def _wait_for(work: Work, rank: int, name: str, deadline: float) -> None:
     """Wait until an earlier call has ended, well or not. Raises `OpTimeout`, which names the rank of that call."""
     began = time.monotonic()
-    with contextlib.suppress(Exception):
-        work.wait(max(deadline - began, 0.0))
-    if not work.done():
+    if not work.ends_within(max(deadline - began, 0.0)):
         raise OpTimeout(name, 0, time.monotonic() - began, (rank,))
 
 

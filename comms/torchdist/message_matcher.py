@@ -64,13 +64,13 @@ class PendingRecv(Work):
         self.source: list[int] = [] if src is None else [src]
         self._expire = expire
 
-    def _ends_within(self, limit: float | None) -> bool:
+    def ends_within(self, limit: float | None) -> bool:
         left = time_left(limit)
         until = max(self.deadline - time.monotonic(), 0.0)
-        if super()._ends_within(until if limit is None else min(until, limit)):
+        if super().ends_within(until if limit is None else min(until, limit)):
             return True
         self._expire()
-        return super()._ends_within(left())
+        return super().ends_within(left())
 
     def done(self) -> bool:
         if not super().done():

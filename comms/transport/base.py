@@ -133,6 +133,13 @@ class Transport(ABC):
         """
         raise NotImplementedError
 
+    def settle(self, deadline: float) -> None:
+        """Wait until the device has done what this thread's stream and the side stream hold. Only if `streams` is true.
+
+        Raises `OpTimeout`, and what has ended the transport: then nobody knows what the device has done.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, deadline: float) -> None:
         """Reduce `tensor` over all ranks, in place. Every rank gets equal bits."""

@@ -222,7 +222,7 @@ def test_nccl_in_layers_is_for_gpus_and_says_which_layers_lack_one() -> None:
         connect("nccl", "nccl", context)
 
 
-def test_ops_of_a_device_are_launched_on_its_stream_with_all_their_layers() -> None:
+def test_ops_of_a_device_are_launched_on_its_stream_and_settled_with_all_their_layers() -> None:
     launched: list[str] = []
     flat = SimpleNamespace(device=torch.device("cuda", 0), streams=True)
     flat.launch = lambda name, op: launched.append(name) or op()
@@ -233,6 +233,12 @@ def test_ops_of_a_device_are_launched_on_its_stream_with_all_their_layers() -> N
     transport.launch("all_reduce", lambda: launched.append("inside"))
     assert launched == ["all_reduce", "inside"]
     assert (transport.streams, transport.device) == (True, flat.device)
+    settled: list[str] = []
+    inner, rail = (SimpleNamespace(settle=lambda end, name=name: settled.append(name)) for name in ("inner", "rail"))
+    flat.settle = lambda end: settled.append("flat")
+    whole = StreamedHierarchy(context, layout, cast(Any, flat), cast(Any, inner), cast(Any, rail), choice)
+    whole.settle(0.0)
+    assert settled == ["flat", "inner", "rail"]
 
 
 class Layer:

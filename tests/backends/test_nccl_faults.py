@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import SimpleNamespace
@@ -322,6 +323,28 @@ def test_an_error_of_this_process_is_not_told_as_a_peers_death() -> None:
         fails_with(fail)
     with pytest.raises(PeerFailed, match="network error"):  # of torch's alltoall
         fails_with(raising(RuntimeError("NCCL Error 6: remote process exited or there was a network error")))
+
+
+def test_a_transport_has_settled_once_the_device_has_done_what_both_streams_hold() -> None:
+    def events(*looks: bool) -> Callable[[], Any]:
+        """A function that makes an event, which the device has passed at the last of these looks."""
+        left = list(looks)
+        return lambda: SimpleNamespace(query=lambda: left.pop(0) if len(left) > 1 else left[0])
+
+    transport = over(Recording())
+    side = streams.SideStream.__new__(streams.SideStream)
+    side._failed = transport._check
+    side._running = deque([(events(False, True)(), lambda: None)])
+    transport._side = side
+    transport._passed = events(False, True)  # type: ignore[method-assign]
+    transport.settle(soon())
+    transport._passed = events(False)  # type: ignore[method-assign]
+    with pytest.raises(OpTimeout, match="settle"):
+        transport.settle(soon(0.01))
+    transport._passed = events(True)  # type: ignore[method-assign]
+    transport.abort(PeerFailed((1,), "gone"))
+    with pytest.raises(PeerFailed, match="gone"):  # an aborted op lets the device pass, too
+        transport.settle(soon())
 
 
 # Groups of calls ----------------------------------------------------------------------------------------------------

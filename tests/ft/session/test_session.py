@@ -223,6 +223,24 @@ def test_a_rank_that_holds_its_interpreter_for_long_is_not_dead() -> None:
     assert len({epoch for done in results for epoch in done}) == 1, "nobody was left out"
 
 
+def test_a_step_is_done_again_if_a_rank_dies_before_an_op_that_the_others_have_issued_and_left() -> None:
+    def leave_it(session: Session) -> list[tuple[int, float]]:
+        sums = []
+        for attempt in session.steps(3):
+            total = torch.ones(1)
+            with attempt:
+                if (attempt.step, attempt.rank, attempt.comm.size) == (1, 2, 3):
+                    time.sleep(0.2)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                attempt.comm.all_reduce(total, async_op=True)
+            if attempt.committed:
+                sums.append((attempt.step, total.item()))
+        return sums
+
+    with cluster(3, min_size=2) as ranks:
+        assert ranks.start(leave_it).results() == [[(0, 3.0), (1, 2.0), (2, 2.0)]] * 2
+
+
 # -- kills at every point of the commit protocol, the rebuild and the transfer
 
 FIRST = "commit.before_prepare:7:2:3"

@@ -5,18 +5,21 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.comms import Communicator, HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
+from holdfast.comms import Communicator, CorruptData, HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked, Work
 from holdfast.comms.connect import KnownMembers, connect_members
+from holdfast.comms.transport.base import closed_there
 from holdfast.comms.transport.liveness import this_process
 from holdfast.ft import events, faultpoints, step_protocol
 from holdfast.ft.communicators import collect_votes
@@ -26,9 +29,11 @@ from holdfast.ft.events import EpochRevoked, Event, RecoveryEnded, ViewInstalled
 from holdfast.ft.membership.events import Cleared, Stalled, Suspicion
 from holdfast.ft.membership.view import Job, Timeouts, View, delta_between
 from holdfast.ft.node.epoch_guard import EpochGuard
+from holdfast.ft.session import Attempt
 from holdfast.ft.telemetry import event_log
 from holdfast.ft.telemetry.event_log import EventLog
 from holdfast.harness import LocalCluster
+from support.comms.meeting import alone
 from support.programs.forked_programs import run_python
 from support.views import member, view_of
 from support.waiting import PATIENCE
@@ -373,6 +378,115 @@ def test_a_log_that_nobody_closes_is_written_at_the_end_of_its_process(tmp_path:
     )
     run_python("-c", text)
     assert [line["kind"] for line in lines_of(tmp_path / "p1.jsonl")] == ["finished"]
+
+
+# -- the end of an attempt's block: what is left in it to run, and what is not known to have failed
+
+
+def end_of_block(comm: Communicator, body: Callable[[], object]) -> list[object]:
+    """Run `body` as the block of an attempt over `comm`; returns with what the session is told that it has ended."""
+    told: list[object] = []
+
+    def end_attempt(failure: HoldfastError | None) -> bool:
+        told.append(None if failure is None else type(failure))
+        return failure is None
+
+    session: Any = SimpleNamespace(alive=(True,), end_attempt=end_attempt)
+    with Attempt(session, comm, 0, 1) as attempt:
+        body()
+    assert attempt.committed == (told == [None])
+    return told
+
+
+def issue(comm: Communicator, does: Callable[[], object] = lambda: None, fails: Exception | None = None) -> Work:
+    """Issue an asynchronous op that does something, and then fails with an error."""
+
+    def body(deadline: float) -> None:
+        does()
+        if fails is not None:
+            raise fails
+
+    return comm.issue("custom", 0, body, None, async_op=True)
+
+
+DIED = PeerFailed((2,), "it died")
+
+
+def test_a_block_ends_once_the_ops_have_that_nobody_waits_for(tmp_path: Path) -> None:
+    with alone(tmp_path, "inproc") as comm, comm.split([0]) as part:
+        for each in (comm, part):
+            ended: list[str] = []
+            slow = partial(issue, each, lambda ended=ended: (time.sleep(0.05), ended.append("op")))
+            assert end_of_block(comm, slow) == [None]
+            assert ended == ["op"]
+
+
+@pytest.mark.parametrize("over", ["the communicator", "a split", "a split that is dropped"])
+def test_a_block_fails_with_an_op_that_nobody_waits_for(tmp_path: Path, over: str) -> None:
+    with alone(tmp_path, "inproc") as comm:
+        part = comm if over == "the communicator" else comm.split([0])
+
+        def body() -> None:
+            nonlocal part
+            issue(part, fails=DIED).ends_within(PATIENCE)
+            if over == "a split that is dropped":
+                part.close()
+                part = comm
+
+        assert end_of_block(comm, body) == [PeerFailed]
+        assert end_of_block(comm, lambda: None) == [None], "it is told once"
+        part.close()
+
+
+def test_an_error_of_an_op_that_nobody_waits_for_is_raised_if_it_is_no_consequence_of_a_death(tmp_path: Path) -> None:
+    with alone(tmp_path, "inproc") as comm, pytest.raises(CorruptData, match="other bytes"):
+        end_of_block(comm, lambda: issue(comm, fails=CorruptData("other bytes")))
+
+
+@pytest.mark.parametrize("how", ["caught", "closed", "aborted"])
+def test_what_a_block_has_dealt_with_itself_does_not_undo_it(tmp_path: Path, how: str) -> None:
+    with alone(tmp_path, "inproc") as comm, comm.split([0]) as part:
+
+        def body() -> None:
+            if how == "caught":
+                with pytest.raises(PeerFailed):
+                    issue(part, fails=DIED).wait()
+            elif how == "closed":
+                began = threading.Event()
+                issue(part, lambda: (began.set(), time.sleep(0.05)), DIED)
+                assert began.wait(PATIENCE)
+                part.close()
+            else:
+                issue(comm).wait()
+                comm.abort(DIED)
+
+        assert end_of_block(comm, body) == [None]
+
+
+def test_the_calls_of_a_window_belong_to_a_block_and_waits_for_signals_do_not(tmp_path: Path) -> None:
+    with alone(tmp_path, "inproc") as comm, comm.window(torch.zeros(2)) as window:
+        calls, memory = list[Work](), window.memory
+        write, written = memory.write, list[int]()
+
+        def slow(rank: int, *where: Any) -> None:
+            time.sleep(0.05)
+            write(rank, *where)
+            written.append(rank)
+
+        def fails(rank: int, *where: Any) -> None:
+            raise closed_there(rank)
+
+        def body(then: Callable[..., None]) -> None:
+            memory.write = then  # type: ignore[method-assign]
+            calls.extend((window.wait_signal(0, async_op=True), window.put(torch.ones(2), 0, async_op=True)))
+
+        assert end_of_block(comm, lambda: body(slow)) == [None]
+        assert written == [0] and not calls[0].done()
+        assert end_of_block(comm, lambda: body(fails)) == [Revoked]
+        for _ in range(2):
+            window.signal(0)
+        for waits in calls[::2]:
+            waits.wait(PATIENCE)
 
 
 # -- what becomes of an open step when its epoch has ended: votes, decisions, and times between commits
