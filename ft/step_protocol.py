@@ -11,8 +11,8 @@ they can commit without anything from the dead. Otherwise no rank has committed,
 In a degraded view (`View.degraded_from`) the members build no communicator. A rank that holds its results prepares the
 step in that view, and the votes travel over the rendezvous table, of which the dead have no part. It is the same
 decision on the same votes: the register has the view, so a rank that was left out commits nothing that the living undo.
-If the step cannot be committed, or a newcomer lacks the state, the members rebuild at once, and so none does a step
-twice over one communicator.
+If the step cannot be committed, a newcomer lacks the state, or a checkpoint was not restored everywhere, the members
+rebuild at once, and so none does a step twice over one communicator.
 
 A job that returns to a checkpoint repeats the steps after it. If an epoch fails just then, perhaps only some ranks
 have returned; the state of a rank that returned less often than others is obsolete.
@@ -373,7 +373,10 @@ class StepProtocol:
         self._built = 0
         """The epoch whose communicator this process has; 0 while it builds one."""
         self._must_rebuild = False
-        """Whether a step was undone over this communicator, or not all have the state: no degraded epoch goes on."""
+        """Whether a step was undone over this communicator, or not all have got or restored the state.
+
+        No degraded epoch goes on then: it would do steps without that state.
+        """
         self._is_open = self._has_results = False
         """Whether this process does a step, and whether its part of that is complete."""
 
@@ -398,6 +401,7 @@ class StepProtocol:
         try:
             if not view.degraded_from:
                 yield from self._synchronise()
+                self._must_rebuild = False
             saves = yield StepBoundary(commits.done)
             while commits.done < commits.total and not saves and not self._rebuilds(view):
                 yield Reach("step.begin")
@@ -537,7 +541,7 @@ class StepProtocol:
                     view = yield from self._rebuild(view, "the step that was open at the death is closed")
                     continue
                 return view
-            self._built, self._must_rebuild = view.epoch, False
+            self._built, self._must_rebuild = view.epoch, True
             seconds = (yield Now()) - began
             size = len(view.members)
             yield RecordStep(events.CommunicatorBuilt(epoch=view.epoch, seconds=seconds, rank=rank, size=size))

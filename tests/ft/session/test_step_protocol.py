@@ -61,6 +61,8 @@ class Rank:
     ended: HoldfastError | None = None
     finished: bool = False
     begun: set[tuple[int, int]] = field(default_factory=set)
+    restored: int = 0
+    """The epoch in which it has restored its state."""
 
     def __post_init__(self) -> None:
         self.commits.total = STEPS
@@ -231,6 +233,7 @@ class ModelJob:
             case protocol.RestoreState(done):
                 answer = min(done, self.restored.setdefault(rank.epoch, done))
                 del rank.history[answer:]
+                rank.restored = rank.epoch
             case protocol.AwaitEnd(epoch):
                 answer = epoch in self.over
             case protocol.BreakEpoch(epoch):
@@ -250,6 +253,7 @@ class ModelJob:
                 self._note_commit(rank, event.step)
             case protocol.RunBody(step):
                 assert step == len(rank.history), "a step is done that is not the next one"
+                assert rank.restored == rank.epoch, "a step is done on a state that is not restored"
                 assert (rank.epoch, step) not in rank.begun, "a step is done twice over one communicator"
                 rank.begun.add((rank.epoch, step))
                 if rank.epoch in (newest.epoch, newest.degraded_from):
@@ -737,6 +741,13 @@ def test_a_degraded_epoch_ends_if_a_member_lacks_the_state() -> None:
     alone.go_to(protocol.CollectVotes)
     alone.go_on_with([alone.commits.vote(), Vote(NEWCOMER, 0, False, 2)])
     assert len(of_kind(alone.go_to(protocol.RunBody), protocol.BreakEpoch, protocol.Connect)) == 2
+
+
+def test_no_degraded_epoch_goes_on_if_the_death_came_before_all_had_restored_their_state() -> None:
+    alone = Alone(FIRST, degraded(2))
+    alone.fail_at(protocol.RestoreState)
+    assert story(alone.go_to(protocol.RunBody)) == [OPEN, *AGAIN, "RestoreState"]
+    assert alone.view.epoch == 3
 
 
 def test_a_member_without_the_communicator_of_the_others_asks_for_a_new_one() -> None:
