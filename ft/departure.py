@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Literal
 
@@ -139,13 +139,15 @@ LOOK_SECONDS = 0.05
 """Seconds between two checks of whether the other members have stopped too, or go on."""
 
 
-def stop_with_all(runtime: Runtime, view: View, why: str) -> bool:
+def stop_with_all(runtime: Runtime, view: View, newcomers: Iterable[int], why: str) -> bool:
     """Declare the job finished before its last step if all members of `view` leave it here; return whether it is.
 
-    False as soon as another member is seen to go on, or after the `operation` timeout.
+    The ranks of `newcomers`, which wait for the state, are not asked: they have done no step. False as soon as another
+    member is seen to go on, or after the `operation` timeout.
     """
     guard, timeouts = runtime.epoch_guard, runtime.settings.timeouts
-    wanted, deadline = set(view.ranks), time.monotonic() + timeouts.operation
+    wanted = set(view.ranks) - {view.members[rank].id for rank in newcomers}
+    deadline = time.monotonic() + timeouts.operation
     try:
         while view.phase == "running":
             wanted &= view.ranks.keys()
@@ -164,7 +166,7 @@ def _all_have_stopped(runtime: Runtime, view: View, wanted: set[str], deadline: 
     try:
         store = runtime.store(view)
         store.set(f"stopped/{runtime.identity}", "")
-        while time.monotonic() < deadline and not runtime.node.another_continues():
+        while time.monotonic() < deadline and not runtime.node.another_continues(wanted):
             with contextlib.suppress(KeyTimeout):
                 store.wait([f"stopped/{member}" for member in sorted(wanted)], timedelta(seconds=LOOK_SECONDS))
                 return True

@@ -408,7 +408,8 @@ class Session:
             return False
         if error is None:
             why = f"all members stopped after {done} of {self._commit_state.total} steps"
-            return departure.stop_with_all(runtime, view, why)
+            pending = self._commit_state.pending
+            return departure.stop_with_all(runtime, view, () if pending is None else pending.receivers, why)
         if self._epoch_guard.ended:
             return False
         known = departure.step_error(error, done, rank)

@@ -8,7 +8,7 @@ or clock of its own, so the same class runs in an event loop (`Runtime`) and in 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 
 from msgspec.structs import replace
 
@@ -171,11 +171,18 @@ class Node:
         """The number of heartbeats of others that did not arrive, so far. Thread-safe."""
         return 0 if self._detectors is None else self._detectors.missed
 
-    def another_continues(self) -> bool:
-        """Whether another member of this host was seen to have entered more ops of the epoch. Thread-safe."""
+    def another_continues(self, among: Set[str]) -> bool:
+        """Whether one of the other members in `among` was seen to have entered more ops of the epoch. Thread-safe.
+
+        Only processes of this host are seen.
+        """
         place = self._guard.place()
-        places = () if self._detectors is None else tuple(self._detectors.places.values())
-        return any(there.epoch == place.epoch and there.entered > place.entered for there in places)
+        places = {} if self._detectors is None else dict(self._detectors.places)
+        return any(
+            there.epoch == place.epoch and there.entered > place.entered
+            for member, there in places.items()
+            if member in among
+        )
 
     # The state machine --------------------------------------------------------------------------------------------
 

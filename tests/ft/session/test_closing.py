@@ -365,9 +365,11 @@ def test_an_exception_is_a_repeat_if_type_message_place_and_step_are_the_same(tm
 # -- stopping early
 
 
-def stops(session: Session, at: int, only: int = -1, late: float = 0.0) -> int:
+def stops(session: Session, at: int, only: int = -1, late: float = 0.0, gate: str = "") -> int:
     for attempt in session.steps(10):
         with attempt:
+            while gate and attempt.step == at and not Path(gate).exists():
+                time.sleep(0.005)
             attempt.comm.barrier()
         if attempt.step == at and only in (-1, attempt.rank):
             break
@@ -402,6 +404,18 @@ def test_a_rank_that_dies_while_all_stop_does_not_delay_the_others() -> None:
         job.wait_for("committed", step=4)
         job.kill(2)
         assert job.results() == [5, 5]
+
+
+def test_a_newcomer_that_has_no_state_yet_delays_nobody_who_stops_and_ends_well() -> None:
+    """Rank 2 dies in the last step that is done, and the spare that takes its place does none."""
+    options = {"timeouts": QUICK, "min_size": 2}
+    environ = {"HOLDFAST_FAULT": "commit.before_barrier:4:2:3"}
+    with LocalCluster(3, spares=1, environ=environ, session=options) as ranks:
+        job = start_with_spares(ranks, stops, 4)
+        assert job.results() == [5, 5, 0]
+        view = job.newest_view()
+    assert view is not None
+    assert (view.phase, view.reason) == ("finished", "all members stopped after 5 of 10 steps")
 
 
 # -- one session of a job in a process
