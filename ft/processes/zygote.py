@@ -42,6 +42,7 @@ from holdfast.ft.processes.channel import ChannelClosed, ProcessChannel
 from holdfast.ft.processes.process_group import end_group
 from holdfast.ft.processes.zygote_start import (
     PACKET,
+    ULIMIT,
     Boot,
     Exited,
     Preload,
@@ -94,30 +95,29 @@ class Zygote:
             for pidfd in tuple(self._children):
                 self._end(pidfd)
 
-    def preload(self, modules: tuple[str, ...]) -> None:
+    def preload(self, modules: tuple[str, ...], number: int = 0) -> None:
         """Import `modules` and answer; refuse to go on if that started threads, which a fork would lose."""
         gc.disable()  # imports make little garbage, and looking for it takes a part of their time
         try:
-            if not self._imported(modules):
+            if (refused := self._imported(modules, number)) is not None:
+                self._report(refused)
                 return
         finally:
             gc.enable()
         gc.collect()
         gc.freeze()
-        self._report(Ready())
+        self._report(Ready(number=number))
 
-    def _imported(self, modules: tuple[str, ...]) -> bool:
-        """Import modules; False after an answer that says why this stopped."""
+    def _imported(self, modules: tuple[str, ...], number: int) -> RequestRefused | None:
+        """Import modules; the answer that says why this stopped, if it did."""
         for module in modules:
             try:
                 importlib.import_module(module)
             except Exception:
-                self._report(RequestRefused(f"importing {module}:\n{traceback.format_exc()[-8000:]}"))
-                return False
+                return RequestRefused(f"importing {module}:\n{traceback.format_exc()[-8000:]}", number=number)
             if names := other_threads():
-                self._report(RequestRefused(f"importing {module} started threads: {', '.join(names)}", module))
-                return False
-        return True
+                return RequestRefused(f"importing {module} started threads: {', '.join(names)}", module, number)
+        return None
 
     def _step(self) -> bool:
         for fd, _ in self._poll.poll():
@@ -135,10 +135,13 @@ class Zygote:
             return False
         request: Spawn | Preload = msgspec.msgpack.decode(data, type=Spawn | Preload)
         if isinstance(request, Preload):
-            self.preload(request.modules)
+            self.preload(request.modules, request.number)
             return True
         try:
-            self._spawn(request, *fds)
+            if len(fds) == 2:
+                self._spawn(request, *fds)
+            else:  # the kernel drops those for which there is no room
+                self._report(RequestRefused(f"it has no more file descriptors ({ULIMIT})", number=request.number))
         finally:
             for fd in fds:
                 os.close(fd)
@@ -149,14 +152,20 @@ class Zygote:
         try:
             pid = os.fork()
         except OSError as error:
-            self._report(RequestRefused(f"cannot fork: {error}"))
+            self._report(RequestRefused(f"cannot fork: {error}", number=request.number))
             return
         if pid == 0:
             self._become(request, channel, output, zygote)
-        pidfd = os.pidfd_open(pid)
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError as error:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            self._report(RequestRefused(f"cannot watch what it forked: {error}", number=request.number))
+            return
         self._children[pidfd] = pid
         self._poll.register(pidfd, select.EPOLLIN)
-        self._report(Ready(pid), pidfd)
+        self._report(Ready(pid, request.number), pidfd)
 
     def _become(self, request: Spawn, channel: int, output: int, zygote: int) -> NoReturn:
         """Run the child, from the fork to its end."""

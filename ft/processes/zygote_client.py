@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import array
 import atexit
+import contextlib
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -37,6 +39,7 @@ from holdfast.ft.processes.child_process import ChildProcess, Exit
 from holdfast.ft.processes.remote_calls import CallResult, pack_error, unpack_error
 from holdfast.ft.processes.zygote_start import (
     PACKET,
+    ULIMIT,
     Boot,
     Exited,
     Preload,
@@ -96,13 +99,15 @@ class ZygoteClient:
     def __init__(self, started: StartedZygote) -> None:
         self._lock = threading.RLock()
         self._running: dict[int, ForkedProcess] = {}
+        self._asked = 0
+        """The number of the last request; what a zygote does unasked at its start has 0."""
         self.has_threads = False
         """Whether an import started threads there: it must fork no more processes."""
         self._preloaded = set(started.modules)
         self._process, self._control, self._log = started.process, started.control, started.log
         try:
             for _ in range(2 if started.modules else 1):
-                self._answer(time.monotonic() + _START_TIMEOUT)
+                self._answer(0, time.monotonic() + _START_TIMEOUT)
         except BaseException:
             self.close()
             raise
@@ -130,8 +135,9 @@ class ZygoteClient:
         with self._lock:
             new = tuple(module for module in modules if module not in self._preloaded)
             if new:
-                self._send(Preload(new))
-                self._answer(time.monotonic() + _START_TIMEOUT)
+                self._asked += 1
+                self._send(Preload(new, self._asked))
+                self._answer(self._asked, time.monotonic() + _START_TIMEOUT)
                 self._preloaded.update(new)
 
     def spawn(
@@ -153,9 +159,12 @@ class ZygoteClient:
         channel, theirs = ProcessChannel.pair()
         try:
             with theirs, private_file(output, "ab") as log, self._lock:
-                self._send(Spawn(threads), theirs.fileno(), log.fileno())
-                answer, (pidfd,) = self._answer(time.monotonic() + 30.0)
-                process = ForkedProcess(self, name, answer.pid, pidfd, channel, output)
+                self._asked += 1
+                self._send(Spawn(threads, self._asked), theirs.fileno(), log.fileno())
+                answer, pidfds = self._answer(self._asked, time.monotonic() + 30.0)
+                if not pidfds:  # the kernel had no room for it; the process ends, since its channel is closed
+                    raise StartFailed(f"{name} cannot be watched: this process has no more file descriptors ({ULIMIT})")
+                process = ForkedProcess(self, name, answer.pid, pidfds[0], channel, output)
                 self._running[answer.pid] = process
         except BaseException:
             channel.close()
@@ -173,7 +182,9 @@ class ZygoteClient:
         with self._lock:
             while self._running.get(process.pid) is process:
                 try:
-                    self._receive(deadline)
+                    report, fds = self._receive(deadline)
+                    if not isinstance(report, Exited):
+                        self._drop(report, fds)
                 except StartFailed:
                     self._running.pop(process.pid).ended(Exit(None))
 
@@ -199,21 +210,37 @@ class ZygoteClient:
         except OSError:
             raise self._lost() from None
 
-    def _answer(self, deadline: float) -> tuple[Ready, list[int]]:
+    def _answer(self, number: int, deadline: float) -> tuple[Ready, list[int]]:
+        """The answer to the request of this number. Answers to earlier ones are there if an exception cut those short.
+
+        Raises `StartFailed`, `StartedThreads`.
+        """
         while True:
             try:
                 report, fds = self._receive(deadline)
             except TimeoutError:
                 self._process.kill()
                 raise StartFailed(f"the zygote (pid {self.pid}) did not answer in time") from None
-            if isinstance(report, RequestRefused):
+            if isinstance(report, Exited):
+                continue
+            if report.number != number:
+                self._drop(report, fds)
+            elif isinstance(report, RequestRefused):
                 refused = f"the zygote (pid {self.pid}) refused: {report.reason}"
                 if report.threads:
                     self.has_threads = True
                     raise StartedThreads(refused, report.threads)
                 raise StartFailed(refused)
-            if isinstance(report, Ready):
+            else:
                 return report, fds
+
+    def _drop(self, report: Ready | RequestRefused, fds: Sequence[int]) -> None:
+        """Deal with an answer that nobody waits for any more: end the process that it may be about."""
+        self.has_threads |= isinstance(report, RequestRefused) and bool(report.threads)
+        for pidfd in fds:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            os.close(pidfd)
 
     def _receive(self, deadline: float) -> tuple[Ready | RequestRefused | Exited, list[int]]:
         self._control.settimeout(max(0.001, deadline - time.monotonic()))
@@ -227,7 +254,9 @@ class ZygoteClient:
             raise self._lost()
         report: Ready | RequestRefused | Exited = msgspec.msgpack.decode(data, type=Ready | RequestRefused | Exited)
         if isinstance(report, Exited):
-            self._running.pop(report.pid).ended(Exit(report.status))
+            ended = self._running.pop(report.pid, None)  # a process whose start was cut short is nobody's
+            if ended is not None:
+                ended.ended(Exit(report.status))
         return report, fds
 
     def _lost(self) -> StartFailed:

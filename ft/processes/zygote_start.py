@@ -24,32 +24,39 @@ PACKET = 1 << 16
 """The most bytes in one packet of the zygote's control socket."""
 
 
+ULIMIT = "raise the limit: ulimit -n"
+
+
 class Spawn(msgspec.Struct, frozen=True, tag=True):
     """Fork a process. Two descriptors come along: its end of the channel, and the file for its output.
 
-    The process will use `threads` torch threads.
+    The process will use `threads` torch threads. The answer has the `number` of the request.
     """
 
     threads: int
+    number: int = 0
 
 
 class Preload(msgspec.Struct, frozen=True, tag=True):
-    """Import these modules for all later forks."""
+    """Import these modules for all later forks. The answer has the `number` of the request."""
 
     modules: tuple[str, ...]
+    number: int = 0
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The last request is done. The answer to `Spawn` has the new `pid`, and its pidfd along."""
+    """A request is done. The answer to `Spawn` has the new `pid`, and its pidfd along."""
 
     pid: int = 0
+    number: int = 0
 
 
 class RequestRefused(msgspec.Struct, frozen=True, tag=True):
-    """The last request could not be done. `threads` names the module that started threads, if one did."""
+    """A request could not be done. `threads` names the module that started threads, if one did."""
 
     reason: str
     threads: str = ""
+    number: int = 0
 
 
 class Exited(msgspec.Struct, frozen=True, tag=True):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import array
 import fcntl
 import inspect
+import io
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -19,7 +22,10 @@ from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import msgspec
 import pytest
 
 from holdfast.comms.system.environment import flag
@@ -32,7 +38,8 @@ from holdfast.ft.launch.run_report import LastErrorLine, ProcessFailure, last_ra
 from holdfast.ft.processes.channel import ProcessChannel
 from holdfast.ft.processes.child_process import ChildProcess, ExecutedProcess
 from holdfast.ft.processes.process_group import end_group, members_of
-from holdfast.ft.processes.zygote_client import call_in_fork, inherit_zygote, zygote, zygote_pid
+from holdfast.ft.processes.zygote_client import ZygoteClient, call_in_fork, inherit_zygote, zygote, zygote_pid
+from holdfast.ft.processes.zygote_start import Exited, Ready, RequestRefused, StartedZygote
 from holdfast.ft.telemetry.flight import find
 from holdfast.harness import LocalCluster
 from support.children import Child, children
@@ -461,6 +468,96 @@ def test_a_folder_that_is_removed_before_it_is_held_is_made_again(
     with HeldDirectory("job-", tmp_path) as ours:
         assert ours.path.is_dir()
         assert taken[0] != ours.path
+
+
+# -- answers of a zygote: each belongs to one request, of which some were cut short
+
+
+class ScriptedZygote:
+    """A zygote that says what a test tells it to; its processes are programs that sleep."""
+
+    def __init__(self) -> None:
+        ours, self.control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.sleepers: list[subprocess.Popen[bytes]] = []
+        self.says(Ready())
+        process: Any = SimpleNamespace(pid=0, poll=lambda: None, wait=lambda timeout: 0)
+        self.client = ZygoteClient(StartedZygote(process, ours, io.BytesIO()))
+
+    def says(self, report: Ready | RequestRefused | Exited, *fds: int) -> None:
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        self.control.sendmsg([msgspec.msgpack.encode(report)], rights)
+
+    def starts(self, number: int) -> subprocess.Popen[bytes]:
+        """Answer to the request of this number to fork a process."""
+        sleeper = subprocess.Popen(["sleep", str(2 * PATIENCE)], start_new_session=True)
+        self.sleepers.append(sleeper)
+        pidfd = os.pidfd_open(sleeper.pid)
+        self.says(Ready(sleeper.pid, number), pidfd)
+        os.close(pidfd)
+        return sleeper
+
+
+@pytest.fixture
+def scripted() -> Iterator[ScriptedZygote]:
+    made = ScriptedZygote()
+    yield made
+    for sleeper in made.sleepers:
+        sleeper.kill()
+        sleeper.wait()
+    made.client.close()
+    made.control.close()
+
+
+def interrupted(scripted: ScriptedZygote, request: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a request whose answer Ctrl-C does not let this process wait for."""
+
+    def interrupt(deadline: float) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(scripted.client, "_receive", interrupt)
+        request()
+
+
+def idle(channel: ProcessChannel) -> None:
+    channel.recv()
+
+
+def test_the_answer_to_a_request_that_ctrl_c_cut_short_is_not_taken_for_a_later_ones(
+    scripted: ScriptedZygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that was started for it ends; so does the zygote's use, if the import that it was started threads."""
+    client = scripted.client
+    start = partial(client.spawn, idle, name="started", output=tmp_path / "started")
+    interrupted(scripted, lambda: client.preload("colorsys"), monkeypatch)
+    interrupted(scripted, start, monkeypatch)
+    interrupted(scripted, lambda: client.preload("wave"), monkeypatch)
+    scripted.says(Ready(number=1))
+    nobodys = scripted.starts(2)
+    scripted.says(RequestRefused("importing wave started threads: t", "wave", 3))
+    wanted = scripted.starts(4)
+    process = start()
+    assert process.pid == wanted.pid
+    assert nobodys.wait(PATIENCE) == -signal.SIGKILL
+    assert client.has_threads
+    scripted.says(Exited(nobodys.pid, signal.SIGKILL))
+    scripted.says(Exited(wanted.pid, signal.SIGKILL))
+    process.close()
+    assert process.wait(0.0).signal == signal.SIGKILL
+
+
+def test_a_start_without_room_for_the_descriptor_of_the_process_fails_and_says_so(
+    scripted: ScriptedZygote, tmp_path: Path
+) -> None:
+    scripted.says(Ready(1, number=1))
+    with pytest.raises(StartFailed, match="no more file descriptors"):
+        scripted.client.spawn(idle, name="started", output=tmp_path / "started")
+    assert not scripted.client.forked
+    scripted.says(Exited(1, 0))
+    scripted.starts(2)
+    process = scripted.client.spawn(idle, name="started", output=tmp_path / "started")
+    scripted.says(Exited(process.pid, signal.SIGKILL))
+    process.close()
 
 
 # -- zygotes that are started before anything slow, or forked from a process that has torch; and process groups that end
