@@ -34,12 +34,20 @@ def rebuild(kind: type[BaseException], args: tuple[Any, ...], fields: dict[str, 
     return error
 
 
+def valid_text(text: str, most: int | None = None) -> str:
+    """The text, cut to `most` characters, as valid Unicode, which messages and files can hold.
+
+    Python's names of files that are no UTF-8, and so many an OSError, are not.
+    """
+    return text[:most].encode(errors="replace").decode()
+
+
 def describe(error: BaseException) -> str:
-    """A text for an error, never empty.
+    """A text for an error, never empty, in valid Unicode.
 
     It begins with the type name, unless the error is a HoldfastError with a message.
     """
-    text = str(error)
+    text = valid_text(str(error))
     if isinstance(error, HoldfastError) and text:
         return text
     return type(error).__name__ + (f": {text}" if text else "")

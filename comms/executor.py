@@ -43,6 +43,7 @@ from holdfast.comms.errors import (
     Revoked,
     Unsupported,
     describe,
+    valid_text,
 )
 from holdfast.comms.hooks import Hooks
 from holdfast.comms.ops import Journal, OpDescription, Recorder
@@ -367,7 +368,7 @@ class Executor:
 
     def abort(self, reason: str | HoldfastError) -> None:
         """Make the running op, and all later ones, raise. The first reason stays."""
-        self._end(reason if isinstance(reason, HoldfastError) else Revoked(self._epoch, reason, own=True))
+        self._end(reason if isinstance(reason, HoldfastError) else Revoked(self._epoch, valid_text(reason), own=True))
 
     def abort_part_on_end(self, part: Executor) -> None:
         """Abort `part` when this communicator ends for another reason than `close`."""

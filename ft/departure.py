@@ -20,7 +20,7 @@ from typing import Literal
 
 import msgspec
 
-from holdfast.comms.errors import CorruptData, HoldfastError
+from holdfast.comms.errors import CorruptData, HoldfastError, valid_text
 from holdfast.comms.system import forks
 from holdfast.ft.control.errors import KeyTimeout
 from holdfast.ft.membership.events import LocalFailed, LocalFinished
@@ -35,6 +35,7 @@ CELL = "errors"
 KEPT = 64
 """The number of newest exceptions that are kept."""
 MOST_TEXT = 1000
+"""Characters of an exception's message, and of its place."""
 
 _decoder = msgspec.msgpack.Decoder(list[StepError])
 
@@ -43,7 +44,9 @@ def step_error(error: BaseException, step: int, rank: int) -> StepError:
     """The record of an exception that was raised in `step` on `rank`."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else "unknown place"
-    return StepError(step, rank, type(error).__qualname__, _text(str(error)), _text(place))
+    return StepError(
+        step, rank, type(error).__qualname__, valid_text(str(error), MOST_TEXT), valid_text(place, MOST_TEXT)
+    )
 
 
 def note_error(register: str, error: StepError) -> bool:
@@ -65,11 +68,6 @@ def note_error(register: str, error: StepError) -> bool:
     with contextlib.closing(open_cell(register, CELL)) as cell:
         change_cell(register, cell.read, cell.compare_and_set, add)
     return repeats
-
-
-def _text(text: str) -> str:
-    """The text, cut to `MOST_TEXT` characters and made valid Unicode."""
-    return text[:MOST_TEXT].encode(errors="replace").decode()
 
 
 TERMINATED = 128 + signal.SIGTERM

@@ -26,7 +26,7 @@ import msgspec
 import torch
 
 from holdfast.comms.communicator import Communicator
-from holdfast.comms.errors import HoldfastError, StaleEpoch
+from holdfast.comms.errors import HoldfastError, StaleEpoch, valid_text
 from holdfast.comms.ops import Recorder
 from holdfast.comms.quantities import integer
 from holdfast.comms.system import forks
@@ -388,7 +388,7 @@ class Session:
     def _leave(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         """Tell the others that this process leaves, unless the job is over or ends with this."""
         if error is not None:
-            self._events.emit(events.SessionFailed(error=f"{type(error).__name__}: {error}"))
+            self._events.emit(events.SessionFailed(error=valid_text(f"{type(error).__name__}: {error}")))
         if self._runtime is not None and not self._over and not self._ends_job(self._runtime, error):
             self._leave_now(error)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Set
 
 from msgspec.structs import replace
 
-from holdfast.comms.errors import HoldfastError, Mismatch, PeerFailed, Revoked, StaleEpoch
+from holdfast.comms.errors import HoldfastError, Mismatch, PeerFailed, Revoked, StaleEpoch, valid_text
 from holdfast.comms.plugins.spec import DetectorInfo
 from holdfast.ft import events
 from holdfast.ft.detectors.detector import DetectorContext
@@ -70,6 +70,9 @@ Processors are few while all members recover.
 WON_SECONDS = 0.001
 """Delay before this process's core learns that its proposal won, if all members of the view learn of it in their ops.
 """
+
+MOST_REASON = 2000
+"""Characters of the reason for which a process leaves: views and events repeat it."""
 
 _log = logging.getLogger("holdfast.ft")
 
@@ -201,7 +204,8 @@ class Node:
     def leave(self, reason: str, error: str = "") -> None:
         """Tell the others that this process has left the job, as if it had died; `error` as in `Death`."""
         self.has_left = True
-        self._links.notify_all(*messages.notice(messages.Farewell(reason, error)))
+        farewell = messages.Farewell(valid_text(reason, MOST_REASON), valid_text(error, MOST_REASON))
+        self._links.notify_all(*messages.notice(farewell))
 
     def feed(self, event: Event) -> None:
         """Pass one event to the state machine and carry out its effects."""

@@ -203,7 +203,9 @@ class DirectTransport(Transport):
     # -- the end
 
     def abort(self, error: HoldfastError) -> None:
-        self._board.leave(ABORTED, (error.reason if isinstance(error, Revoked) else str(error)).encode())
+        self._board.leave(
+            ABORTED, (error.reason if isinstance(error, Revoked) else str(error)).encode(errors="replace")
+        )
         self._board.fail(error)  # after the note: the caller of a failed op may reuse memory that others read
 
     def rest(self) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from holdfast.comms.errors import Mismatch, OpTimeout, PeerFailed, Revoked
+from holdfast.comms.errors import Mismatch, OpTimeout, PeerFailed, Revoked, valid_text
 from holdfast.comms.ops import OPS, POINT_TO_POINT, OpTensors
 from holdfast.comms.system.environment import flag
 from holdfast.comms.system.files import map_file
@@ -148,7 +148,7 @@ class FlightRecorder:
         """Mark the recording closed, in order or by `error`. The file stays for readers. Idempotent."""
         if self._state != RecordingState.OPEN:
             return
-        note = (error or "").encode()[: flight.NOTE_BYTES]
+        note = valid_text(error or "").encode()[: flight.NOTE_BYTES]
         self._memory[flight.NOTE_AT : flight.NOTE_AT + len(note)] = note
         self._state = RecordingState.CLOSED if error is None else RecordingState.FAILED
         self._say(self._now(), note)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -26,6 +27,7 @@ from holdfast.ft.node.register import Register
 from holdfast.ft.node.runtime import Runtime
 from holdfast.ft.session import OwnSteps
 from holdfast.ft.state.replicator import StateReplicator
+from holdfast.ft.telemetry import flight
 from holdfast.ft.telemetry.event_log import EventLog
 from holdfast.ft.telemetry.flight.recorder import FlightRecorder
 from holdfast.ft.telemetry.metrics import Metrics
@@ -360,6 +362,24 @@ def test_an_exception_is_a_repeat_if_type_message_place_and_step_are_the_same(tm
         assert note_error(register, step_error(caught("x"), 4, 1)), "its step was committed without it"
         assert not note_error(register, step_error(caught("\ud800" + "long" * 1000), 3, 1))
         assert note_error(register, step_error(caught("\ud800" + "long" * 1000), 3, 1))
+
+
+def test_an_exception_whose_text_is_no_valid_unicode_leaves_the_session_as_it_is_and_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python so names files whose names are no UTF-8. A communicator that it leaves is aborted with it, too."""
+    monkeypatch.setenv("HOLDFAST_LOG_DIR", str(tmp_path / "logs"))
+    with (
+        pytest.raises(ValueError, match="no file a\udcff"),
+        Session(**contract_in(tmp_path, timeouts=QUICK), size=1) as session,
+    ):
+        for attempt in session.steps(2):
+            with attempt, attempt.comm.split([0]):
+                raise ValueError("no file a\udcff")
+    events = [json.loads(line) for log in (tmp_path / "logs").glob("*.jsonl") for line in log.open()]
+    assert [event["error"] for event in events if event["kind"] == "error"] == ["ValueError: no file a?"]
+    (recording,) = flight.find(tmp_path / "logs")
+    assert flight.read(recording).note == "ValueError: no file a?"
 
 
 # -- stopping early
