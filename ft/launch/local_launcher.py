@@ -220,7 +220,10 @@ class Launcher:
         if process.output is not None:
             self._selector.register(process.output, selectors.EVENT_READ, number)
             if log is not None:
-                self._logs[number] = private_file(log, "ab")
+                try:
+                    self._logs[number] = private_file(log, "ab")
+                except OSError as error:
+                    self._not_kept(number, error)
         self._selector.register(process.pidfd, selectors.EVENT_READ, number)
         self._launch.attach(number, process.pidfd)
 
@@ -319,11 +322,18 @@ class Launcher:
             self._selector.unregister(stream)
             stream.close()
         elif number in self._logs:
-            write_all(self._logs[number].fileno(), data)
+            try:
+                write_all(self._logs[number].fileno(), data)
+            except OSError as error:  # a full disk is no reason to end a job
+                self._logs.pop(number).close()
+                self._not_kept(number, error)
         lines = self._lines.setdefault(number, LineSplitter())
         for line in lines.feed(data) if data else lines.end():
             self._words[number].hear(line)
             self._say(number, line)
+
+    def _not_kept(self, number: int, error: OSError) -> None:
+        self._say(number, f"its output is kept in no file from here on, only shown: {error}", "bold yellow")
 
     def _reap(self, number: int) -> None:
         """Reap a process, ending it if it still runs, and print a bad exit status."""

@@ -29,7 +29,7 @@ import msgspec
 import pytest
 
 from holdfast.comms.system.environment import flag
-from holdfast.ft.launch import held_directory, run_report
+from holdfast.ft.launch import held_directory, local_launcher, run_report
 from holdfast.ft.launch.guardian import EXEC_SECONDS, is_tracker
 from holdfast.ft.launch.held_directory import HeldDirectory
 from holdfast.ft.launch.launcher import StartFailed
@@ -207,6 +207,23 @@ def test_the_table_has_ranks_first_and_spares_last() -> None:
     ]
     assert table([]) == []
     assert last_ranks([an_event("installed", pid=5, members=[], rank=rank) for rank in (0, None, 2)]) == {5: 2}
+
+
+def test_output_that_its_file_cannot_take_is_shown_and_the_job_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first process's file is on a full disk; the second one's cannot be made."""
+    files = {0: Path("/dev/full"), 1: tmp_path / "missing" / "output-1.log", 2: tmp_path / "output-2.log"}
+    monkeypatch.setattr(local_launcher, "_output_file", lambda folder, node, number: files[number])
+    steps = ("sh", "-c", "echo first; sleep 0.2; echo second; sleep 0.2; echo last")
+    assert launch(LaunchPlan(steps, 3), tmp_path / "logs") == 0
+    shown = capsys.readouterr().out.splitlines()
+    for number, why in ((0, "No space left on device"), (1, "No such file or directory"), (2, None)):
+        lines = [line.removeprefix(f"[{number}] ") for line in shown if line.startswith(f"[{number}]")]
+        told = [line for line in lines if "its output is kept in no file from here on, only shown" in line]
+        assert [why in line for line in told] == ([] if why is None else [True])
+        assert [line for line in lines if line not in told] == ["first", "second", "last"]
+    assert files[2].read_text() == "first\nsecond\nlast\n"
 
 
 # -- checks
