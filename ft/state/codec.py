@@ -37,6 +37,10 @@ class _Set(EncodedNode, frozen=True, array_like=True, forbid_unknown_fields=True
     items: list[StateNode]
 
 
+class _FrozenSet(EncodedNode, frozen=True, array_like=True, forbid_unknown_fields=True, tag="f"):
+    items: list[StateNode]
+
+
 class _Tensor(EncodedNode, frozen=True, array_like=True, forbid_unknown_fields=True, tag="T"):
     index: int
 
@@ -47,7 +51,7 @@ class _Array(EncodedNode, frozen=True, array_like=True, forbid_unknown_fields=Tr
     index: int
 
 
-StateNode = ValueNode | _Dict | _List | _Tuple | _Set | _Tensor | _Array
+StateNode = ValueNode | _Dict | _List | _Tuple | _Set | _FrozenSet | _Tensor | _Array
 
 _encode = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[StateNode] = msgspec.msgpack.Decoder(StateNode)
@@ -113,7 +117,7 @@ class _Walk:
             return plain
         if isinstance(value, dict):
             return _Dict([(self.describe(k, (*path, _KEY)), self.describe(v, (*path, k))) for k, v in value.items()])
-        kinds = ((list, _List), (tuple, _Tuple), (set, _Set), (frozenset, _Set))
+        kinds = ((list, _List), (tuple, _Tuple), (set, _Set), (frozenset, _FrozenSet))
         for kind, node in kinds:
             if isinstance(value, kind):
                 return node([self.describe(item, (*path, i)) for i, item in enumerate(value)])
@@ -173,6 +177,8 @@ def _build(node: StateNode, tensors: Sequence[torch.Tensor]) -> Any:
             return tuple(_build(item, tensors) for item in members)
         case _Set(members):
             return {_build(item, tensors) for item in members}
+        case _FrozenSet(members):
+            return frozenset(_build(item, tensors) for item in members)
         case _Tensor(index) | _Array(index):
             if not 0 <= index < len(tensors):
                 raise CorruptData(f"the description of a state mentions tensor {index} of {len(tensors)}")

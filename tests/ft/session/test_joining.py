@@ -430,6 +430,13 @@ def test_plain_data_is_decoded_unchanged(value: Any) -> None:
     assert decode_state(description, tensors) == value
 
 
+def test_a_frozen_set_arrives_frozen_also_as_a_key_and_in_a_set() -> None:
+    pair = frozenset({1, 2})
+    received = journey({"groups": {pair: 3}, "seen": {pair}, "alone": pair, "open": {1}})
+    assert received == {"groups": {pair: 3}, "seen": {pair}, "alone": pair, "open": {1}}
+    assert (type(received["alone"]), type(received["open"])) == (frozenset, set)
+
+
 # -- numbers of numpy
 
 numbers = (
