@@ -307,6 +307,12 @@ class Board:
         if self.native.is_over():
             self.check_peers(lambda: self._others)
 
+    def check_source(self, rank: int) -> None:
+        """Raise if `rank` has aborted: memory that it let others read may be in use for something else."""
+        row = self.rows[rank]
+        if self.native.is_over() and self._has_left(row) and self.words[row + STATE] >= ABORTED:
+            self.check_peers(lambda: [rank])
+
     def check_peers(self, missing: Callable[[], Sequence[int]]) -> None:
         """Raise if a rank that is waited for can never come, or if any rank aborted."""
         announcer = self._announcer()

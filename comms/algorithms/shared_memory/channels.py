@@ -2,7 +2,8 @@
 
 A sender fills a free entry with (tag, size, address), and the payload itself when it is small. The receiver takes the
 oldest entry with the tag it wants, reads the payload, and marks the entry taken. Small sends return at once; larger
-ones when the receiver has read. Sends and receives of a batch progress together, so their order cannot deadlock.
+ones when the receiver has read, or once the sender has aborted: then nobody receives the message. Sends and receives of
+a batch progress together, so their order cannot deadlock.
 
 A receiver that has found a message of its tag scans all entries a second time, and takes the oldest of that scan:
 docs/internals/decisions/channel-order.md proves that this keeps the order. tests/comms/ops/test_shared_memory.py runs
@@ -27,7 +28,7 @@ from holdfast.comms.algorithms.shared_memory.board import (
     TAKEN,
     Board,
 )
-from holdfast.comms.errors import Mismatch
+from holdfast.comms.errors import HoldfastError, Mismatch
 from holdfast.comms.tensors.packing import DTYPE_CODE, DTYPES
 
 Message = tuple[torch.Tensor, int, int]
@@ -125,12 +126,26 @@ class Channels:
                 f"{tensor.nbytes} of {tensor.dtype}; both sides must pass the same shape and dtype"
             )
         if nbytes > INLINE_BYTES:
-            self._read_memory(src, words[entry + ADDRESS], tensor.data_ptr(), nbytes)
+            self._read(src, words[entry + ADDRESS], tensor.data_ptr(), nbytes)
         elif nbytes:
             ctypes.memmove(tensor.data_ptr(), board.base + 8 * (entry + 8), nbytes)
         words[entry + TAKEN] = number
         board.native.wake(src)
         return True
+
+    def _read(self, src: int, address: int, into: int, nbytes: int) -> None:
+        """Read the payload of a large message where it lies.
+
+        A sender that gives up aborts the board before its caller may use that memory again: what is read before and
+        after a look at its state is the message.
+        """
+        self._board.check_source(src)
+        try:
+            self._read_memory(src, address, into, nbytes)
+        except HoldfastError:
+            self._board.check_source(src)
+            raise
+        self._board.check_source(src)
 
     def _scan(self, src: int, tag: int, whole: bool = True) -> tuple[int, int] | None:
         """The number and entry of the oldest message of the tag; the first one found unless `whole`."""

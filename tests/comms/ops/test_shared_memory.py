@@ -1,7 +1,10 @@
-"""Ops over a board: the order of messages for all interleavings of their steps, and large ops in both copy modes."""
+"""Ops over a board: messages in all interleavings of their steps, also with the end of a rank; large ops in both copy
+modes."""
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import signal
 import threading
@@ -12,15 +15,25 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.comms import Communicator, PeerFailed, ReduceOp, Revoked
+from holdfast.comms import Communicator, OpTimeout, PeerFailed, ReduceOp, Revoked
 from holdfast.comms.algorithms.shared_memory import channels
-from holdfast.comms.algorithms.shared_memory.board import IN_PLACE_BITS, NEAR, UNSTAGED, Board
+from holdfast.comms.algorithms.shared_memory.board import (
+    ABORTED,
+    IN_PLACE_BITS,
+    NEAR,
+    UNSTAGED,
+    Board,
+    layout_of,
+)
 from holdfast.comms.algorithms.shared_memory.channels import Channels
 from holdfast.comms.algorithms.shared_memory.direct import DirectTransport
 from holdfast.comms.errors import Mismatch
+from holdfast.comms.transport.base import Context
+from holdfast.comms.transport.liveness import this_process
 from holdfast.harness import LocalCluster
 from support.comms.collectives import COLLECTIVES, collective
 from support.comms.ranks import on_ranks, on_ranks_of, running, shared_ranks
@@ -114,6 +127,9 @@ class ModelBoard:
     def wake(self, rank: int) -> None:
         """Do nothing: no rank sleeps."""
 
+    def check_source(self, rank: int) -> None:
+        """Do nothing: no rank aborts."""
+
 
 def run_once(schedules: Schedules, tags: Sequence[int], wanted: Sequence[int], ordered: bool = True) -> None:
     """Send a message of each tag, and receive the wanted ones, under one schedule.
@@ -172,6 +188,82 @@ def test_the_exploration_finds_what_accesses_without_order_do_wrong(monkeypatch:
     schedules = Schedules()
     with pytest.raises((AssertionError, KeyError, Mismatch)):
         schedules.explore(lambda: run_once(schedules, (7, 7, 7), (7, 7, 7), ordered=False))
+
+
+# -- messages of ranks that leave
+
+
+def boards_of_two(epoch: int = 0, memory: mmap.mmap | None = None) -> tuple[Board, Board]:
+    """The boards of both ranks, as threads have them."""
+    memory = memory or mmap.mmap(-1, layout_of(2).nbytes)
+    peers, device, deadline = (this_process(),) * 2, torch.device("cpu"), soon()
+    sender, receiver = (
+        Board(memory, Context(rank, 2, "two", epoch, device, dist.HashStore(), peers, deadline), dead=tuple)
+        for rank in (SENDER, RECEIVER)
+    )
+    return sender, receiver
+
+
+def entered(boards: tuple[Board, Board]) -> tuple[Board, Board]:
+    for board in boards:
+        board.enter(3, ())
+    return boards
+
+
+def soon() -> float:
+    return time.monotonic() + PATIENCE
+
+
+def copy(rank: int, address: int, into: int, nbytes: int) -> None:
+    """Read a message as a thread does."""
+    ctypes.memmove(into, address, nbytes)
+
+
+LONG, SHORT = channels.INLINE_BYTES // 4 + 1, 4
+"""Elements of a message that the receiver reads from the sender's tensor, and of one that lies on the board."""
+
+
+def given_up(sender: Board, count: int) -> torch.Tensor:
+    """A message that nobody takes in time, so that its sender aborts, and may use its memory again."""
+    message = torch.ones(count)
+    with pytest.raises(OpTimeout):
+        Channels(sender, copy).run([(message, RECEIVER, 0)], [], time.monotonic(), "send")
+    sender.leave(ABORTED, b"the send timed out")
+    return message.fill_(7)
+
+
+def test_a_message_whose_sender_has_given_up_is_not_received() -> None:
+    sender, receiver = entered(boards_of_two())
+    message, into = given_up(sender, LONG), torch.zeros(LONG)
+    with pytest.raises(Revoked, match="rank 0 aborted: the send timed out"):
+        Channels(receiver, copy).run([], [(into, SENDER, 0)], soon(), "recv")
+    assert message.eq(7).all() and into.eq(0).all(), "nothing was read: the memory may be gone"
+
+
+@pytest.mark.parametrize("readable", [True, False])
+def test_a_message_whose_sender_gives_up_while_it_is_read_is_not_received(readable: bool) -> None:
+    sender, receiver = entered(boards_of_two())
+    message = torch.ones(LONG)
+    assert Channels(sender, copy)._post((message, RECEIVER, 0))
+
+    def read(rank: int, address: int, into: int, nbytes: int) -> None:
+        sender.leave(ABORTED, b"the send timed out")
+        if not readable:
+            raise PeerFailed((rank,), "its memory is gone")
+
+    with pytest.raises(Revoked, match="rank 0 aborted: the send timed out"):
+        Channels(receiver, read).run([], [(torch.zeros(LONG), SENDER, 0)], soon(), "recv")
+
+
+def test_a_message_that_was_sent_before_its_sender_aborted_is_received() -> None:
+    """A short one has left the sender's memory when `send` returns."""
+    sender, receiver = entered(boards_of_two())
+    message, into = torch.ones(SHORT), torch.zeros(SHORT)
+    Channels(sender, copy).run([(message, RECEIVER, 0)], [], soon(), "send")
+    sender.leave(ABORTED, b"another op failed")
+    message.fill_(7)
+    Channels(receiver, copy).run([], [(into, SENDER, 0)], soon(), "recv")
+    assert into.eq(1).all()
 
 
 # -- large ops: blocks that go through the stage, and inputs that are read in place
