@@ -264,7 +264,8 @@ class Board:
     ) -> None:
         """Wait until `ready()`: yield for 2 ms at most, then sleep. `missing` names the ranks that are waited for.
 
-        Raises what `fail` was given, `PeerFailed` when a missing rank is gone or has left, or `OpTimeout`.
+        `missing` looks anew, as `ready` does: a rank may do its part and leave just before. Raises what `fail` was
+        given, `PeerFailed` when a missing rank is gone or has left, or `OpTimeout`.
         """
         until = time.monotonic() + _SLEEP_SECONDS
         for _ in range(self._yields):
@@ -293,8 +294,8 @@ class Board:
             self.check()
             self.check_peers(missing)
             now = time.monotonic()
-            if now >= deadline:
-                raise OpTimeout(op, seq, now - began, missing())
+            if now >= deadline and (late := missing()):
+                raise OpTimeout(op, seq, now - began, late)
 
     def check(self) -> None:
         """Raise what `fail` was given, if anything."""
@@ -322,7 +323,7 @@ class Board:
             self._journal.waits(missing())
         left = [rank for rank in self._others if self._has_left(self.rows[rank])]
         gone = tuple(rank for rank in self._dead() if rank not in left)
-        late = missing()
+        late = missing()  # after the two: what a rank did before it left is there
         if not late:
             return
         if gone:
@@ -336,8 +337,12 @@ class Board:
                 raise PeerFailed((rank,), f"it left the communicator: {why}")
 
     def _has_left(self, row: int) -> bool:
-        """Whether the rank has left this epoch: before a row is ready, it holds words of an earlier epoch."""
-        return self.words[row + STATE] != ALIVE and self.words[row + EPOCH] == self.epoch + 1
+        """Whether the rank has left this epoch."""
+        return self._is_ready(row) and self.words[row + STATE] != ALIVE
+
+    def _is_ready(self, row: int) -> bool:
+        """Whether a row is ready for this epoch. To be asked first: until then, its words are of an earlier epoch."""
+        return self.words[row + EPOCH] == self.epoch + 1
 
     def announced(self) -> bytes | None:
         """The note of a rank that was replaced: what follows this board; None if there is none."""
@@ -345,10 +350,9 @@ class Board:
         return None if announcer is None else self._note(announcer)
 
     def _announcer(self) -> int | None:
-        words, ready = self.words, self.epoch + 1
         for rank in self._others:
             row = self.rows[rank]
-            if words[row + STATE] == REPLACED and words[row + EPOCH] == ready:
+            if self._is_ready(row) and self.words[row + STATE] == REPLACED:
                 return rank
         return None
 

@@ -79,6 +79,7 @@ class Channels:
             return not (to_post or to_take or unread)
 
         def missing() -> list[int]:
+            progress()
             return sorted({m[1] for m in [*to_post, *to_take]} | {w[0] for w in unread})
 
         if not progress():

@@ -169,12 +169,13 @@ static inline int spin_wait(const board *b, int rank, int flag, uint64_t value, 
     }
 }
 
-/* Whether another rank has aborted, so that no more ops can complete here. The fence keeps reads of
- * a rank's memory before the look at its state. */
+/* Whether another rank has aborted, so that no more ops can complete here. EPOCH is read first: until a row is
+ * ready, its STATE is of an earlier epoch. The fence keeps reads of a rank's memory before the look at its
+ * state. */
 static inline int is_over(const board *b) {
     atomic_thread_fence(memory_order_acquire);
     for (int rank = 0; rank < b->size; rank++)
-        if (rank != b->rank && flag_of(b, rank, STATE) >= ABORTED && flag_of(b, rank, EPOCH) == b->ready)
+        if (rank != b->rank && flag_of(b, rank, EPOCH) == b->ready && flag_of(b, rank, STATE) >= ABORTED)
             return 1;
     return 0;
 }

@@ -19,12 +19,16 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.comms import Communicator, OpTimeout, PeerFailed, ReduceOp, Revoked
+from holdfast.comms import Communicator, OpTimeout, PeerFailed, ReduceOp, Revoked, _native
 from holdfast.comms.algorithms.shared_memory import channels
 from holdfast.comms.algorithms.shared_memory.board import (
     ABORTED,
+    CLOSED,
+    EPOCH,
     IN_PLACE_BITS,
     NEAR,
+    REPLACED,
+    STATE,
     UNSTAGED,
     Board,
     layout_of,
@@ -193,18 +197,30 @@ def test_the_exploration_finds_what_accesses_without_order_do_wrong(monkeypatch:
 # -- messages of ranks that leave
 
 
-def boards_of_two(epoch: int = 0, memory: mmap.mmap | None = None) -> tuple[Board, Board]:
+class Interleaved(Board):
+    """A board on which other ranks get on while this one is about to look at its peers; `meanwhile` is run once."""
+
+    meanwhile: Callable[[], object] | None = None
+
+    def check_peers(self, missing: Callable[[], Sequence[int]]) -> None:
+        meanwhile, self.meanwhile = self.meanwhile, None
+        if meanwhile is not None:
+            meanwhile()
+        super().check_peers(missing)
+
+
+def boards_of_two(epoch: int = 0, memory: mmap.mmap | None = None) -> tuple[Interleaved, Interleaved]:
     """The boards of both ranks, as threads have them."""
     memory = memory or mmap.mmap(-1, layout_of(2).nbytes)
     peers, device, deadline = (this_process(),) * 2, torch.device("cpu"), soon()
     sender, receiver = (
-        Board(memory, Context(rank, 2, "two", epoch, device, dist.HashStore(), peers, deadline), dead=tuple)
+        Interleaved(memory, Context(rank, 2, "two", epoch, device, dist.HashStore(), peers, deadline), dead=tuple)
         for rank in (SENDER, RECEIVER)
     )
     return sender, receiver
 
 
-def entered(boards: tuple[Board, Board]) -> tuple[Board, Board]:
+def entered(boards: tuple[Interleaved, Interleaved]) -> tuple[Interleaved, Interleaved]:
     for board in boards:
         board.enter(3, ())
     return boards
@@ -264,6 +280,63 @@ def test_a_message_that_was_sent_before_its_sender_aborted_is_received() -> None
     message.fill_(7)
     Channels(receiver, copy).run([], [(into, SENDER, 0)], soon(), "recv")
     assert into.eq(1).all()
+
+
+def test_a_message_that_came_before_its_sender_closed_is_received_at_any_moment() -> None:
+    sender, receiver = entered(boards_of_two())
+    into = torch.zeros(SHORT)
+
+    def send_and_close() -> None:
+        Channels(sender, copy).run([(torch.ones(SHORT), RECEIVER, 0)], [], soon(), "send")
+        sender.leave(CLOSED, b"closed")
+
+    receiver.meanwhile = send_and_close
+    Channels(receiver, copy).run([], [(into, SENDER, 0)], soon(), "recv")
+    assert into.eq(1).all() and receiver.meanwhile is None
+    with pytest.raises(PeerFailed, match=r"rank 0 .* left the communicator"):
+        Channels(receiver, copy).run([], [(into, SENDER, 0)], soon(), "recv")
+
+
+def test_a_message_that_was_taken_before_its_receiver_closed_is_sent_at_any_moment() -> None:
+    sender, receiver = entered(boards_of_two())
+    into = torch.zeros(LONG)
+
+    def receive_and_close() -> None:
+        Channels(receiver, copy).run([], [(into, SENDER, 0)], soon(), "recv")
+        receiver.leave(CLOSED, b"closed")
+
+    sender.meanwhile = receive_and_close
+    Channels(sender, copy).run([(torch.ones(LONG), RECEIVER, 0)], [], soon(), "send")
+    assert into.eq(1).all() and sender.meanwhile is None
+
+
+class WordsWithEvent:
+    """A board's words; `event` happens after so many loads of a row's state or epoch."""
+
+    def __init__(self, words: _native.Words, row: int, loads: int, event: Callable[[], None]) -> None:
+        self._words, self._row, self._loads, self._event = words, row, loads, event
+
+    def __getitem__(self, word: int) -> int:
+        value = self._words[word]
+        if word - self._row in (STATE, EPOCH):
+            self._loads -= 1
+            if self._loads == 0:
+                self._event()
+        return value
+
+
+@pytest.mark.parametrize("state", [CLOSED, ABORTED, REPLACED])
+def test_a_rank_that_enters_a_board_is_not_taken_for_what_it_was_on_an_earlier_one(state: int) -> None:
+    """Its row holds the words of the earlier board until then, whenever that is."""
+    for loads in (1, 2, 3):
+        memory = mmap.mmap(-1, layout_of(2).nbytes)
+        earlier, _ = entered(boards_of_two(0, memory))
+        earlier.leave(state, b"on the earlier board")
+        late, early = boards_of_two(4, memory)
+        early.enter(3, ())
+        words: Any = WordsWithEvent(early.words, early.rows[SENDER], loads, lambda late=late: late.enter(3, ()))  # type: ignore[misc]
+        early.words = words
+        early.check_peers(lambda: [SENDER])
 
 
 # -- large ops: blocks that go through the stage, and inputs that are read in place
