@@ -170,10 +170,12 @@ def test_a_board_refuses_memory_that_is_too_small() -> None:
         board.raise_flag(1, 0)
 
 
-def boards_of_two_ranks(pids: tuple[int, ...] = ()) -> tuple[_native.Board, _native.Board, memoryview]:
-    """The boards of ranks 0 and 1, for epoch 5, and the words."""
+def boards_of_two_ranks(pids: tuple[int, ...] = (), turns: int = 10) -> tuple[_native.Board, _native.Board, memoryview]:
+    """The boards of ranks 0 and 1, for epoch 5, and the words. A wait has so many turns of each kind."""
     memory = bytearray(16384)
-    first, second = (_native.Board(memory, rank, 2, 5, **SIZES, spins=10, yields=10, pids=pids) for rank in range(2))
+    first, second = (
+        _native.Board(memory, rank, 2, 5, **SIZES, spins=turns, yields=turns, pids=pids) for rank in range(2)
+    )
     return first, second, memoryview(memory).cast("Q")
 
 
@@ -206,7 +208,7 @@ def test_a_sleeper_is_woken_by_a_rank_that_ends_the_epoch() -> None:
     )
 
 
-WAITS, UNREADABLE, GIVEN, TAKEN = 1, 2, 1, 3
+WAITS, UNREADABLE, OTHER_OP, GIVEN, TAKEN = 1, 2, 3, 1, 3
 ALL, BARRIER = 2, signature("barrier", None, 0, "", 0)
 BROADCAST = signature("broadcast", torch.uint8, 1, "", 128)
 """Of 128 bytes, two blocks of these boards, by rank 1."""
@@ -244,6 +246,27 @@ def test_a_resumed_op_has_to_be_the_one_that_has_begun() -> None:
     assert board.run(reduces, kind, two, two) == (WAITS, ALL, 5, 0) == board.run(reduces, kind, two, two)
     with pytest.raises(RuntimeError, match="another op was begun here"):
         board.run(BARRIER, -1, (), ())
+
+
+@pytest.mark.parametrize("turns", [10, 0])
+def test_a_rank_with_a_tiny_input_meets_one_with_a_larger_input(turns: int) -> None:
+    """The larger one is not on the line where the first expects it. A rank may neither spin nor yield."""
+    first, second, _ = boards_of_two_ranks(turns=turns)
+    mine, theirs, both = bytearray(b"four"), bytearray(b"two" * 20), bytearray(64)
+    gather, at = signature("all_gather", torch.uint8, 0, "", 0), _address(both)
+    outputs = at, 4, at + 4, 60
+    assert second.run(gather, -1, (_address(theirs), 60), outputs) == (WAITS, ALL, 5, 0)
+    assert first.run(gather, -1, (_address(mine), 4), outputs) is None
+    assert both == mine + theirs
+
+
+@pytest.mark.parametrize("turns", [10, 0])
+def test_a_rank_in_a_tiny_op_meets_one_in_a_larger_other_op(turns: int) -> None:
+    first, second, _ = boards_of_two_ranks(turns=turns)
+    memory = bytearray(60)
+    reduces, whole = signature("all_reduce", torch.float32, 0, "sum", 15), (_address(memory), 60)
+    assert second.run(reduces, _native.kind("float32", "sum"), whole, whole) == (WAITS, ALL, 5, 0)
+    assert first.run(BARRIER, -1, (), ())[:2] == (OTHER_OP, 1)
 
 
 @pytest.mark.parametrize(
