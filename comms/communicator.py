@@ -172,9 +172,11 @@ class Communicator:
         """The processes behind the ranks, in rank order."""
         return self._context.peers
 
-    def check_movable(self, tensor: Tensor) -> None:
-        """Raise the error of `send` and `recv` for a tensor that they do not accept."""
-        self._check.movable(tensor)
+    def check_message(self, tensor: Tensor, received: bool) -> Tensor:
+        """The tensor as `recv`, if it is `received`, or `send` takes it: a plain one. Raises their errors for it."""
+        given = self._check.output(tensor) if received else self._check.operand(tensor)
+        self._check.movable(given)
+        return given
 
     @property
     def connect_payloads(self) -> Sequence[tuple[int, ...]] | None:

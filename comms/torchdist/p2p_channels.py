@@ -346,7 +346,7 @@ class P2PChannels:
 
     def send(self, tensor: Tensor, dst: int, tag: int, timeout: float) -> Work:
         """Send to rank `dst`. Raises the errors of `Communicator.send` before any byte moves."""
-        self._check(tensor, dst, "dst")
+        tensor = self._checked(tensor, dst, "dst")
         with self._lock:
             channel = self._to.get(dst)
             if channel is None:
@@ -355,22 +355,27 @@ class P2PChannels:
         return channel.send(tensor, tag, timeout)
 
     def recv(self, tensor: Tensor, src: int | None, tag: int, timeout: float) -> PendingRecv:
-        """Receive from rank `src`; for None, from the first rank that sends under `tag`."""
-        self._check(tensor, src, "src")
+        """Receive from rank `src`; for None, from the first rank that sends under `tag`.
+
+        Raises the errors of `Communicator.recv` before it is posted: a message that it took would be lost.
+        """
+        tensor = self._checked(tensor, src, "src")
         expected = self._matcher.expect(tensor, src, tag, timeout)
         for sender in range(self._group.size) if src is None else (src,):
             if sender != self._group.rank:
                 self._receive_from(sender)
         return expected
 
-    def _check(self, tensor: Tensor, peer: int | None, what: str) -> None:
-        self._group.check_movable(tensor)
+    def _checked(self, tensor: Tensor, peer: int | None, what: str) -> Tensor:
+        """The tensor of a message as a plain one."""
+        tensor = self._group.check_message(tensor, received=what == "src")
         if peer is None:
-            return
+            return tensor
         if not 0 <= peer < self._group.size:
             raise ValueError(f"{what}={peer} is out of range: group ranks are 0 to {self._group.size - 1}")
         if peer == self._group.rank:
             raise ValueError(f"rank {peer} cannot send to or receive from itself")
+        return tensor
 
     def _receive_from(self, src: int) -> None:
         with self._lock:

@@ -141,6 +141,22 @@ def test_a_message_of_another_size_or_dtype_is_an_error_and_the_next_one_arrives
 
 
 @on_each_rank_of("three")
+def test_a_receive_into_a_tensor_that_cannot_hold_a_message_takes_none(rank: int, size: int) -> None:
+    repeated, missing = torch.zeros(1).expand(4), torch.zeros(4, device="meta")
+    if rank == 1:
+        dist.send(torch.ones(4), 0)
+    if rank == 0:
+        for source in (1, None):
+            for refused, why in ((repeated, "share memory"), (missing, "is on meta")):
+                with pytest.raises(ValueError, match=why):
+                    dist.recv(refused, src=source)
+        got = torch.zeros(4)
+        dist.recv(got, src=1)
+        assert got.eq(1).all()
+    dist.barrier()
+
+
+@on_each_rank_of("three")
 def test_a_receive_times_out_by_itself_and_leaves_the_channel_as_it_was(rank: int, size: int) -> None:
     """On a new channel, and again after receives from any source."""
     group, got = dist.new_group(timeout=timedelta(seconds=1)), torch.zeros(1)
