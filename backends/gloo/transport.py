@@ -211,13 +211,12 @@ class GlooTransport(TorchGroup):
         except RuntimeError as last:
             raise self._explain(op, last, began, deadline, ()) from last
 
-    def _run(self, op: str, start: Callable[[timedelta], Any], deadline: float, awaited: Sequence[int] = ()) -> None:
-        """Run `start(limit)`, which is complete when it returns. `awaited`: the ranks that it waits for, if known."""
+    def _run(self, op: str, body: Callable[[], Any], deadline: float, awaited: Sequence[int] = ()) -> None:
+        """Run `body()`, which keeps the deadline. `awaited`: the ranks that it waits for, if known."""
         self._seq += 1
         if self._error is not None:
             raise self._error.again()
         began = time.monotonic()
-        limit = timedelta(seconds=max(deadline - began, 0.001))
         ended: list[float] = []
 
         def look() -> None:
@@ -232,9 +231,9 @@ class GlooTransport(TorchGroup):
 
         try:
             if threading.current_thread() is threading.main_thread():
-                run_interruptible(partial(start, limit), look)  # gloo waits in C++, where Ctrl-C has no effect
+                run_interruptible(body, look)  # gloo waits in C++, where Ctrl-C has no effect
             else:
-                start(limit)  # a thread for each message of another thread doubles its time
+                body()  # a thread for each message of another thread doubles its time
         except HoldfastError:
             raise
         except RuntimeError as error:
@@ -410,21 +409,21 @@ class GlooTransport(TorchGroup):
     ) -> None:
         group = self._group
 
-        def start(limit: timedelta) -> None:
+        def body() -> None:
             headers = [torch.empty(2, dtype=torch.int64, device="cpu") for _ in recvs]
             given = [_header_of(tensor) for tensor, _, _ in sends]
             coming = [group.recv([into], src, tag) for into, (_, src, tag) in zip(headers, recvs, strict=True)]
             going = [group.send([header], dst, tag) for header, (_, dst, tag) in zip(given, sends, strict=True)]
             going += [group.send([bytes_of(tensor)], dst, TAGS + tag) for tensor, dst, tag in sends if tensor.nbytes]
             for header, work, (tensor, src, tag) in zip(headers, coming, recvs, strict=True):
-                work.wait(limit)
+                work.wait(_left(deadline))
                 _check_header(header, tensor, src, self.rank, tag)
                 if tensor.nbytes:
                     going.append(group.recv([bytes_of(tensor)], src, TAGS + tag))
             for work in going:
-                work.wait(limit)
+                work.wait(_left(deadline))
 
-        self._run(op, start, deadline, awaited)
+        self._run(op, body, deadline, awaited)
 
 
 def _header_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -450,6 +449,11 @@ def _reduces(dtype: torch.dtype, op: ReduceOp) -> bool:
 def _limit(left: float) -> timedelta:
     """The duration of one wait, given the seconds left."""
     return _WAIT if left > _WAIT_SECONDS else timedelta(seconds=max(left, 0.001))
+
+
+def _left(deadline: float) -> timedelta:
+    """The time left, or a moment in which to find what is complete already."""
+    return timedelta(seconds=max(deadline - time.monotonic(), 0.001))
 
 
 def _movable(tensor: Tensor) -> Tensor:

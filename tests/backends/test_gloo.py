@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -72,7 +73,7 @@ def test_an_op_that_gloo_forgets_ends_when_all_peers_are_gone(comm: Communicator
                 if op == "collective":
                     transport._wait(SimpleNamespace(wait=wait, is_completed=lambda: False), began + 60.0)
                 else:
-                    transport._run("recv", lambda limit: never.wait(limit.total_seconds()), began + 60.0)
+                    transport._run("recv", lambda: never.wait(60.0), began + 60.0)
             assert time.monotonic() < began + 60.0
         finally:
             never.set()
@@ -165,3 +166,35 @@ def test_a_rank_whose_address_cannot_be_reached_for_a_window_is_named() -> None:
     card = tcp_channel._CARD.pack(b"127.0.0.1", bytes(16), port)
     with pytest.raises(HoldfastError, match=rf"rank 1 cannot be reached at 127.0.0.1:{port} for a window"):
         tcp_channel._dial(1, card, 2, living, time.monotonic() + 5.0)
+
+
+def test_all_messages_of_a_batch_have_one_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes a second: the next has one less."""
+    from holdfast.backends.gloo.transport import GlooTransport, _header_of
+
+    clock, limits = [100.0], list[float]()
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+
+    class OneSecond:
+        """A send or a receive that is complete after that."""
+
+        def wait(self, limit: timedelta) -> None:
+            limits.append(limit.total_seconds())
+            clock[0] += 1.0
+
+    class Group:
+        """torch's group, as far as messages use it; every message has the header of `tensor`."""
+
+        def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> OneSecond:
+            return OneSecond()
+
+        def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> OneSecond:
+            if tensors[0].dtype == torch.int64:
+                tensors[0].copy_(_header_of(tensor))
+            return OneSecond()
+
+    transport, tensor = object.__new__(GlooTransport), torch.ones(4)
+    transport.rank, transport._seq, transport._error = 0, 0, None
+    transport._group, transport._sockets = Group(), []
+    transport.batch_send_recv([(tensor, 1, 0)], [(tensor, 1, 0), (tensor, 2, 0)], clock[0] + 60.0)
+    assert limits == [60.0 - number for number in range(6)], "of two headers, a header and a message sent, two messages"
