@@ -48,20 +48,18 @@ class Header:
         )
 
 
-class PendingRecv(Work):
-    """A receive that waits for its message. Its deadline applies until it is matched to a message (`claimed`).
+class PendingMessage(Work):
+    """A message that waits for its peer. Its deadline applies until its bytes begin to move: then it is `claimed`.
 
-    `source` holds the sender once the message has arrived.
+    `expire` fails it if its deadline has passed and it is not claimed.
     """
 
-    __slots__ = ("_expire", "claimed", "deadline", "source", "src", "tag", "tensor", "timeout")
+    __slots__ = ("_expire", "claimed", "deadline", "timeout")
 
-    def __init__(self, tensor: Tensor, src: int | None, tag: int, timeout: float, expire: Callable[[], None]) -> None:
-        super().__init__("recv")
-        self.tensor, self.src, self.tag, self.timeout = tensor, src, tag, timeout
-        self.deadline = time.monotonic() + timeout
+    def __init__(self, name: str, timeout: float, expire: Callable[[], None]) -> None:
+        super().__init__(name)
+        self.timeout, self.deadline = timeout, time.monotonic() + timeout
         self.claimed = False
-        self.source: list[int] = [] if src is None else [src]
         self._expire = expire
 
     def ends_within(self, limit: float | None) -> bool:
@@ -83,6 +81,17 @@ class PendingRecv(Work):
 
     def fail(self, error: BaseException) -> None:
         self.run(partial(_raise, error))
+
+
+class PendingRecv(PendingMessage):
+    """A receive that waits to be matched to a message. `source` holds the sender once the message has arrived."""
+
+    __slots__ = ("source", "src", "tag", "tensor")
+
+    def __init__(self, tensor: Tensor, src: int | None, tag: int, timeout: float, expire: Callable[[], None]) -> None:
+        super().__init__("recv", timeout, expire)
+        self.tensor, self.src, self.tag = tensor, src, tag
+        self.source: list[int] = [] if src is None else [src]
 
     def take(self, src: int, header: Header, payload: Tensor) -> None:
         """Complete with a kept message."""

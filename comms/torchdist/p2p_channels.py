@@ -33,7 +33,7 @@ from holdfast.comms.rendezvous import tcp
 from holdfast.comms.rendezvous.meeting_store import MeetingStore
 from holdfast.comms.system import forks
 from holdfast.comms.system.keys import Seal, job_key
-from holdfast.comms.torchdist.message_matcher import HEADER_WORDS, Header, MessageMatcher, PendingRecv
+from holdfast.comms.torchdist.message_matcher import HEADER_WORDS, Header, MessageMatcher, PendingMessage, PendingRecv
 from holdfast.comms.transport.liveness import Liveness
 from holdfast.comms.work import Work
 
@@ -112,7 +112,7 @@ class ChannelEnd:
         self._announced = False
         self._give_up: Callable[[], bool] = _never
         self._over: HoldfastError | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may abort
         self._liveness = Liveness([group.peers[group.rank], group.peers[self.peer]], 0)
         self._thread = threading.Thread(target=self._run, name=f"holdfast-{self._name}", daemon=True)
 
@@ -171,24 +171,35 @@ class ChannelEnd:
             self._over = self._over or PeerFailed((self.peer,), error.evidence)
             raise self._over.again() from error
         self._give_up = _never  # an attempt that is given up leaves its keys behind
-        communicator = connect_members(
-            self._group.backend,
-            KnownMembers(
-                rank=self._end,
-                peers=[self._group.peers[self._src], self._group.peers[self._dst]],
-                store=self._store,
-                epoch=self._group.epoch,
-                name=f"{self._group.name}/{self._name}",
-            ),
-            device=self._group.device,
-            timeout=_CONNECT_SECONDS,
-            over=lambda: self._over,
-        )
+        try:
+            communicator = connect_members(
+                self._group.backend,
+                KnownMembers(
+                    rank=self._end,
+                    peers=[self._group.peers[self._src], self._group.peers[self._dst]],
+                    store=self._store,
+                    epoch=self._group.epoch,
+                    name=f"{self._group.name}/{self._name}",
+                ),
+                device=self._group.device,
+                timeout=_CONNECT_SECONDS,
+                over=lambda: self._over,
+            )
+        except Exception as error:  # as does one that fails
+            self._over = self._over or self._as_failure(error, "connecting to")
+            raise self._over.again() from error
         with self._lock:
             self._communicator = communicator
             if self._over is not None:
                 communicator.abort(self._over)
         return communicator
+
+    def _as_failure(self, error: Exception, doing: str) -> HoldfastError:
+        """What ends the channel, in ranks of the group."""
+        translated = self._in_group_ranks(error)
+        if isinstance(translated, HoldfastError):
+            return translated
+        return HoldfastError(f"{doing} rank {self.peer} failed: {error}")
 
     def _in_group_ranks(self, error: BaseException) -> BaseException:
         """Translate an error of the two-rank communicator to ranks of the group."""
@@ -214,19 +225,22 @@ class ChannelEnd:
 
 
 class SendChannel(ChannelEnd):
-    """The sending end of a channel."""
+    """The sending end of a channel.
+
+    A send ends by its deadline even while the thread connects: that may last, and later messages need what comes of it.
+    """
 
     _end = 0
 
     def __init__(self, peer: int, group: Communicator, stores: PairStores) -> None:
         super().__init__(peer, group, stores)
-        self._queue: queue.SimpleQueue[tuple[Work, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[PendingMessage, Tensor, int] | None] = queue.SimpleQueue()
         self._thread.start()
 
     def send(self, tensor: Tensor, tag: int, timeout: float) -> Work:
         """Queue `tensor` for sending."""
-        work = Work("send")
-        self._queue.put((work, partial(self._send, tensor, tag, timeout, time.monotonic() + timeout)))
+        work = PendingMessage("send", timeout, lambda: self._expire(work))
+        self._queue.put((work, tensor, tag))
         return work
 
     def finish(self) -> None:
@@ -244,22 +258,44 @@ class SendChannel(ChannelEnd):
                 continue
             if item is None:
                 return
-            work, body = item
-            work.run(body)
+            self._send(*item)
+            del item  # its tensor
 
-    def _send(self, tensor: Tensor, tag: int, timeout: float, deadline: float) -> None:
-        if self._over is not None:
-            raise self._over.again()
+    def _send(self, work: PendingMessage, tensor: Tensor, tag: int) -> None:
+        """Send the message, unless its deadline passes before that begins."""
         try:
-            communicator = self._connected(lambda: time.monotonic() > deadline)
-            if communicator is None or (left := deadline - time.monotonic()) <= 0:
-                raise OpTimeout("send", 0, timeout, (self.peer,))
-            message = [Send(Header(tag, tensor.nbytes, tensor.dtype).words(self._group.device), 1, _HEADER)]
-            if tensor.nbytes:
-                message.append(Send(tensor, 1, _PAYLOAD))
-            communicator.batch_send_recv(message, timeout=left)
+            if self._over is not None:
+                raise self._over.again()
+            communicator = self._connected(work.done)
+        except Exception as error:
+            if self._claim(work):
+                work.fail(self._in_group_ranks(error))
+            return
+        if communicator is not None and self._claim(work):
+            work.run(partial(self._transmit, communicator, tensor, tag, work.deadline))
+
+    def _transmit(self, communicator: Communicator, tensor: Tensor, tag: int, deadline: float) -> None:
+        message = [Send(Header(tag, tensor.nbytes, tensor.dtype).words(self._group.device), 1, _HEADER)]
+        if tensor.nbytes:
+            message.append(Send(tensor, 1, _PAYLOAD))
+        try:
+            communicator.batch_send_recv(message, timeout=max(deadline - time.monotonic(), 0.001))
         except HoldfastError as error:
             raise self._in_group_ranks(error) from None
+
+    def _claim(self, work: PendingMessage) -> bool:
+        """Take a send off its deadline; False if that has ended it."""
+        self._expire(work)
+        with self._lock:
+            mine, work.claimed = not work.claimed, True
+        return mine
+
+    def _expire(self, work: PendingMessage) -> None:
+        with self._lock:
+            if work.claimed or work.deadline > time.monotonic():
+                return
+            work.claimed = True
+        work.fail(OpTimeout("send", 0, work.timeout, (self.peer,)))
 
 
 class RecvChannel(ChannelEnd):
@@ -279,10 +315,7 @@ class RecvChannel(ChannelEnd):
                 if communicator is not None:
                     self._receive(communicator)
             except Exception as error:
-                translated = self._in_group_ranks(error)
-                if not isinstance(translated, HoldfastError):
-                    translated = HoldfastError(f"receiving from rank {self.peer} failed: {error}")
-                self._matcher.fail(self.peer, translated)
+                self._matcher.fail(self.peer, self._as_failure(error, "receiving from"))
 
     def _receive(self, communicator: Communicator) -> None:
         """Receive one message: into the tensor of its receive, if that is posted, else to be kept."""

@@ -1,4 +1,5 @@
-"""Point to point over `torch.distributed`: receives from any source, timeouts, the end of a group, and matching."""
+"""Point to point over `torch.distributed`: receives from any source, timeouts, connections, the end of a group, and
+matching."""
 
 from __future__ import annotations
 
@@ -8,9 +9,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +22,12 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast import comms
 from holdfast.comms import Communicator, Mismatch, OpTimeout, PeerFailed, Revoked, StillRunning
-from holdfast.comms.torchdist import Options
+from holdfast.comms.connect import KnownMembers, connect_members
+from holdfast.comms.torchdist import Options, p2p_channels
 from holdfast.comms.torchdist.message_matcher import Header, MessageMatcher, PendingRecv
+from holdfast.comms.torchdist.p2p_channels import P2PChannels
 from holdfast.comms.torchdist.works import TorchWork
 from holdfast.comms.transport.liveness import is_gone
 from support.comms.ranks import on_ranks, second_tier
@@ -216,6 +223,66 @@ def test_a_living_pair_exchanges_its_first_message_after_the_stores_process_died
         for needs_the_store in (dist.monitored_barrier, lambda: dist.new_group([1, 2])):
             with pytest.raises(PeerFailed, match="the store at"):
                 needs_the_store()
+
+
+# -- connections that take long, or fail: both ends in this process
+
+
+@contextmanager
+def ends_of_a_channel() -> Iterator[tuple[P2PChannels, P2PChannels]]:
+    """The channels of ranks 0 and 1."""
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as both:
+        pair = list(both.map(lambda rank: comms.connect("inproc", rank=rank, size=2, rendezvous=store), (0, 1)))
+        first, second = both.map(lambda comm: P2PChannels(comm, PATIENCE), pair)
+        try:
+            yield first, second
+        finally:
+            for each in (first, second, *pair):
+                each.close()
+
+
+def test_a_send_times_out_by_itself_while_its_peer_connects_and_leaves_the_channel_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The peer has come to the channel, and is stopped before it connects."""
+    goes_on = threading.Event()
+
+    def connect(backend: str, members: KnownMembers, **options: Any) -> Communicator:
+        assert members.rank == 0 or goes_on.wait(PATIENCE)
+        return connect_members(backend, members, **options)
+
+    monkeypatch.setattr(p2p_channels, "connect_members", connect)
+    with ends_of_a_channel() as (sender, receiver):
+        got = torch.zeros(1)
+        received = receiver.recv(got, 0, 0, PATIENCE)
+        late = [sender.send(torch.tensor([1.0]), 1, 0, 0.5) for _ in range(2)]
+        for work in late:
+            with pytest.raises(OpTimeout, match=r"send .* timed out after 0.5 s waiting for rank 1"):
+                work.wait()
+        goes_on.set()
+        sender.send(torch.tensor([2.0]), 1, 0, PATIENCE).wait()
+        received.wait()
+        assert got.item() == 2, "the others were not sent"
+
+
+def test_a_channel_that_cannot_be_connected_fails_all_its_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ends have met in vain, and each attempt needs keys of its own: another would wait for nobody."""
+    attempts = []
+
+    def connect(backend: str, members: KnownMembers, **options: Any) -> Communicator:
+        attempts.append(members.rank)
+        raise OpTimeout("connect", 0, 60.0, (1 - members.rank,))
+
+    monkeypatch.setattr(p2p_channels, "connect_members", connect)
+    with ends_of_a_channel() as (sender, receiver):
+        received = receiver.recv(torch.zeros(1), 0, 0, PATIENCE)
+        for _ in range(3):
+            with pytest.raises(OpTimeout, match=r"send .* timed out after 60 s waiting for rank 1"):
+                sender.send(torch.ones(1), 1, 0, PATIENCE).wait()
+        with pytest.raises(OpTimeout, match=r"recv .* timed out after 60 s waiting for rank 0"):
+            received.wait()
+    assert sorted(attempts) == [0, 1]
 
 
 # -- how messages are matched to their receives, whichever come first
