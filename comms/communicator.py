@@ -26,7 +26,7 @@ from holdfast.comms.codecs.objects import ObjectWork
 from holdfast.comms.collectives import ArgumentChecks, CheckedOp, CheckedOps, plan_usual, prepare
 from holdfast.comms.errors import HoldfastError, NotConnected, OpTimeout, PeerFailed, RegionGone, Revoked, Unsupported
 from holdfast.comms.executor import Body, Executor, OpSettings
-from holdfast.comms.hooks import Hooks
+from holdfast.comms.hooks import AddedHooks, Hooks
 from holdfast.comms.onesided.window import ATOMIC_DTYPES, Window, WindowInfo, check_exposable, shapes_of_all
 from holdfast.comms.ops import OpDescription, Recv, ReduceOp, Send
 from holdfast.comms.plugins.hints import Hints, Value
@@ -105,7 +105,9 @@ class Communicator:
         self.size: int = transport.size
         self._transport = transport
         self._check = ArgumentChecks(context.rank, context.size, self.device, info)
-        self._executor = Executor(transport, context, settings)
+        self._added_hooks = AddedHooks() if settings.hooks is None else settings.hooks.added
+        hooks = settings.hooks or Hooks(context.name, context.epoch, context.rank, self._added_hooks)
+        self._executor = Executor(transport, context, settings, hooks)
         self._fast = self._executor.fast_path(partial(plan_usual, transport, self._check, self._executor.timeout))
         self._ops = CheckedOps(transport, self._check)
         self.name: str = context.name

@@ -45,7 +45,7 @@ from holdfast.comms.errors import (
     describe,
     valid_text,
 )
-from holdfast.comms.hooks import Hooks
+from holdfast.comms.hooks import AddedHooks, Hooks
 from holdfast.comms.ops import Journal, OpDescription, Recorder
 from holdfast.comms.plugins.hints import Hints
 from holdfast.comms.plugins.spec import OpEvent
@@ -96,14 +96,14 @@ class OpSettings:
 class Executor:
     """Runs the ops of one communicator over its transport."""
 
-    def __init__(self, transport: Transport, context: Context, settings: OpSettings) -> None:
+    def __init__(self, transport: Transport, context: Context, settings: OpSettings, hooks: Hooks) -> None:
         self.timeout, self.settings = seconds(settings.timeout), settings
         self._journal = context.journal
         self._transport = transport
         self._name, self._epoch, self._rank = context.name, context.epoch, context.rank
         self._peers = context.peers
         self._agreement = Agreement(transport) if settings.check and context.size > 1 else None
-        self.hooks = settings.hooks or Hooks(context.name, context.epoch, context.rank)
+        self.hooks = hooks
         self.hooks.move_to(context.name, context.epoch, context.rank)
         self._order = _native.Order()
         self._ending = HandlerLock()
@@ -208,7 +208,7 @@ class Executor:
                 joint = order.joint = order.joint + 1
             if hints:
                 prepare = partial(self._prepare_hinted, hints, prepare)
-            op = _IssuedOp(description, order.seq, joint, prepare, order.begun)
+            op = _IssuedOp(description, order.seq, joint, prepare, order.begun, self.hooks.added)
             if self._agreement is not None and description.collective:
                 agreed = description.agreed() + (f" with hints {dict(sorted(hints.items()))}" if hints else "")
                 op.check = partial(self._agreement.check, f"{description.name}({agreed}) as op {joint}")
@@ -480,10 +480,20 @@ class Executor:
 class _IssuedOp:
     """One op from its issue to its end. `begun`: a fast path has begun it and entered it in the journal."""
 
-    __slots__ = ("begun", "check", "complete", "description", "joint", "prepare", "refused", "seq")
+    __slots__ = ("added_hooks", "begun", "check", "complete", "description", "joint", "prepare", "refused", "seq")
 
-    def __init__(self, description: OpDescription, seq: int, joint: int, prepare: Prepare, begun: bool) -> None:
+    def __init__(
+        self,
+        description: OpDescription,
+        seq: int,
+        joint: int,
+        prepare: Prepare,
+        begun: bool,
+        added_hooks: AddedHooks,
+    ) -> None:
         self.description, self.seq, self.joint, self.prepare, self.begun = description, seq, joint, prepare, begun
+        self.added_hooks = added_hooks
+        """Kept, since the communicator may be dropped before the op has ended."""
         self.check: Body | None = None
         self.refused = False
         """Whether it failed before any byte moved."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable
@@ -60,16 +61,29 @@ class HookHandle:
         self.remove()
 
 
-class Hooks:
-    """The hooks of one communicator. From any thread."""
+class AddedHooks:
+    """What users have added to a communicator's hooks, by kind."""
 
-    def __init__(self, communicator: str, epoch: int, rank: int) -> None:
+    __slots__ = ("__weakref__", "abort", "after", "before")
+
+    def __init__(self) -> None:
+        self.before: tuple[OpHook, ...] = ()
+        self.after: tuple[OpHook, ...] = ()
+        self.abort: tuple[AbortHook, ...] = ()
+
+
+class Hooks:
+    """The hooks of one communicator. From any thread.
+
+    The communicator, and each op that is queued, own what users have `added`. This only looks at it: it lives until a
+    dropped communicator is closed, and would keep one to which a user's hook refers from being dropped.
+    """
+
+    def __init__(self, communicator: str, epoch: int, rank: int, added: AddedHooks) -> None:
         self._identity = communicator, epoch, rank
         self._registry = registry()
         self._plugins = self._registry.manager.hook
-        self._before: tuple[OpHook, ...] = ()
-        self._after: tuple[OpHook, ...] = ()
-        self._abort: tuple[AbortHook, ...] = ()
+        self._added = weakref.ref(added)
         self._ended: AbortEvent | None = None
         self._lock = threading.RLock()
         self.observed = False
@@ -77,13 +91,18 @@ class Hooks:
         self._registry.follow(self)
         self.plugins_changed()
 
+    @property
+    def added(self) -> AddedHooks:
+        """What users have added. Nothing once the communicator is gone, and all its ops are complete."""
+        return self._added() or AddedHooks()
+
     def before_op(self, hook: OpHook) -> HookHandle:
         """Call `hook` with each op that is issued from now on, before any byte of it moves."""
-        return self._add("_before", hook)
+        return self._add("before", hook)
 
     def after_op(self, hook: OpHook) -> HookHandle:
         """Call `hook` with each op that has ended, its duration, and its error if it failed."""
-        return self._add("_after", hook)
+        return self._add("after", hook)
 
     def on_abort(self, hook: AbortHook) -> HookHandle:
         """Call `hook` once the communicator has ended; at once if it has already.
@@ -93,7 +112,7 @@ class Hooks:
         abort and close communicators. What it raises is logged.
         """
         with self._lock:
-            handle, ended = self._add("_abort", hook), self._ended
+            handle, ended = self._add("abort", hook), self._ended
         if ended is not None:
             call_back([hook], ended)
         return handle
@@ -101,9 +120,8 @@ class Hooks:
     def _add(self, kind: str, hook: Callable[..., object]) -> HookHandle:
         def remove() -> None:
             with self._lock:
-                hooks = list(getattr(self, kind))
-                position = next(i for i, entry in enumerate(hooks) if entry is own)
-                setattr(self, kind, tuple(hooks[:position] + hooks[position + 1 :]))
+                added = self.added
+                setattr(added, kind, tuple(entry for entry in getattr(added, kind) if entry is not own))
             self.plugins_changed()
 
         def own(event: OpEvent | AbortEvent) -> None:  # one function a call: the same hook may be added twice
@@ -112,7 +130,8 @@ class Hooks:
         if not callable(hook):
             raise TypeError(f"a hook must be callable, not {hook!r}")
         with self._lock:
-            setattr(self, kind, (*getattr(self, kind), own))
+            added = self.added
+            setattr(added, kind, (*getattr(added, kind), own))
         self.plugins_changed()
         return HookHandle(remove)
 
@@ -123,7 +142,8 @@ class Hooks:
 
     def plugins_changed(self) -> None:
         """Set `observed` anew."""
-        self.observed = self._registry.observed or bool(self._before or self._after)
+        added = self.added
+        self.observed = self._registry.observed or bool(added.before or added.after)
 
     # -- called by the executor
 
@@ -142,7 +162,7 @@ class Hooks:
         )
         try:
             self._plugins.before_op(event=event)
-            for hook in self._before:
+            for hook in self.added.before:
                 hook(event)
         except BaseException as error:
             self.end(replace(event, error=error))
@@ -152,7 +172,7 @@ class Hooks:
     def end(self, event: OpEvent) -> None:
         """Run all hooks after an op, and raise the first error of one; a failed op keeps its own."""
         raised: list[BaseException] = []
-        for hook in (lambda event: self._plugins.after_op(event=event), *self._after):
+        for hook in (lambda event: self._plugins.after_op(event=event), *self.added.after):
             try:
                 hook(event)
             except BaseException as error:
@@ -168,7 +188,7 @@ class Hooks:
             if self._ended is not None:
                 return
             self._ended = event = AbortEvent(*self._identity, error)
-            hooks = self._abort
+            hooks = self.added.abort
         call_back([lambda event: self._plugins.on_abort(event=event), *hooks], event)
 
 

@@ -125,7 +125,7 @@ def test_results_that_differ_between_ranks_name_the_odd_rank(comm: Communicator)
         def corrupt(event: OpEvent) -> None:
             event.outputs[0][17] += comm.rank == 2
 
-        comm.hooks._after = (corrupt, *comm.hooks._after)
+        comm.hooks.added.after = (corrupt, *comm.hooks.added.after)
         with pytest.raises(comms.CorruptData, match=r"all_reduce.*ranks \[2\] than on rank 0"):
             comm.all_reduce(same)
     assert comm.over is None

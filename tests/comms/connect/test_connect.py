@@ -454,6 +454,50 @@ def test_dropping_a_closed_communicator_does_not_warn(tmp_path: Path, recwarn: p
     assert not [each for each in recwarn if each.category is ResourceWarning and "closed" in str(each.message)]
 
 
+def use(comm: Communicator, event: object) -> None:
+    """A hook that refers to its communicator."""
+    assert comm.rank == 0
+
+
+@pytest.mark.parametrize("backend", ["inproc", "gloo"])
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_hook_that_refers_to_its_communicator_does_not_keep_it(closed: bool, backend: str) -> None:
+    comm = comms.connect(backend, rank=0, size=1, rendezvous=dist.HashStore())
+    comm.hooks.before_op(partial(use, comm))
+    comm.hooks.on_abort(partial(use, comm))
+    comm.all_reduce(torch.ones(2))
+    gone = weakref.ref(comm)
+    if closed:
+        comm.close()
+        del comm
+        assert collect_until(lambda: gone() is None)
+    else:
+        with pytest.warns(ResourceWarning, match="was not closed") as warned:
+            del comm
+            assert collect_until(lambda: gone() is None and len(warned) > 0)
+    assert settled()
+
+
+def test_the_ops_of_a_dropped_communicator_still_have_its_hooks(tmp_path: Path) -> None:
+    comm, ended, may_end = alone(tmp_path), list[str](), threading.Event()
+    comm.hooks.before_op(partial(use, comm))
+    comm.hooks.after_op(lambda event: ended.append(event.op))
+
+    def wait(deadline: float) -> None:
+        may_end.wait(PATIENCE)
+
+    comm.issue("wait", 0, wait, None, async_op=True)
+    work = comm.all_reduce(torch.ones(2), async_op=True)
+    with pytest.warns(ResourceWarning, match="was not closed") as warned:
+        del comm
+        gc.collect()
+        may_end.set()
+        work.wait(PATIENCE)
+        assert collect_until(lambda: len(warned) > 0)
+    assert ended == ["wait", "all_reduce"]
+    assert settled()
+
+
 def test_an_asynchronous_op_of_a_dropped_communicator_still_completes(tmp_path: Path) -> None:
     with pytest.warns(ResourceWarning, match="was not closed") as warned:
         work = alone(tmp_path).all_reduce(torch.ones(2), async_op=True)
