@@ -15,8 +15,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate
+from typing import Any
 
 import torch
 from mpi4py import MPI
@@ -32,7 +33,7 @@ from holdfast.comms._native import OpCall
 from holdfast.comms.algorithms.message_passing.algorithms import segmented_all_reduce
 from holdfast.comms.algorithms.message_passing.exchange import Posted
 from holdfast.comms.algorithms.message_passing.messages import MessageTransport
-from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
+from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked, Unsupported
 from holdfast.comms.onesided.mapped import MappedWindow, try_window
 from holdfast.comms.onesided.requests import RequestService
 from holdfast.comms.ops import OpPlan, ReduceOp
@@ -69,6 +70,8 @@ GATHERED_BYTES = 1 << 16
 """From this size on, a ring of messages is faster than MPI's nonblocking all_gather (not than its blocking one)."""
 SCATTERED_BYTES = 1 << 18
 """From this size on, pairwise exchange is faster than MPI's reduce_scatter."""
+MOST_COUNT = 1 << 30
+"""The largest count and offset that is passed to MPI: Open MPI 5 has those of MPI 3.1, of 31 bits."""
 
 # MPI's datatypes and operations where it reduces as torch does. The 16-bit floats have no datatype, and its MIN and MAX
 # of floats drop NaNs, which torch and numpy keep: holdfast's own algorithms run those over MPI's messages.
@@ -97,6 +100,10 @@ _NATIVE: dict[tuple[torch.dtype, str], tuple[MPI.Datatype, MPI.Op]] = {
     **{(dtype, name): (mpi, op) for dtype, mpi in _INTEGERS.items() for name, op in (_SUMS | _ORDERS).items()},
     **{(torch.bool, name): (MPI.UINT8_T, op) for name, op in _OF_BOOL.items()},
 }
+
+
+_REFUSALS = (MPI.ERR_ARG, MPI.ERR_BUFFER, MPI.ERR_COUNT, MPI.ERR_TYPE)
+"""MPI refuses the arguments of a call."""
 
 
 class _P2PMessage:
@@ -253,6 +260,8 @@ class MpiTransport(MessageTransport):
         """Translate an error of MPI: this rank's abort, that of another, a death, or ranks that disagree."""
         if error.Get_error_class() == MPI.ERR_TRUNCATE:
             return Mismatch(f"{op}: another rank sent more than this one takes; all must pass the same shape and dtype")
+        if error.Get_error_class() in _REFUSALS:
+            return HoldfastError(f"{op} failed in this process, by no peer's fault: {error.Get_error_string()}")
         cause: HoldfastError | None = None
 
         def explained() -> bool:
@@ -332,7 +341,7 @@ class MpiTransport(MessageTransport):
     # -- reductions
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, deadline: float) -> None:
-        large = tensor.nbytes >= SEGMENTED_BYTES and self.size > 1
+        large = tensor.nbytes >= SEGMENTED_BYTES
         call = None if large else self._all_reduce_call(tensor.dtype, op, tensor.nbytes)
         if call is None and not large:
             super().all_reduce(tensor, op, deadline)
@@ -342,7 +351,7 @@ class MpiTransport(MessageTransport):
             tensor.copy_(scaled)
         if call is not None:
             call(tensor, deadline)
-        else:
+        elif self.size > 1:
             segmented_all_reduce(self._exchange("all_reduce", deadline), tensor.view(-1), op, PART_BYTES)
         arithmetic.postscale(tensor, op, self.size)
 
@@ -391,16 +400,17 @@ class MpiTransport(MessageTransport):
             super().reduce(tensor, dst, op, deadline)
             return
         mpi, reduce = kind
-        contribution = arithmetic.prescale(tensor, op)
-        memory = [buffer_of(contribution), contribution.numel(), mpi]
-        if self.rank != dst:
-            self._run("reduce", contribution, self._comm.Ireduce, (memory, None, reduce, dst), deadline)
-            return
-        if contribution is not tensor:
+        here, contribution = self.rank == dst, arithmetic.prescale(tensor, op)
+        if here and contribution is not tensor:
             tensor.copy_(contribution)
-            memory[0] = buffer_of(tensor)
-        self._run("reduce", tensor, self._comm.Ireduce, (MPI.IN_PLACE, memory, reduce, dst), deadline)
-        arithmetic.postscale(tensor, op, self.size)
+        flat = (tensor if here else contribution).view(-1)
+        for start in range(0, max(flat.numel(), 1), MOST_COUNT):
+            piece = flat[start : start + MOST_COUNT]
+            memory = [buffer_of(piece), piece.numel(), mpi]
+            given = (MPI.IN_PLACE, memory, reduce, dst) if here else (memory, None, reduce, dst)
+            self._run("reduce", piece, self._comm.Ireduce, given, deadline)
+        if here:
+            arithmetic.postscale(tensor, op, self.size)
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp, deadline: float) -> None:
         kind = _NATIVE.get((output.dtype, op.name))
@@ -419,7 +429,7 @@ class MpiTransport(MessageTransport):
     # -- moves
 
     def broadcast(self, tensor: Tensor, src: int, deadline: float) -> None:
-        self._run("broadcast", tensor, self._comm.Ibcast, ([buffer_of(tensor), MPI.BYTE], src), deadline)
+        self._run("broadcast", tensor, self._comm.Ibcast, (memory_of(tensor), src), deadline)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, deadline: float) -> None:
         if sum(output.nbytes for output in outputs) >= GATHERED_BYTES:
@@ -427,13 +437,13 @@ class MpiTransport(MessageTransport):
             return
         memory, staged = receive_buffer(outputs)
         sizes = [output.nbytes for output in outputs]
-        source = [buffer_of(tensor), MPI.BYTE]
+        source = memory_of(tensor)
         kept = outputs, staged, tensor
         if len(set(sizes)) == 1:
             target = [memory, sizes[0], MPI.BYTE]
             self._run("all_gather", kept, self._comm.Iallgather, (source, target), deadline)
         else:
-            uneven = [memory, counts(sizes), MPI.BYTE]
+            uneven = [memory, *counts("all_gather", sizes)]
             self._run("all_gather", kept, self._comm.Iallgatherv, (source, uneven), deadline)
         copy_out(staged, outputs)
 
@@ -441,34 +451,37 @@ class MpiTransport(MessageTransport):
         if output.nbytes >= GATHERED_BYTES:
             super().all_gather_single(output, tensor, deadline)
             return
-        given = [buffer_of(tensor), MPI.BYTE], [buffer_of(output), tensor.nbytes, MPI.BYTE]
+        given = memory_of(tensor), [buffer_of(output), tensor.nbytes, MPI.BYTE]
         self._run("all_gather", (output, tensor), self._comm.Iallgather, given, deadline)
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], deadline: float) -> None:
+        given = counts("all_to_all", [tensor.nbytes for tensor in inputs])
+        taken = counts("all_to_all", [tensor.nbytes for tensor in outputs])
         memory, kept = gathered_buffer(inputs)
         into, staged = receive_buffer(outputs)
-        source = [memory, counts([tensor.nbytes for tensor in inputs]), MPI.BYTE]
-        target = [into, counts([tensor.nbytes for tensor in outputs]), MPI.BYTE]
+        source, target = [memory, *given], [into, *taken]
         self._run("all_to_all", (kept, staged, outputs), self._comm.Ialltoallv, (source, target), deadline)
         copy_out(staged, outputs)
 
     def gather(self, tensor: Tensor, outputs: Sequence[Tensor] | None, dst: int, deadline: float) -> None:
-        source = [buffer_of(tensor), MPI.BYTE]
+        source = memory_of(tensor)
         if outputs is None:
             self._run("gather", tensor, self._comm.Igatherv, (source, None, dst), deadline)
             return
+        taken = counts("gather", [output.nbytes for output in outputs])
         memory, staged = receive_buffer(outputs)
-        target = [memory, counts([output.nbytes for output in outputs]), MPI.BYTE]
+        target = [memory, *taken]
         self._run("gather", (tensor, staged, outputs), self._comm.Igatherv, (source, target, dst), deadline)
         copy_out(staged, outputs)
 
     def scatter(self, tensor: Tensor, inputs: Sequence[Tensor] | None, src: int, deadline: float) -> None:
-        target = [buffer_of(tensor), MPI.BYTE]
+        target = memory_of(tensor)
         if inputs is None:
             self._run("scatter", tensor, self._comm.Iscatterv, (None, target, src), deadline)
             return
+        given = counts("scatter", [part.nbytes for part in inputs])
         memory, kept = gathered_buffer(inputs)
-        source = [memory, counts([part.nbytes for part in inputs]), MPI.BYTE]
+        source = [memory, *given]
         self._run("scatter", (tensor, kept, inputs), self._comm.Iscatterv, (source, target, src), deadline)
 
     def barrier(self, deadline: float) -> None:
@@ -491,7 +504,7 @@ class MpiTransport(MessageTransport):
         if self._error is not None:
             raise self._error.again()
         try:
-            request = self._messages.begin(self._comm.Isend, ([buffer_of(tensor), MPI.BYTE], dst, tag), tensor)
+            request = self._messages.begin(self._comm.Isend, (memory_of(tensor), dst, tag), tensor)
         except MPI.Exception as error:
             raise self._explain("send", self._op, error) from error
         return _P2PMessage(request, tensor, dst, tag)
@@ -519,15 +532,14 @@ class MpiTransport(MessageTransport):
                 late.append(way)
                 continue
             self._unmatched.remove(message)
-            if (count := status.Get_count(MPI.BYTE)) != message.tensor.nbytes:
+            if (count := status.Get_elements(MPI.BYTE)) != message.tensor.nbytes:
                 scratch = torch.empty(count, dtype=torch.uint8, device="cpu")
-                self._messages.begin(arrived.Irecv, ([buffer_of(scratch), MPI.BYTE],), scratch)
+                self._messages.begin(arrived.Irecv, (memory_of(scratch),), scratch)
                 raise Mismatch(
                     f"{op}: rank {message.peer} sent {count} bytes, rank {self.rank} takes {message.tensor.nbytes}; "
                     "both must pass the same shape and dtype"
                 )
-            given = ([buffer_of(message.tensor), MPI.BYTE],)
-            message.request = self._messages.begin(arrived.Irecv, given, message.tensor)
+            message.request = self._messages.begin(arrived.Irecv, (memory_of(message.tensor),), message.tensor)
 
     def _complete(self, posted: Sequence[Posted], deadline: float, op: str, seq: int) -> None:
         self._rounds += 1
@@ -564,9 +576,39 @@ def buffer_of(tensor: Tensor) -> MPI.buffer:
     return MPI.buffer.fromaddress(*span(tensor))
 
 
-def counts(sizes: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Sizes, and the offset at which each begins."""
-    return list(sizes), [0, *accumulate(sizes)][:-1]
+def memory_of(tensor: Tensor) -> list[Any]:
+    """The memory of a contiguous tensor as bytes, in MPI's form. The caller keeps the tensor."""
+    if tensor.nbytes <= MOST_COUNT:
+        return [buffer_of(tensor), MPI.BYTE]
+    return [buffer_of(tensor), 1, _type_of(tensor.nbytes, MOST_COUNT)]
+
+
+@cache
+def _type_of(nbytes: int, most: int) -> MPI.Datatype:
+    """So many bytes as one item of MPI, of pieces of `most` bytes."""
+    whole, rest = divmod(nbytes, most)
+    piece = MPI.BYTE.Create_contiguous(most)
+    return MPI.Datatype.Create_struct([whole, rest], [0, whole * most], [piece, MPI.BYTE]).Commit()
+
+
+def counts(op: str, sizes: Sequence[int]) -> tuple[tuple[list[int], list[int]], MPI.Datatype]:
+    """Sizes, the offset at which each begins, and of which datatype they are: each rank may have one of its own."""
+    total, unit, mpi = sum(sizes), 1, MPI.BYTE
+    if total > MOST_COUNT:
+        unit = min(size & -size for size in sizes if size)
+        if total > unit * MOST_COUNT:
+            raise Unsupported(
+                f"{op} over 'mpi' of {total} bytes on one rank, in parts that are multiples of {unit} bytes only",
+                "pad them to multiples of a larger power of two",
+            )
+        mpi = _unit_of(unit)
+    units = [size // unit for size in sizes]
+    return (units, [0, *accumulate(units)][:-1]), mpi
+
+
+@cache
+def _unit_of(nbytes: int) -> MPI.Datatype:
+    return MPI.BYTE.Create_contiguous(nbytes).Commit()
 
 
 def adjacent(tensors: Sequence[Tensor]) -> MPI.buffer | None:

@@ -18,11 +18,21 @@ import torch
 from msgspec.structs import replace
 
 from holdfast import comms
-from holdfast.comms import Communicator, OpTimeout, PeerFailed, ReduceOp, Revoked, Unsupported
+from holdfast.comms import (
+    Communicator,
+    HoldfastError,
+    Mismatch,
+    OpTimeout,
+    PeerFailed,
+    ReduceOp,
+    Revoked,
+    Unsupported,
+)
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.plugins.spec import OpEvent, hookimpl
 from holdfast.ft.launch.launcher import launch, mpirun_path
 from holdfast.harness import LocalCluster
+from support.comms.collectives import COLLECTIVES, collective
 from support.comms.ranks import on_ranks, on_ranks_of, shared_ranks
 from support.programs.forked_programs import run_program
 from support.waiting import PATIENCE
@@ -233,6 +243,57 @@ def test_prepared_sums_end_with_their_communicator(comm: Communicator) -> None:
     gc.collect()
     assert not [left for left in gc.get_objects() if isinstance(left, MpiTransport) and left is not comm.transport]
     assert grown < 8192, "KiB"
+
+
+@on_ranks_of("three")
+def test_tensors_beyond_the_counts_of_mpi_are_moved_as_others_are(comm: Communicator) -> None:
+    """MPI counts 2^31 - 1 bytes at most; here, far fewer."""
+    from holdfast.backends.mpi import transport
+
+    most = 1 << 14
+    with pytest.MonkeyPatch.context() as lowered:
+        lowered.setattr(transport, "MOST_COUNT", most)
+        for op in COLLECTIVES:
+            for count in (1, most // 4, most // 4 + 1, most + 8):
+                collective(op, comm.rank, comm.size, count, root=1).run(comm)
+        sizes = [[0, most, 8], [most // 2, 8, 0], [4, 4, 4]]
+        given = [torch.full((size,), 10 * comm.rank + to) for to, size in enumerate(sizes[comm.rank])]
+        taken = [torch.zeros(row[comm.rank], dtype=torch.int64) for row in sizes]
+        comm.all_to_all(taken, given)
+        assert all(each.eq(10 * of + comm.rank).all() for of, each in enumerate(taken))
+        odd = [torch.ones(most - 1, dtype=torch.uint8) for _ in range(3)]
+        with pytest.raises(Unsupported, match="parts that are multiples of 1 bytes only"):
+            comm.all_to_all([torch.empty_like(part) for part in odd], odd)
+        comm.barrier()
+
+
+@on_ranks_of("two")
+def test_a_large_message_of_another_size_is_a_mismatch(comm: Communicator) -> None:
+    from holdfast.backends.mpi import transport
+
+    with pytest.MonkeyPatch.context() as lowered:
+        lowered.setattr(transport, "MOST_COUNT", 1000)
+        with comm.split([0, 1]) as part:
+            if comm.rank == 0:
+                with pytest.raises((Mismatch, Revoked)):
+                    part.send(torch.ones(4000, dtype=torch.uint8), 1)
+                    part.barrier()
+            else:
+                with pytest.raises(Mismatch, match="rank 0 sent 4000 bytes, rank 1 takes 3000"):
+                    part.recv(torch.ones(3000, dtype=torch.uint8), 0)
+    comm.barrier()
+
+
+@on_ranks_of("two")
+def test_arguments_that_mpi_refuses_blame_no_peer(comm: Communicator) -> None:
+    from mpi4py import MPI
+
+    from holdfast.backends.mpi.transport import MpiTransport
+
+    assert isinstance(comm.transport, MpiTransport)
+    for refused in (MPI.ERR_ARG, MPI.ERR_COUNT):
+        error = comm.transport._explain("broadcast", 1, MPI.Exception(refused))
+        assert type(error) is HoldfastError and "by no peer's fault" in str(error)
 
 
 @on_ranks_of("two")
