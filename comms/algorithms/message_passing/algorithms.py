@@ -131,13 +131,14 @@ def bruck_all_gather(exchange: Exchange, flats: Sequence[Tensor]) -> None:
     communications in multiport message-passing systems" (1997).
     """
     rank, size = exchange.rank, exchange.size
+    flats = [flat.view(torch.uint8) for flat in flats]  # torch cannot copy every dtype
     have = 1
     while have < size:
         count = min(have, size - have)
         dst, src = (rank - have) % size, (rank + have) % size
         given = torch.cat([flats[(rank + i) % size] for i in range(count)])
         wanted = [flats[(src + i) % size] for i in range(count)]
-        taken = torch.empty(sum(flat.numel() for flat in wanted), dtype=given.dtype, device="cpu")
+        taken = torch.empty(sum(flat.numel() for flat in wanted), dtype=torch.uint8, device="cpu")
         exchange.swap(given, dst, taken, src)
         start = 0
         for flat in wanted:

@@ -43,7 +43,8 @@ class QueueTransport(MessageTransport):
 
     def _post_send(self, tensor: Tensor, dst: int, tag: int) -> None:
         self.sent += 1
-        self._mail.setdefault((self.rank, dst, tag), queue.Queue()).put(tensor.detach().clone())
+        message = tensor.detach().view(-1).view(torch.uint8).clone()
+        self._mail.setdefault((self.rank, dst, tag), queue.Queue()).put(message)
 
     def _post_recv(self, tensor: Tensor, src: int, tag: int) -> Any:
         return tensor, self._mail.setdefault((src, self.rank, tag), queue.Queue())
@@ -140,6 +141,45 @@ def test_trees_and_gathers_are_right_from_every_root(size: int) -> None:
         transport.barrier(soon())
 
     in_ranks(size, body)
+
+
+@pytest.mark.parametrize("dtype", [torch.int4, torch.uint3, torch.float4_e2m1fn_x2, torch.bits8], ids=str)
+def test_dtypes_that_torch_cannot_copy_are_moved_as_bytes(dtype: torch.dtype) -> None:
+    def body(transport: QueueTransport) -> None:
+        rank, size = transport.rank, transport.size
+
+        def given(of: int, to: int = 0) -> Tensor:
+            return torch.arange(10 * of + to, 10 * of + to + 8, dtype=torch.uint8).view(dtype)
+
+        def taken() -> list[Tensor]:
+            return [torch.zeros(8, dtype=torch.uint8).view(dtype) for _ in range(size)]
+
+        def equal(found: list[Tensor], expected: list[Tensor]) -> bool:
+            return all(
+                torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(found, expected, strict=True)
+            )
+
+        everyones = [given(of) for of in range(size)]
+        for gather in (algorithms.bruck_all_gather, algorithms.ring_all_gather):
+            outputs = taken()
+            outputs[rank] = given(rank)
+            gather(transport._exchange("all_gather", soon()), outputs)
+            assert equal(outputs, everyones)
+        outputs = taken()
+        transport.all_gather(outputs, given(rank), soon())
+        assert equal(outputs, everyones)
+        outputs = taken()
+        transport.all_to_all(outputs, [given(rank, to) for to in range(size)], soon())
+        assert equal(outputs, [given(of, rank) for of in range(size)])
+        outputs = taken()
+        transport.gather(given(rank), outputs if rank == 1 else None, 1, soon())
+        assert rank != 1 or equal(outputs, everyones)
+        for run in (algorithms.binomial_broadcast, algorithms.pipelined_broadcast):
+            tensor = given(rank)
+            run(transport._exchange("broadcast", soon()), tensor, 1)
+            assert equal([tensor], [given(1)])
+
+    in_ranks(4, body)
 
 
 @given(
