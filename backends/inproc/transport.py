@@ -115,7 +115,6 @@ def connect(context: Context) -> InprocTransport:
         key = f"{context.name}:{id(memory)}"
         with _lock:
             _boards[key] = memory
-        context.store.set("board", key)
     else:
         with contextlib.closing(Liveness(context.peers, context.rank, context.over)) as liveness:
             key = fetch(context.store, "board", context.deadline, liveness).decode(errors="replace")
@@ -125,6 +124,8 @@ def connect(context: Context) -> InprocTransport:
             raise CorruptData(f"rank 0 published the board {key[:100]!r}, which this process does not have")
         memory = found
     try:
+        if context.rank == 0:
+            context.store.set("board", key)
         transport = InprocTransport(context, memory)
         transport.start(context.deadline)
     finally:

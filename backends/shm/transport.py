@@ -182,7 +182,12 @@ class ShmTransport(DirectTransport):
         self._epoch = context.epoch
         self._slot = segment.take(context.epoch, context.peers)
         self._liveness = Liveness(context.peers, context.rank, context.over)
-        super().__init__(Board(self._slot, context, self._liveness.dead, segment.address.rows), "shm")
+        try:
+            board = Board(self._slot, context, self._liveness.dead, segment.address.rows)
+        except BaseException:
+            segment.release_slot(context.epoch)
+            raise
+        super().__init__(board, "shm")
         if context.previous is not None:
             self._board.stop_spinning(FIRST_PHASES)
         self._processes = context.peers
@@ -265,10 +270,10 @@ def _connect_rank_0(context: Context, kept: SharedSegment | None) -> ShmTranspor
     """Connect as rank 0: on the kept segment, or on a new one."""
     all_know = kept is not None and kept.peers.issuperset(context.peers)
     segment = kept or _prefaulted(context, SharedSegment.make(context.name, context.peers))
-    if not all_know:
-        context.store.set(_BOARD, segment.address.encode())
     transport = ShmTransport(context, segment)
     try:
+        if not all_know:
+            context.store.set(_BOARD, segment.address.encode())
         transport.enter(context.connect_payload)
         context.meanwhile(transport)
         if all_know:

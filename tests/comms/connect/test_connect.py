@@ -34,6 +34,7 @@ from holdfast.backends.inproc.transport import InprocTransport
 from holdfast.comms import Communicator, PeerFailed, Revoked
 from holdfast.comms.algorithms.message_passing import cost
 from holdfast.comms.connect import KnownMembers, choose_backend, connect_members
+from holdfast.comms.plugins.registry import registry
 from holdfast.comms.plugins.spec import hookimpl
 from holdfast.comms.rendezvous import offer_exchange
 from holdfast.comms.rendezvous.offer_exchange import OfferExchange
@@ -209,6 +210,24 @@ def test_a_rank_that_waits_for_the_costs_of_rank_0_learns_that_another_has_died(
     with pytest.raises(comms.PeerFailed) as caught:
         cost.agree(context, Link(2e-6, 8e9, "mpi"))
     assert caught.value.ranks == (2,)
+
+
+@pytest.mark.parametrize("backend", ["inproc", "shm"])
+def test_a_rank_0_that_cannot_publish_its_board_keeps_no_memory_of_it(backend: str) -> None:
+    class Lost(dist.HashStore):
+        def set(self, key: str, value: str) -> None:
+            raise PeerFailed((1,), "its store is gone")
+
+    def memory() -> list[str]:
+        files = [str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+        return [each for each in files if each.startswith("/memfd:holdfast-unpublished")] + list(inproc._boards)
+
+    here, device = this_process(), torch.device("cpu")
+    context = Context(0, 2, "unpublished", 0, device, Lost(), (here, here), time.monotonic() + PATIENCE)
+    for _ in range(2):
+        with pytest.raises(PeerFailed, match="its store is gone"):
+            registry().backend(backend).info.connect(context)
+    assert memory() == []
 
 
 def test_connecting_gloo_does_not_wait_for_a_dead_rank(place: str) -> None:
