@@ -32,13 +32,13 @@ def run(  # noqa: PLR0913  (public)
 ) -> Result:
     """Call `fn(session, *args)` on every rank of a job, inject `faults`, and check the run.
 
-    `fn` trains under the `ft.Session` that it is given, as under `holdfast run`; it may be a function of a script or
-    test module. With `compare` it is run without faults first, and the results of all ranks must have the bits of that
-    run (tensors, numbers, text, nested). With `expect={"weights": "any"}`, or without `compare`, they must have the
-    same bits on all ranks; with `{"weights": "unchecked"}` they are compared with nothing. `steps`: how many there
-    are, for faults at random steps. `expect` and `job` are the keys of the tables [expect] and [job] of a scenario
-    file. Raises ValueError for faults that cannot be injected, and the errors of starting the job; a bad outcome raises
-    nothing (see `check`).
+    `fn` trains under the `ft.Session` that it is given, as under `holdfast run`; it may be a function of a script
+    or test module. With `compare` it is run without faults first, and the results of all ranks must have the bits
+    of that run (tensors, arrays, numbers, text, nested). With `expect={"weights": "any"}`, or without `compare`,
+    they must have the same bits on all ranks; with `{"weights": "unchecked"}` they are compared with nothing.
+    `steps`: how many there are, for faults at random steps. `expect` and `job` are the keys of the tables [expect]
+    and [job] of a scenario file. Raises ValueError for faults that cannot be injected, `NoDigest` for results that
+    cannot be compared, and the errors of starting the job; a bad outcome raises nothing (see `check`).
     """
     expected = msgspec.convert({"weights": "identical" if compare else "any", **(expect or {})}, Expect)
     spec = msgspec.convert({"ranks": ranks, "spares": spares, "backend": backend, **job}, JobSpec)

@@ -190,7 +190,12 @@ def _fast(scenario: Scenario) -> Scenario:
 
 
 def _digests(scenario: Scenario, raw: RawRun) -> dict[str, str]:
-    """What every process returned, as checksums. A process that returned nothing has none."""
+    """What every process returned, as checksums; nothing if they are not compared. Raises `NoDigest`.
+
+    A process that returned nothing has none.
+    """
+    if scenario.expect.weights == "unchecked":
+        return {}
     if scenario.workload.family in ("store", "rl"):
         return {name: value["digest"] for name, value in raw.results.values.items() if "digest" in value}
     return {name: digest_of(value) for name, value in raw.results.values.items() if value is not None}

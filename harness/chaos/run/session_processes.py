@@ -8,16 +8,20 @@ Each workload writes into the job's event log what the checkers need: which shar
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import enum
 import importlib
 import importlib.util
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
 import xxhash
@@ -83,7 +87,8 @@ class Notes:
 def report_state(session: Session, step: int, state: Any) -> None:
     """Log a digest of the state after a committed step, which chaos compares between ranks ("equal bits").
 
-    `state` is what `digest_of` takes: a module, tensors, numbers, text, nested. Does nothing in a job without logs.
+    `state` is what `digest_of` takes: a module, tensors, arrays, numbers, text, nested. Raises `NoDigest` for others.
+    Does nothing in a job without logs.
     """
     log = EventLog(session.identity)
     log.emit(StateDigested(step=step, digest=digest_of(state)))
@@ -97,30 +102,91 @@ def resources() -> ResourcesUsed:
     return ResourcesUsed(descriptors=descriptors, threads=threading.active_count(), resident=resident)
 
 
+class NoDigest(HoldfastError, TypeError):
+    """A value has bits that no checksum can be taken of."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"chaos cannot compare {what}: return, or report, tensors, numpy arrays, numbers and text, in mappings, "
+            'sequences, sets and dataclasses; or compare no results, with expect.weights = "unchecked"'
+        )
+
+
 def digest_of(thing: Any) -> str:
-    """A checksum of tensors, numbers and text, nested in mappings and sequences: equal for equal bits."""
+    """A checksum of tensors, arrays, numbers and text, in mappings, sequences, sets and dataclasses.
+
+    It is equal for equal bits alone: every part goes into it with its type and its length. Raises `NoDigest` for a
+    value of another type, whose `repr` may leave out bits, or may have an address in it.
+    """
     found = xxhash.xxh3_128()
     _feed(found, thing)
     return found.hexdigest()
 
 
+_KINDS: tuple[tuple[type, Callable[[Any], str]], ...] = (
+    (type(None), repr),
+    (bool, repr),
+    (int, hex),  # Python refuses to write long numbers in decimals
+    (float, float.__repr__),
+    (complex, complex.__repr__),
+    (str, str.__repr__),
+    (torch.dtype, repr),
+    (torch.device, repr),
+)
+"""Types whose values a text tells apart; bool is an int, too."""
+
+
 def _feed(found: xxhash.xxh3_128, thing: Any) -> None:
     if isinstance(thing, torch.Tensor):
-        flat = thing.detach().contiguous().view(-1)
-        found.update(f"{thing.dtype}{tuple(thing.shape)}".encode())
-        found.update(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
-    elif isinstance(thing, dict):
-        for key in sorted(thing, key=str):
-            found.update(f"{key}:".encode())
-            _feed(found, thing[key])
-    elif isinstance(thing, list | tuple):
-        for each in thing:
-            _feed(found, each)
-            found.update(b",")
-    elif isinstance(thing, torch.nn.Module):
+        _feed_leaf(found, f"tensor {thing.dtype} {tuple(thing.shape)}", _bits(thing))
+    elif isinstance(thing, np.ndarray | np.generic):
+        if thing.dtype.hasobject or isinstance(thing, np.ma.MaskedArray):
+            raise NoDigest(f"a numpy {type(thing).__name__} of {thing.dtype}")
+        _feed_leaf(found, f"array {thing.dtype!r} {thing.shape}", thing.tobytes())
+    elif isinstance(thing, enum.Enum):
+        _feed_leaf(found, f"enum {_type_name(thing)}", repr(thing.name).encode())
+    elif isinstance(thing, bytes | bytearray):
+        _feed_leaf(found, "bytes", thing)
+    elif kind := next(((kind, text) for kind, text in _KINDS if isinstance(thing, kind)), None):
+        _feed_leaf(found, kind[0].__name__, kind[1](thing).encode(errors="surrogatepass"))
+    elif isinstance(thing, torch.nn.Module | torch.optim.Optimizer):
         _feed(found, thing.state_dict())
+    elif isinstance(thing, Mapping):
+        _feed_all(found, "mapping", sorted(digest_of(key) + digest_of(value) for key, value in thing.items()))
+    elif isinstance(thing, Sequence):
+        _feed_all(found, "sequence", thing)
+    elif isinstance(thing, Set):
+        _feed_all(found, "set", sorted(map(digest_of, thing)))
+    elif isinstance(thing, msgspec.Struct):
+        values = {name: getattr(thing, name) for name in thing.__struct_fields__}
+        _feed_all(found, _type_name(thing), (values,))
+    elif dataclasses.is_dataclass(thing) and not isinstance(thing, type):
+        values = {each.name: getattr(thing, each.name) for each in dataclasses.fields(thing)}
+        _feed_all(found, _type_name(thing), (values,))
     else:
-        found.update(repr(thing).encode())
+        raise NoDigest(f"a value of type {_type_name(thing)}")
+
+
+def _feed_leaf(found: xxhash.xxh3_128, kind: str, data: bytes | bytearray) -> None:
+    found.update(f"{kind}, {len(data)} bytes:".encode())
+    found.update(data)
+
+
+def _feed_all(found: xxhash.xxh3_128, kind: str, parts: Sequence[Any]) -> None:
+    found.update(f"{kind}, {len(parts)} parts:".encode())
+    for each in parts:
+        _feed(found, each)
+
+
+def _bits(tensor: torch.Tensor) -> bytes:
+    if tensor.layout is not torch.strided or tensor.is_meta or hasattr(tensor, "__tensor_flatten__"):
+        raise NoDigest(f"a {type(tensor).__name__} that is not in the memory of one process, of {tensor.layout}")
+    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def _type_name(thing: Any) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 
 class Vector:

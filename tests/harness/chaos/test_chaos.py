@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import enum
 import json
 import os
 import re
@@ -12,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -29,7 +33,7 @@ from holdfast.harness.chaos.outcome.record import ChaosReport, ChaosRun, Speed, 
 from holdfast.harness.chaos.outcome.show import figures_of, write_report
 from holdfast.harness.chaos.run import store_processes as store
 from holdfast.harness.chaos.run.scenario_run import LATE_STEPS, RawRun, RunFault, fits
-from holdfast.harness.chaos.run.session_processes import Notes, report_state
+from holdfast.harness.chaos.run.session_processes import Notes, digest_of, report_state
 from holdfast.harness.chaos.run.store_processes import BODIES
 from holdfast.harness.chaos.scenario import Planned, Scenario, Trigger, find_scenario, scenario_names
 from holdfast.harness.chaos.workload import AllReduce, StoreWorkload
@@ -460,6 +464,86 @@ def test_results_are_compared_with_those_without_faults_else_with_each_other(
     assert [violation.process for violation in finding.violations] == differ
 
 
+class Color(enum.Enum):
+    RED, BLUE = 1, 2
+
+
+@dataclasses.dataclass
+class Outcome:
+    weights: object
+
+
+class Row(msgspec.Struct):
+    weights: object
+
+
+class Opaque:
+    """A value whose text has its address in it, and not its state."""
+
+
+LONG = np.arange(10_000.0)  # of which numpy and torch write the ends alone
+CHANGED = np.where(LONG == 5_000, -7.0, LONG)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (LONG, CHANGED),
+        (LONG, LONG.reshape(100, 100)),
+        (np.zeros(2, "f4"), np.zeros(2, "i4")),
+        (np.float32(1), np.float64(1)),
+        (torch.from_numpy(LONG), torch.from_numpy(CHANGED)),
+        (torch.zeros(2), -torch.zeros(2)),
+        (Outcome(torch.from_numpy(LONG)), Outcome(torch.from_numpy(CHANGED))),
+        (Row(LONG), Row(CHANGED)),
+        (Row(1), Outcome(1)),
+        ({"a": LONG}, {"a": CHANGED}),
+        ([[1], 2], [[1, 2]]),
+        ({1: "a"}, {"1": "a"}),
+        ({"a", "b"}, {"a", "c"}),
+        ({}, []),
+        (["a", "b"], ["a,b"]),
+        (1, True),
+        (1, 1.0),
+        (0.0, -0.0),
+        ("1", b"1"),
+        (10**5_000, 10**5_000 + 1),
+        (Color.RED, Color.BLUE),
+        (torch.float16, torch.bfloat16),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_results_that_differ_anywhere_have_different_digests(one: object, other: object) -> None:
+    assert digest_of(one) == digest_of(copy.deepcopy(one))
+    assert digest_of(one) != digest_of(other)
+
+
+def test_a_digest_depends_neither_on_the_order_of_a_mapping_or_set_nor_on_where_a_tensor_lies() -> None:
+    assert digest_of({"a": 1, "b": 2}) == digest_of({"b": 2, "a": 1})
+    assert digest_of(set(map(str, range(100)))) == digest_of(set(map(str, reversed(range(100)))))
+    assert digest_of(torch.arange(6).view(2, 3).T) == digest_of(torch.arange(6).view(2, 3).T.contiguous())
+    assert digest_of(LONG[::2]) == digest_of(LONG[::2].copy())
+    model = torch.nn.Linear(2, 2)
+    assert digest_of(model) == digest_of(dict(model.state_dict()))
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        (Opaque(), "Opaque"),
+        ({"model": [Opaque]}, "type"),
+        (np.array([Opaque()]), "object"),
+        (torch.zeros(2).to_sparse(), "sparse"),
+        (torch.zeros(2, device="meta"), "Tensor"),
+    ],
+)
+def test_a_result_of_which_no_digest_can_be_taken_is_refused_by_its_type(value: object, named: str) -> None:
+    """Its text would be compared, which differs between ranks for equal states, or the other way round."""
+    with pytest.raises(TypeError, match=named) as caught:
+        digest_of(value)
+    assert "return, or report, tensors, numpy arrays" in str(caught.value)
+
+
 # -- under pytest
 
 
@@ -526,21 +610,21 @@ def test_a_bug_in_a_users_training_is_found(chaos: Any, tmp_path: Path) -> None:
     assert (tmp_path / "chaos" / "report.html").exists()
 
 
-def diverge(session: Session, steps: int) -> float | None:
-    """Training that ends differently on each rank, and reports nothing in 0 steps."""
+def diverge(session: Session, steps: int, result: Any = None) -> Any:
+    """Training that ends differently on each rank, unless with a given result, and reports nothing in 0 steps."""
     for attempt in session.steps(steps):
         with attempt:
             attempt.comm.all_reduce(torch.ones(1))
         if attempt.committed:
             report_state(session, attempt.step, {"rank": attempt.comm.rank})
-    return float(session.rank or 0) if steps else None
+    return result or float(session.rank or 0) if steps else None
 
 
 def test_ranks_that_diverge_are_found_unless_their_results_are_unchecked(chaos: Any) -> None:
     any_bits = chaos.run(diverge, 3, ranks=2, expect={"weights": "any"}, compare=False)
     assert {each.partition(":")[0] for each in any_bits.failures} == {"same result on all ranks", "equal bits"}
     assert "step 0 has digest" in next(each for each in any_bits.failures if each.startswith("equal bits"))
-    unchecked = chaos.run(diverge, 1, ranks=2, expect={"weights": "unchecked"}, compare=False)
+    unchecked = chaos.run(diverge, 1, Opaque(), ranks=2, expect={"weights": "unchecked"}, compare=False)
     assert unchecked.report.unchecked == 'expect.weights = "unchecked"'
     assert not any(each.startswith("same result") for each in unchecked.failures)
 
