@@ -230,14 +230,17 @@ def _run_to_the_end(world: World, seen: _Observer, horizon: float) -> None:
 
 
 def _run_until_recovered(world: World, seen: _Observer, horizon: float, progress: Progress) -> None:
-    """Run a job without steps until every survivor has the newest view and no faults are left."""
+    """Run a job without steps until every survivor has the newest view and no faults are left, or has to have it."""
     faults, last = len(world.schedule.faults), world.schedule.ends()
     while world.now < horizon and seen.violation is None:
         world.run(min(horizon, world.now + SLICE))
         progress(world.now / horizon, world.events)
         known = not faults or (world.register.epoch > 1 and seen.detected is not None)
         if world.now > last and known and _settled(world):
-            return
+            break
+    if seen.violation is None and not _settled(world):
+        world.say("harness", 0, events.SimulationEnds(seconds=world.now - last))
+    seen.finish()
 
 
 def _settled(world: World) -> bool:

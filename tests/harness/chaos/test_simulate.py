@@ -167,6 +167,18 @@ def test_the_loss_of_a_host_is_reported_in_few_messages() -> None:
     assert 0 < heard.total() < survivors * (survivors - 1) * lost / 2
 
 
+def test_a_job_without_steps_that_never_recovers_breaks_an_invariant() -> None:
+    """Nobody proposes a view in place of the dead, and the survivors keep the old one for good."""
+    schedule = scenario("first-host-loss", 8, 2, 0)
+    recovered = run(schedule)
+    assert recovered.violation is None and recovered.installed is not None
+    with known_bug_named("proposer death").inject():
+        stuck = run(schedule)
+    assert stuck.installed is None
+    assert stuck.violation is not None and stuck.violation.invariant == "a healed job ends"
+    assert "installed epoch 1" in stuck.violation.message
+
+
 def test_a_run_without_faults_has_one_epoch() -> None:
     result = run(scenario("quiet", 256, 32, 1))
     assert (result.epochs, result.detected, result.messages_max) == (1, None, 0)
