@@ -61,7 +61,7 @@ class TensorBoard:
         add = self._writer.add_scalar
         match event:
             case StepTrained():
-                step = event.step + 1  # as versions are counted: the committed steps
+                step = event.version
                 add("train/reward", event.reward, step)
                 add("train/loss", event.loss, step)
                 add("train/gradient_norm", event.gradient_norm, step)

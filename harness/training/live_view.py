@@ -23,7 +23,7 @@ from holdfast.rl.run.run_events import (
 )
 
 WINDOW = 25
-"""Steps over which reward and speed are averaged."""
+"""Batches over which reward and speed are averaged."""
 
 _LINE_SECONDS = 3.0
 _BAD = (ProcessLost, EpisodeFailed)
@@ -77,7 +77,7 @@ class LiveView:
     def __call__(self, event: Event) -> None:
         if isinstance(event, StepTrained):
             self._recent.append(event)
-            self.step("", event.step + 1, self._steps)
+            self.step("", event.version, self._steps)
         elif isinstance(event, Evaluated):
             self._held_out = event.reward
         if text := _words(event):
@@ -129,7 +129,8 @@ class LiveView:
         if self._held_out is not None:
             parts.append(f"held-out {reward_text(self._held_out)}")
         if len(steps) > 1 and steps[-1].time > steps[0].time:
-            parts.append(f"{(len(steps) - 1) / (steps[-1].time - steps[0].time):.1f} steps/s")
+            trained = sum(each.updates for each in steps) - steps[0].updates
+            parts.append(f"{trained / (steps[-1].time - steps[0].time):.1f} steps/s")
         behind = [versions for each in steps for versions in each.staleness]
         if wide and any(behind):
             parts.append(f"staleness {sum(behind) / len(behind):.1f}")

@@ -150,6 +150,7 @@ class RunFacts:
     """The events of a run by kind, without those of a driver that were void after its death. Times in seconds."""
 
     steps: dict[int, StepTrained] = field(default_factory=dict)
+    """The trained batches, by their first steps."""
     evaluations: dict[int, Evaluated] = field(default_factory=dict)
     started: dict[str, ProcessStarted] = field(default_factory=dict)
     lost: dict[str, ProcessLost] = field(default_factory=dict)
@@ -201,12 +202,20 @@ class RunFacts:
             case RunResumed():
                 self.resumes.append(event)
                 void = [step for step in self.steps if step >= event.step]
-                self.repeated += len(void)
-                for step in void:
-                    del self.steps[step]
+                self.repeated += sum(self.steps.pop(step).updates for step in void)
                 self.evaluations = {v: each for v, each in self.evaluations.items() if v <= event.step}
             case _:
                 return
+
+    @property
+    def done(self) -> int:
+        """How many steps are committed."""
+        return sum(batch.updates for batch in self.steps.values())
+
+    @property
+    def missing(self) -> int:
+        """How many steps before the last committed one nobody recorded."""
+        return max((batch.version for batch in self.steps.values()), default=0) - self.done
 
     # -- what a report shows
 
@@ -224,8 +233,8 @@ class RunFacts:
         )
 
     def rewards(self) -> tuple[Point, ...]:
-        """The mean reward of each step."""
-        return tuple(Point(step + 1, self.steps[step].reward) for step in sorted(self.steps))
+        """The mean reward of each batch."""
+        return tuple(Point(self.steps[step].version, self.steps[step].reward) for step in sorted(self.steps))
 
     def held_out(self) -> tuple[Point, ...]:
         """The held-out reward of each evaluated version."""
@@ -340,7 +349,7 @@ def report_of(
     """The report of the run in `directory`, which shall have so many steps. Raises `CorruptData` for a damaged file."""
     facts = RunFacts.of(RunDirectory(directory).events())
     began = datetime.fromtimestamp((directory / "events.jsonl").stat().st_mtime - facts.seconds).astimezone()
-    done = len(facts.steps)
+    done = facts.done
     return RunReport(
         title=title,
         good=done >= steps,
@@ -359,7 +368,7 @@ def report_of(
 
 
 def _summary(facts: RunFacts) -> str:
-    steps = counted(len(facts.steps), "step")
+    steps = counted(facts.done, "step")
     held_out = facts.held_out()
     learnt = f"{steps} were committed"
     if len(held_out) > 1:
@@ -384,13 +393,12 @@ def _summary(facts: RunFacts) -> str:
 def _figures(facts: RunFacts) -> tuple[Figure, ...]:
     held_out = facts.held_out()
     best = max((point.value for point in held_out), default=None)
-    missing = [step for step in range(max(facts.steps, default=-1) + 1) if step not in facts.steps]
     figures = []
     if held_out and best is not None:
         words = f"at the end; best {reward_text(best)} of {counted(len(held_out), 'evaluation')}"
         figures.append(Figure("Held-out reward", reward_text(held_out[-1].value), words, "good"))
     figures.append(
-        Figure("Steps lost", str(len(missing)), f"of {len(facts.steps):,} committed", "bad" if missing else "good")
+        Figure("Steps lost", str(facts.missing), f"of {facts.done:,} committed", "bad" if facts.missing else "good")
     )
     tokens = sum(step.tokens for step in facts.steps.values())
     begun = min((step.time for step in facts.steps.values()), default=0.0)
@@ -468,7 +476,8 @@ def _fault(facts: RunFacts, at: float, title: str, target: str, placed: float | 
             usual = median(gaps)
             more = max(0.0, times[done] - times[done - 1] - usual)
             note = f"The step took {coarse_seconds(more)} longer than the median of {coarse_seconds(usual)}."
-    return FaultRecord(time=at, words=title, victims=(target,), step=done, stages=tuple(stages), note=note)
+    committed = sum(step.updates for step in steps[:done])
+    return FaultRecord(time=at, words=title, victims=(target,), step=committed, stages=tuple(stages), note=note)
 
 
 TEMPLATE = "episodes.html.j2"

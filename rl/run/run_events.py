@@ -42,9 +42,9 @@ class ProcessLost(RunEvent, frozen=True, tag="process_lost"):
 
 
 class StepTrained(RunEvent, frozen=True, tag="step_trained"):
-    """A step is committed.
+    """A batch is trained: its `updates` steps are committed, of which `step` is the first.
 
-    `reward` is the mean over the step's episodes, `tokens` the number that the policy drew, `staleness` the number of
+    `reward` is the mean over the batch's episodes, `tokens` the number that the policy drew, `staleness` the number of
     versions by which each group was behind at the update that trained it, `prompts` the numbers of their prompts,
     `epoch` and `size` those of the trainers.
     """
@@ -58,6 +58,12 @@ class StepTrained(RunEvent, frozen=True, tag="step_trained"):
     epoch: int
     size: int
     prompts: tuple[int, ...] = ()
+    updates: int = 1
+
+    @property
+    def version(self) -> int:
+        """That of the weights after it: the number of steps that are committed then."""
+        return self.step + self.updates
 
 
 class WeightsServed(RunEvent, frozen=True, tag="weights_served"):

@@ -229,6 +229,7 @@ class TrainingRun:
                 epoch=int(report.figures["epoch"]),
                 size=int(report.figures["trainers"]),
                 prompts=tuple(group.prompt.number for group in batch.groups),
+                updates=report.version - batch.step,
             )
         )
         for group in batch.groups[: -(-self._config.telemetry.episodes // self._config.sampling.group)]:

@@ -133,7 +133,7 @@ def test_a_scene_shows_a_little_more_than_the_recovery_and_never_minutes() -> No
 # -- the report of a run
 
 
-def trained(step: int, time: float, staleness: tuple[int, ...] = (0, 1)) -> StepTrained:
+def trained(step: int, time: float, staleness: tuple[int, ...] = (0, 1), updates: int = 1) -> StepTrained:
     return StepTrained(
         time=time,
         step=step,
@@ -144,6 +144,7 @@ def trained(step: int, time: float, staleness: tuple[int, ...] = (0, 1)) -> Step
         staleness=staleness,
         epoch=1,
         size=2,
+        updates=updates,
     )
 
 
@@ -252,6 +253,24 @@ def test_steps_after_the_state_that_a_driver_resumed_from_do_not_count_twice() -
     facts = RunFacts.of(events)
     assert sorted(facts.steps) == list(range(12)) and facts.repeated == 4
     assert facts.steps[6].time == 17.0
+
+
+def test_a_batch_counts_as_all_of_its_updates(tmp_path: Path) -> None:
+    """Its event names the first of them. Here the driver died before it could record the steps 4 and 5."""
+    batches = [trained(step, 1.0 + step, updates=2) for step in range(0, 8, 2)]
+    whole = reported(tmp_path / "whole", [*batches], steps=8)
+    assert whole.good and whole.outcome == "all steps done" and whole.summary == "8 steps were committed."
+    assert [point.steps for point in whole.learning.curve.rewards] == [2, 4, 6, 8]
+    [lost] = (each for each in whole.figures if each.label == "Steps lost")
+    assert (lost.value, lost.note) == ("0", "of 8 committed")
+    [*some, last] = batches[:2] + batches[3:]
+    died = ProcessLost(time=4.0, name="generator-0", role="generator", pid=12, how="was ended by SIGKILL")
+    less = reported(tmp_path / "less", [*some, died, last], steps=8)
+    assert not less.good and less.outcome == "6 of 8 steps done"
+    [lost] = (each for each in less.figures if each.label == "Steps lost")
+    assert (lost.value, lost.note) == ("2", "of 6 committed")
+    assert [fault.step for fault in less.faults] == [4], "the steps that were committed before the loss"
+    assert RunFacts.of([*batches, RunResumed(time=10.0, step=4)]).repeated == 4
 
 
 def used(time: float, seconds: float) -> ProcessorTime:

@@ -183,7 +183,16 @@ def test_tensorboard_gets_the_scalars_of_steps_and_evaluations(tmp_path: Path) -
     board = TensorBoard(tmp_path)
     board(
         run_events.StepTrained(
-            time=1.0, step=3, reward=0.25, loss=0.5, gradient_norm=1.0, tokens=64, staleness=(0, 2), epoch=1, size=2
+            time=1.0,
+            step=2,
+            reward=0.25,
+            loss=0.5,
+            gradient_norm=1.0,
+            tokens=64,
+            staleness=(0, 2),
+            epoch=1,
+            size=2,
+            updates=2,
         )
     )
     board(run_events.Evaluated(time=2.0, version=3, reward=0.75, best=True))
@@ -350,6 +359,28 @@ def test_the_lines_of_a_run_have_one_clock_that_never_runs_backwards() -> None:
     times = [float(line.split(" s ")[0]) for line in lines]
     assert times == sorted(times) and times[-1] < 60.0
     assert "times count from this start, the run had lasted 2 min 5 s before it" in lines[1]
+
+
+def test_the_line_of_a_run_counts_every_update_of_a_batch() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    with LiveView(console, 8) as view:
+        for step in range(0, 8, 2):
+            view(
+                run_events.StepTrained(
+                    time=float(step),
+                    step=step,
+                    reward=0.5,
+                    loss=0.0,
+                    gradient_norm=1.0,
+                    tokens=1,
+                    staleness=(0,),
+                    epoch=1,
+                    size=1,
+                    updates=2,
+                )
+            )
+        assert view.done == 8
+        assert view.figures() == "reward 0.50, 1.0 steps/s"
 
 
 EXPORT = ROOT / "examples" / "stack" / "executorch" / "export.py"

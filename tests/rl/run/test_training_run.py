@@ -21,13 +21,15 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from holdfast.comms.transport.liveness import is_exiting
 from holdfast.harness.training.command import write_pages
-from holdfast.harness.training.report import RunFacts
+from holdfast.harness.training.report import RunFacts, report_of
 from holdfast.rl.actors.engine import Engine, LocalEngine
 from holdfast.rl.actors.errors import ActorDied, EndpointFailed
 from holdfast.rl.actors.service import ServiceOptions, ServiceReplica
+from holdfast.rl.config.contradictions import staleness_rule
 from holdfast.rl.config.run_config import RunConfig
 from holdfast.rl.config.toml import load_config, parse_config, resolved
 from holdfast.rl.data.prompts import arithmetic_training
+from holdfast.rl.data.replay_buffer import Batch, BufferState, StepReport
 from holdfast.rl.errors import ConfigChanged, RunFailed, StepsDone, UnknownEnvironment
 from holdfast.rl.generators.models import ModelMisfit
 from holdfast.rl.run import run_events
@@ -36,12 +38,13 @@ from holdfast.rl.run.policy import task_of
 from holdfast.rl.run.run_directory import RunDirectory, read_status
 from holdfast.rl.run.saved_versions import SavedVersions
 from holdfast.rl.run.trainer_processes import ask_trainer
+from holdfast.rl.run.training_run import TrainingRun
 from holdfast.rl.trainers.trainer_actor import TrainerEnded, TrainerLeftOut
 from holdfast.rl.trainers.training import weights_digest
 from support.programs.forked_programs import run_holdfast
 from support.rl import training_runs
 from support.rl.environment_servers import ServerProcess
-from support.rl.small_batches import tiny_llama
+from support.rl.small_batches import random_groups, tiny_llama
 from support.rl.training_runs import SMALL, SPARED, Killer, invoke, run
 from support.samples.actors import Counter
 from support.source_tree import ROOT
@@ -155,6 +158,27 @@ def test_a_run_that_has_ended_goes_on_to_more_steps_with_the_same_bits(tmp_path:
     assert run(configured(**alone), tmp_path).digest == undisturbed
     trained = [event.step for event in RunDirectory(tmp_path).events() if isinstance(event, run_events.StepTrained)]
     assert trained == list(range(STEPS))
+
+
+def test_a_batch_is_recorded_with_all_of_its_updates(tmp_path: Path) -> None:
+    config = configured(algorithm__updates=2, algorithm__staleness=1)
+    batch = Batch(step=2, groups=random_groups(2), after=BufferState(rule=staleness_rule(config)))
+    figures = {"loss": 0.0, "gradient_norm": 1.0, "epoch": 1.0, "trainers": 3.0}
+    with RunDirectory(tmp_path).open() as opened:
+        TrainingRun(config, opened, LocalEngine())._trained(batch, StepReport(step=2, version=4, figures=figures))
+    [event] = RunDirectory(tmp_path).events()
+    assert isinstance(event, run_events.StepTrained)
+    assert (event.step, event.updates, event.version) == (2, 2, 4)
+
+
+@pytest.mark.thorough
+def test_a_run_with_several_updates_a_batch_is_reported_whole(tmp_path: Path) -> None:
+    twice = {"steps": 4, "algorithm__updates": 2, "algorithm__staleness": 1}
+    run(configured(trainer__replicas=1, trainer__spares=0, evaluation__every=0, **twice), tmp_path)
+    trained = [event for event in RunDirectory(tmp_path).events() if isinstance(event, run_events.StepTrained)]
+    assert [(event.step, event.version) for event in trained] == [(0, 2), (2, 4)]
+    report = report_of(tmp_path, title="A run", steps=4)
+    assert report.good and report.summary == "4 steps were committed."
 
 
 @pytest.mark.thorough
