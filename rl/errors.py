@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
 
 import msgspec
@@ -14,16 +16,17 @@ Key = tuple[str | int, ...]
 
 
 def dotted(key: Key) -> str:
-    """A path as it is written: `reward[0].weight`."""
+    """A path as it is written: `reward[0].weight`. A name that TOML writes in quotation marks has them."""
     text = ""
     for part in key:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+        name = part if isinstance(part, int) or re.fullmatch(r"[\w-]+", part) else json.dumps(part, ensure_ascii=False)
+        text += f"[{part}]" if isinstance(part, int) else f".{name}" if text else str(name)
     return text
 
 
 def key_of(name: str) -> Key:
     """The path that `reward[0].weight` or `reward.0.weight` means."""
-    return tuple(int(part) if part.isdigit() else part for part in name.replace("[", ".").replace("]", "").split("."))
+    return tuple(int(part) if part.isdecimal() else part for part in name.replace("[", ".").replace("]", "").split("."))
 
 
 class ConfigProblem(msgspec.Struct, frozen=True):

@@ -212,7 +212,7 @@ def parse(text: str, name: str, source: str) -> Scenario:
     """A scenario from TOML. Raises `BadScenario` with the line and what is allowed there."""
     try:
         raw = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also for a number of very many digits, and for arrays in arrays
         found = re.search(r"at line (\d+)", str(error))
         raise BadScenario(source, int(found[1]) if found else None, f"not TOML: {error}") from None
     for path, value in leaves(raw):
@@ -302,7 +302,7 @@ def _fault(raw: dict[str, Any], number: int, text: str, source: str) -> Scenario
     raw = dict(raw)
     known = fault_types()
     kind = raw.pop("type", None)
-    if kind not in known:
+    if not isinstance(kind, str) or kind not in known:
         says = "a fault needs a `type`" if kind is None else f"there is no fault type {kind!r}"
         line = line_of(text, ("fault", number, "type"))
         raise BadScenario(source, line, f"{says}; there are {', '.join(sorted(known))}")

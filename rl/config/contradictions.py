@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 from pathlib import Path
 
@@ -110,14 +110,14 @@ def _data(config: RunConfig, folder: Path) -> Iterator[Contradiction]:
     data = config.data
     for name in ("train", "held_out") if data.task == "jsonl" else ():
         value = getattr(data, name)
-        if value and not (folder / value).is_file():
+        if value and not _is_there(folder / value, Path.is_file):
             yield f"data.{name}", f"there is no file {folder / value}"
     if data.task == "jsonl" and not data.train:
         yield "data.train data.task", 'task = "jsonl" needs a file of prompts'
     if data.task == "jsonl" and config.evaluation.every and not data.held_out:
         reason = "evaluation needs a file of held-out prompts, or evaluation.every = 0"
         yield "data.held_out data.task evaluation.every", reason
-    if config.model.path and not (folder / config.model.path).is_dir():
+    if config.model.path and not _is_there(folder / config.model.path, Path.is_dir):
         yield "model.path", f"there is no folder {folder / config.model.path}"
     if not config.model.path and data.task == "jsonl" and config.has_prompts:
         reason = (
@@ -148,7 +148,7 @@ def _criterion(config: RunConfig, criterion: CriterionConfig, folder: Path, at: 
         yield f"{at}.function", reason
     try:
         groups = re.compile(criterion.pattern).groups
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         yield f"{at}.pattern", f"not a regular expression: {error}"
     else:
         if kind == "exact" and criterion.pattern and groups != 1:
@@ -165,7 +165,15 @@ def _missing_code(code: str, folder: Path) -> str:
     if not module or not name:
         return f"{code!r} is not FILE.py:NAME, or MODULE:NAME of an installed module"
     file = file_of(code)
-    return f"there is no file {folder / file}" if file and not (folder / file).is_file() else ""
+    return f"there is no file {folder / file}" if file and not _is_there(folder / file, Path.is_file) else ""
+
+
+def _is_there(path: Path, look: Callable[[Path], bool]) -> bool:
+    """Whether a look finds a path; of one that is too long, or behind a closed folder, it raises."""
+    try:
+        return look(path)
+    except OSError:
+        return False
 
 
 def _environment(config: RunConfig, folder: Path) -> Iterator[Contradiction]:

@@ -40,7 +40,7 @@ def parse_config(text: str, source: str, overrides: Sequence[str] = (), folder: 
     """The configuration in a TOML document; `folder` is where its paths begin. Raises `BadConfig`."""
     try:
         raw = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also for a number of very many digits, and for arrays in arrays
         line = re.search(r"at line (\d+)", str(error))
         where = f"{source}:{line[1]}" if line else source
         raise BadConfig([ConfigProblem(where, "", f"not TOML: {error}")]) from None
@@ -95,7 +95,7 @@ def _value(text: str) -> object:
     """The value of an override: TOML, or a text without quotes."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except (tomllib.TOMLDecodeError, KeyError):
+    except (ValueError, KeyError, RecursionError):
         return text
 
 
@@ -117,7 +117,7 @@ def _converted(raw: dict[str, Any], problems: list[tuple[Key, str]]) -> RunConfi
         if key[:2] == ("environment", "arguments") or not isinstance(value, int | float):
             continue  # what an environment takes is its own
         if isinstance(value, int) and abs(value) >= 2**63:
-            problems.append((key, f"{value!r} is not allowed: expected a number of 64 bits"))
+            problems.append((key, f"{_shown(value)} is not allowed: expected a number of 64 bits"))
             _remove(raw, key)
         elif not math.isfinite(value):
             problems.append((key, f"{value!r} is not allowed: expected a finite number"))
@@ -127,16 +127,21 @@ def _converted(raw: dict[str, Any], problems: list[tuple[Key, str]]) -> RunConfi
             return msgspec.convert(raw, RunConfig)
         except msgspec.ValidationError as error:
             problems.append(explained(error, RunConfig, raw))
-            _remove(raw, problems[-1][0])
+            if not _remove(raw, problems[-1][0]):
+                return RunConfig()
 
 
-def _remove(raw: Any, key: Key) -> None:
-    """Remove a value from a document, or the array that it is an element of."""
-    if isinstance(key[-1], int):
+def _remove(raw: Any, key: Key) -> bool:
+    """Remove a value from a document, or the array that it is an element of. Returns whether it was there."""
+    while key and isinstance(key[-1], int):
         key = key[:-1]
-    for part in key[:-1]:
-        raw = raw[part]
-    raw.pop(key[-1], None)
+    try:
+        for part in key[:-1]:
+            raw = raw[part]
+        del raw[key[-1]]
+    except (LookupError, TypeError):  # it is the whole document, or its array has gone before
+        return False
+    return True
 
 
 def leaves(value: Any, key: Key = ()) -> Iterator[tuple[Key, Any]]:
@@ -148,7 +153,6 @@ def leaves(value: Any, key: Key = ()) -> Iterator[tuple[Key, Any]]:
         yield key, value
 
 
-_UNKNOWN = re.compile(r"Object contains unknown field `([^`]+)`")
 _PART = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
 
 
@@ -157,27 +161,25 @@ def explained(error: msgspec.ValidationError, kind: Any, raw: Any, also: tuple[s
 
     `also` are keys of the table itself which were read before.
     """
-    reason, _, where = str(error).partition(" - at `$")
-    key: Key = tuple(int(index) if index else name for name, index in _PART.findall(where.rstrip("`")))
-    found = inspect.type_info(kind)
-    for part in key:
-        found = _resolved(found, raw)
-        if isinstance(found, inspect.StructType):
-            found = next((each.type for each in found.fields if each.encode_name == part), found)
-        else:
-            found = getattr(found, "item_type", found)
-        raw = raw[part]
-    found = _resolved(found, raw)
-    if unknown := _UNKNOWN.match(reason):
-        tags = (each for each in (getattr(found, "tag_field", None),) if each)
-        fields = [*tags, *also, *(each.encode_name for each in getattr(found, "fields", ()))]
-        near = difflib.get_close_matches(unknown[1], fields, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(fields)}"
-        return (*key, unknown[1]), f"no such field; {hint}"
+    reason, at, where = str(error).rpartition(" - at `$")
+    if not at:
+        reason, where = where, ""
+    path = tuple(int(index) if index else name for name, index in _PART.findall(where.rstrip("`")))
+    if str(error).startswith("Object contains unknown field"):
+        for tried in (path, ()):  # the name of a field may look like a path
+            key, found, inner = _followed(tried, kind, raw)
+            tags = (each for each in (getattr(found, "tag_field", None),) if each)
+            fields = [*tags, *also, *(each.encode_name for each in getattr(found, "fields", ()))]
+            unknown = next((name for name in inner if name not in fields), None) if isinstance(inner, dict) else None
+            if unknown is not None:
+                near = difflib.get_close_matches(unknown, fields, 1)
+                hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(fields)}"
+                return (*key, unknown), f"no such field; {hint}"
+    key, found, raw = _followed(path, kind, raw)
     if not reason.startswith(("Expected", "Invalid")):  # a rule of the table itself
         return key, reason
     if isinstance(found, inspect.StructType):
-        return key, f"must be a table, not {raw!r}"
+        return key, f"must be a table, not {_shown(raw)}"
     if isinstance(getattr(found, "item_type", None), inspect.StructType):
         return key, f"must be tables: write [[{dotted(key)}]]"
     expected = reason[:1].lower() + reason[1:]
@@ -185,7 +187,32 @@ def explained(error: msgspec.ValidationError, kind: Any, raw: Any, also: tuple[s
         expected = f"expected {', '.join(map(repr, found.values))}"
     elif isinstance(found, inspect.UnionType) and reason.startswith("Invalid"):
         expected = f"expected {', '.join(repr(getattr(each, 'tag', '')) for each in found.types)}"
-    return key, f"{raw!r} is not allowed: {expected}"
+    return key, f"{_shown(raw)} is not allowed: {expected}"
+
+
+def _followed(path: Key, kind: Any, raw: Any) -> tuple[Key, inspect.Type, Any]:
+    """The part of a path that leads to something in a document, with the type there, and the value."""
+    found, key = _resolved(inspect.type_info(kind), raw), list[str | int]()
+    for part in path:
+        inside = isinstance(raw, dict) and part in raw
+        if not inside and not (isinstance(raw, list) and isinstance(part, int) and part < len(raw)):
+            break
+        if isinstance(found, inspect.StructType):
+            found = next((each.type for each in found.fields if each.encode_name == part), found)
+        else:
+            found = getattr(found, "item_type", found)
+        raw = raw[part]
+        key.append(part)
+        found = _resolved(found, raw)
+    return tuple(key), found, raw
+
+
+def _shown(value: Any) -> str:
+    """A value as an error shows it."""
+    try:
+        return repr(value)
+    except ValueError:  # Python refuses to write very long numbers in decimals
+        return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"the {type(value).__name__}"
 
 
 def _resolved(kind: inspect.Type, raw: Any) -> inspect.Type:

@@ -161,6 +161,8 @@ WRONG = {
         (("lasts = 0.5", "lasts = -1.0"), 16, "lasts = -1.0 must be positive"),
         (("[job]", "[jobs]"), 8, "jobs: no such field; did you mean 'job'?"),
         (("ranks = 3", "ranks = "), 9, "not TOML"),
+        (("ranks = 3", '"" = 3'), 9, 'job."": no such field'),
+        (('type = "kill"', "type = [1]"), 12, "no fault type [1]; there are corrupt,"),
         (("lasts = 0.5", "lasts = nan"), 20, "fault[1].lasts: nan is not a number to work with"),
         (("[0.2, 0.8]", "[0.2, inf]"), 19, "inf is not a number to work with"),
         (("ranks = 3", "ranks = 3\ntimeouts = { suspect = inf }"), 10, "job.timeouts.suspect: inf"),
@@ -199,6 +201,12 @@ def test_a_wrong_value_is_refused_with_its_line_and_what_is_allowed(
     assert caught.value.line == line, str(caught.value)
     assert words in str(caught.value)
     assert str(caught.value).startswith(f"mine.toml:{line}: ")
+
+
+@pytest.mark.parametrize("value", ["9" * 5000, "[" * 5000])
+def test_what_the_parser_of_toml_gives_up_on_is_refused_too(value: str) -> None:
+    with pytest.raises(BadScenario, match=r"mine\.toml: not TOML: "):
+        parsed(f"limit = {value}")
 
 
 def test_arguments_of_a_users_function_may_be_any_number() -> None:

@@ -18,7 +18,7 @@ from holdfast.comms.plugins.registry import registry
 from holdfast.rl.config.contradictions import check_plugins_run_here
 from holdfast.rl.config.named_code import extra_python
 from holdfast.rl.config.run_config import PRESETS, CriterionConfig, Objective, RunConfig
-from holdfast.rl.config.toml import check_unchanged, load_config, parse_config, placed, resolved
+from holdfast.rl.config.toml import check_unchanged, config_of, load_config, parse_config, placed, resolved
 from holdfast.rl.errors import BadConfig, ConfigChanged
 from support.rl.small_batches import objective
 from support.source_tree import ROOT, modules, parsed
@@ -36,6 +36,11 @@ def refused(text: str, *overrides: str, folder: Path = Path()) -> list[str]:
     with pytest.raises(BadConfig) as caught:
         parse_config(text, "run.toml", overrides, folder)
     return str(caught.value).splitlines()
+
+
+def fields_of(section: str) -> tuple[str, ...]:
+    """The fields of a section; none of what is no section."""
+    return getattr(getattr(RunConfig(), section), "__struct_fields__", ())
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLE.parent.glob("*.toml")), ids=lambda path: path.stem)
@@ -193,6 +198,59 @@ kind = "fancy"
 )
 def test_what_does_not_work_is_refused_where_it_is_written(text: str, words: str, tmp_path: Path) -> None:
     assert any(line.startswith(f"run.toml:{words}") for line in refused(text, folder=tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "problems"),
+    [
+        ('"a`b" = 1', ['"a`b": no such field']),
+        ('"" = 1', ['"": no such field']),
+        ('"a\\nb" = 1', ['"a\\nb": no such field']),
+        ('[sampling]\n"a.b" = 1', ['sampling."a.b": no such field']),
+        ('"a` - at `$.model" = 1', ['"a` - at `$.model": no such field']),
+        ('[generator]\nkind = "a` - at `$.b"', ["generator.kind: 'a` - at `$.b' is not allowed"]),
+        ("[sampling]\nstop = [[inf]]", ["sampling.stop[0][0]: inf is not allowed"]),
+        ("[sampling]\nstop = [inf, [inf]]", ["sampling.stop[0]: inf is not", "sampling.stop[1][0]: inf is not"]),
+        (
+            "[[reward]]\nweight = [[inf]]\nmargin = -1\n[[reward]]\n'' = 1",
+            [
+                "reward[0].weight[0][0]: inf is not",
+                'reward[1]."": no such field',
+                "reward[0].margin: -1 is not allowed",
+            ],
+        ),
+        ("seed = 0x" + "f" * 4000, ["seed: an integer of 16000 bits is not allowed"]),
+        ("seed = " + "9" * 5000, ["not TOML: Exceeds the limit"]),
+        ("seed = " + "[" * 5000, ["not TOML: maximum recursion"]),
+        ('[[reward]]\nkind = "exact"\npattern = "(a{99999999999})"', ["reward[0].pattern: not a regular expression"]),
+        (f'[model]\npath = "{"a" * 5000}"', ["model.path: there is no folder"]),
+    ],
+)
+def test_a_strange_name_or_value_is_a_problem_that_names_it(text: str, problems: list[str]) -> None:
+    lines = refused(text)
+    assert len(lines) == len(problems), lines
+    for words in problems:
+        assert any(words in line for line in lines), lines
+
+
+FIELDS = [*RunConfig.__struct_fields__, *(field for each in RunConfig.__struct_fields__ for field in fields_of(each))]
+names = st.sampled_from(FIELDS) | st.text('ab.` []$"\n-\\0', max_size=6) | st.just("x` - at `$.model")
+values = st.recursive(
+    st.integers() | st.floats() | st.booleans() | st.dates() | names,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@given(
+    st.dictionaries(names, values | st.dictionaries(names, values), max_size=4),
+    st.lists(st.builds("{}.{}={}".format, names, names, names), max_size=2),
+)
+def test_any_document_is_a_configuration_or_is_refused(raw: dict[str, Any], overrides: list[str]) -> None:
+    try:
+        assert isinstance(config_of(raw, "run.toml", overrides), RunConfig)
+    except BadConfig as error:
+        assert error.problems
 
 
 def test_a_backend_that_cannot_run_on_this_host_is_refused_unless_the_run_is_on_others() -> None:
