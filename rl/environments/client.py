@@ -227,9 +227,8 @@ class EnvironmentPool:
         """A session, to be used as `async with`. It takes a place at its first reset."""
         return PooledSession(self)
 
-    async def lease(self) -> tuple[PooledServer, EnvironmentClient]:
-        """A session at a server that took the connection. Waits, and raises EnvironmentFailed after `wait` seconds."""
-        deadline = time.monotonic() + self.wait
+    async def lease(self, deadline: float) -> tuple[PooledServer, EnvironmentClient]:
+        """A session at a server that took the connection. Waits, and raises EnvironmentFailed at the deadline."""
         while True:
             server = self._pick()
             if server is None:
@@ -357,7 +356,9 @@ class EnvironmentPool:
 
 
 _ATTEMPTS = 3
-"""How many environments a reset tries: an episode that has not begun can begin elsewhere."""
+"""How many environments a reset tries: an episode that has not begun can begin elsewhere. One that only finds a server
+full has tried none.
+"""
 
 
 class PooledSession(EnvironmentSession):
@@ -375,16 +376,21 @@ class PooledSession(EnvironmentSession):
         return await super().reset(seed)
 
     async def _reset(self, seed: int) -> Observation:
-        for attempt in range(1, _ATTEMPTS + 1):
+        deadline, left = time.monotonic() + self._pool.wait, _ATTEMPTS
+        while True:
             try:
                 if self._leased is None:
-                    self._leased = await self._pool.lease()
+                    self._leased = await self._pool.lease(deadline)
                 return await self._leased[1].reset(seed)
+            except EnvironmentBusy as error:
+                self._abandon(error)
+                if time.monotonic() >= deadline:
+                    raise
             except EnvironmentFailed as error:
                 self._abandon(error)
-                if attempt == _ATTEMPTS:
+                left -= 1
+                if not left:
                     raise
-        raise AssertionError("unreachable")
 
     async def _step(self, action: Action) -> Observation:
         assert self._leased is not None, "a running episode has an environment"

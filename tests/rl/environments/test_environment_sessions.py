@@ -23,7 +23,7 @@ pytest.importorskip("websockets", reason="pip install 'holdfast[rl]'")
 from holdfast.rl import errors
 from holdfast.rl.environments import messages
 from holdfast.rl.environments.builtin import GuessNumberEnvironment
-from holdfast.rl.environments.client import EnvironmentClient, EnvironmentPool, websocket_url
+from holdfast.rl.environments.client import EnvironmentClient, EnvironmentPool, PooledServer, websocket_url
 from holdfast.rl.environments.environment import Action, Environment, Observation, State, checked
 from holdfast.rl.environments.local import LocalSession
 from holdfast.rl.environments.messages import MalformedMessage
@@ -581,6 +581,35 @@ async def test_a_pool_waits_for_a_free_session_and_one_that_stays_full_is_busy()
         assert await waiting == 4
         await two.close()
         assert pool.servers[0].failures == 0
+
+
+class CountingPool(EnvironmentPool):
+    """A pool that counts how often a server said that it has no place."""
+
+    refusals = 0
+
+    def release(
+        self, server: PooledServer, client: EnvironmentClient, error: BaseException | None = None
+    ) -> asyncio.Task[None]:
+        self.refusals += isinstance(error, errors.EnvironmentBusy)
+        return super().release(server, client, error)
+
+
+async def test_a_pool_waits_for_a_place_that_a_client_of_another_pool_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks again and again for all of `wait`, and not as often as it tries other environments."""
+    monkeypatch.setattr("holdfast.rl.environments.client.BUSY_SECONDS", 0.01)
+    async with (
+        EnvironmentServer(Misbehaving, "test", sessions=1) as server,
+        EnvironmentClient(server.url) as other,
+        CountingPool([server.url], wait=PATIENCE) as pool,
+        pool.session() as session,
+    ):
+        await other.reset(0)
+        waiting = asyncio.ensure_future(episode(session, 0))
+        await until(lambda: waiting.done() or pool.refusals > 5)
+        await other.close()
+        assert await waiting == 4
+        assert pool.servers[0].up and pool.servers[0].failures == 0
 
 
 async def test_a_server_that_can_begin_no_episode_is_avoided() -> None:
