@@ -174,7 +174,7 @@ class EpisodeOver(HoldfastError):
 
 
 class UnknownEnvironment(HoldfastError, LookupError):
-    """A name that is no environment, needs a package that is not installed, or has options that do not fit."""
+    """A name that is no environment or needs what is not there, options that do not fit, or one that cannot begin."""
 
     def __init__(self, name: str, why: str) -> None:
         self.name = name

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from holdfast.harness.command_line import CommandGroup, check_folder, check_modules
+from holdfast.harness.command_line import CANNOT_BEGIN, CommandGroup, check_folder, check_modules
 
 app = CommandGroup(
     help="Train a language model by reinforcement, resume a run, and read what it did.", no_args_is_help=True
@@ -206,11 +206,22 @@ def serve(
     from holdfast.ft.control import event_loop
     from holdfast.rl.environments.server import serve as serving
 
+    listens = False
+
     def started(url: str) -> None:
+        nonlocal listens
+        listens = True
         typer.echo(f"{name}: {url}, {sessions} sessions; Ctrl-C ends it")
 
-    with suppress(KeyboardInterrupt):
-        event_loop.run(serving(name, host, port, sessions=sessions, lease=lease, timeout=timeout, on_start=started))
+    try:
+        with suppress(KeyboardInterrupt):
+            event_loop.run(serving(name, host, port, sessions=sessions, lease=lease, timeout=timeout, on_start=started))
+    except (OSError, UnicodeError) as error:
+        if listens:
+            raise
+        why = f"cannot listen on --host {host} --port {port}: {getattr(error, 'strerror', None) or error}"
+        typer.echo(f"holdfast rl environment serve: {why}; choose another", err=True)
+        raise typer.Exit(CANNOT_BEGIN) from error
 
 
 app.add_typer(environment_app, name="environment")

@@ -56,6 +56,7 @@ FaultKind = Literal["kill", "stop", "host"]
 FAULTS: tuple[FaultKind, ...] = ("kill", "stop", "host")
 HOSTS = 4
 """Into how many hosts the ranks are divided where one is to be lost."""
+LEAST_RANKS = 2
 SEEDS = 15
 """Simulations of a case: its prediction is their median."""
 SETTLE = 0.3
@@ -254,31 +255,38 @@ def compare(
     repeats: int = 3,
     progress: Callable[[str], None] = lambda text: None,
 ) -> CompareResult:
-    """Measure the machine, simulate each case with what was measured, and break real jobs `repeats` times."""
+    """Measure the machine, simulate each case with what was measured, and break real jobs `repeats` times.
+
+    Raises ValueError for a job of one rank, which nobody survives.
+    """
+    if min(sizes) < LEAST_RANKS:
+        raise ValueError(f"--compare needs {LEAST_RANKS} ranks or more: one is struck, and others have to go on")
     left_out: list[str] = []
     if "host" in faults and (why := netns.missing()) is not None:
         left_out.append(f"the loss of a host: network namespaces as hosts need more ({why})")
         faults = [fault for fault in faults if fault != "host"]
     costs: dict[tuple[int, str], MachineCosts] = {}
     cases: list[Comparison] = []
-    done, total = 0, len(sizes) * len(faults) * repeats
-    for ranks in sizes:
-        for fault in faults:
-            backend = "gloo" if fault == "host" else "shm"
-            left = ranks - ranks // HOSTS if fault == "host" else ranks
-            if (left, backend) not in costs:
-                costs[left, backend] = measure_costs(left, backend, progress)
-            name = f"{fault}, {counted(ranks, 'rank')} over {backend}"
-            progress(f"{done} of {total} faults: simulating {name}")
-            predicted = middle([predict(fault, ranks, costs[left, backend], seed) for seed in range(SEEDS)])
-            recoveries = []
-            for number in range(repeats):
-                progress(f"{done} of {total} faults: {name}")
-                recoveries.append(measure_recovery(fault, ranks, backend, number))
-                done += 1
-            hosts = layout_of(fault, ranks).hosts
-            case = Comparison(fault, ranks, hosts, backend, predicted, middle(recoveries), tuple(recoveries))
-            cases.append(case)
+    if "host" in faults and (few := [ranks for ranks in sizes if ranks < HOSTS]):
+        left_out.append(f"the loss of a host with {counted(max(few), 'rank')}: it is one of {HOSTS}, with a rank each")
+    struck = [(ranks, fault) for ranks in sizes for fault in faults if fault != "host" or ranks >= HOSTS]
+    done, total = 0, len(struck) * repeats
+    for ranks, fault in struck:
+        backend = "gloo" if fault == "host" else "shm"
+        left = ranks - ranks // HOSTS if fault == "host" else ranks
+        if (left, backend) not in costs:
+            costs[left, backend] = measure_costs(left, backend, progress)
+        name = f"{fault}, {counted(ranks, 'rank')} over {backend}"
+        progress(f"{done} of {total} faults: simulating {name}")
+        predicted = middle([predict(fault, ranks, costs[left, backend], seed) for seed in range(SEEDS)])
+        recoveries = []
+        for number in range(repeats):
+            progress(f"{done} of {total} faults: {name}")
+            recoveries.append(measure_recovery(fault, ranks, backend, number))
+            done += 1
+        hosts = layout_of(fault, ranks).hosts
+        case = Comparison(fault, ranks, hosts, backend, predicted, middle(recoveries), tuple(recoveries))
+        cases.append(case)
     error = median(error for case in cases for error in case.errors)
     return CompareResult(tuple(costs.values()), tuple(cases), error, tuple(left_out), os.getloadavg()[0])
 

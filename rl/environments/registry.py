@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import traceback
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from typing import TypeVar
 from urllib.parse import parse_qsl
 
 import msgspec
 
+from holdfast.comms.errors import HoldfastError, describe
 from holdfast.rl.config.named_code import NoSuchCode, load_code
 from holdfast.rl.environments.builtin import ArithmeticEnvironment, GuessNumberEnvironment
 from holdfast.rl.environments.environment import Environment, checked
 from holdfast.rl.environments.local import LocalSession
 from holdfast.rl.environments.session import EnvironmentSession
 from holdfast.rl.errors import UnknownEnvironment
+
+T = TypeVar("T")
 
 _factories: dict[str, Callable[..., Environment]] = {
     "arithmetic": ArithmeticEnvironment,
@@ -44,7 +51,7 @@ def environment_factory(name: str) -> Callable[[], Environment]:
     factory = _own(code, name) if kind == PYTHON else _factories.get(whole)
     if factory is None:
         raise UnknownEnvironment(name, f"there are {', '.join(names())}")
-    signature = inspect.signature(factory, eval_str=True)
+    signature = _tried(name, "its parameters cannot be read", partial(inspect.signature, factory, eval_str=True))
     try:
         arguments = {
             key: _convert(value, signature.parameters[key].annotation)
@@ -60,17 +67,35 @@ def environment_factory(name: str) -> Callable[[], Environment]:
 
 
 def check_environment(name: str) -> None:
-    """Make an environment of this name, begin an episode and close it. Raises UnknownEnvironment if it cannot."""
-    environment = environment_factory(name)()
+    """Make an environment of this name, begin an episode and close it. Raises UnknownEnvironment if it cannot.
+
+    Raises EnvironmentLied for an observation that is none.
+    """
+    environment = _tried(name, "it cannot be made", environment_factory(name))
     try:
-        checked(environment.reset(0), name, "reset")
-    finally:
-        environment.close()
+        checked(_tried(name, "it cannot begin an episode", partial(environment.reset, 0)), name, "reset")
+    except BaseException:
+        with contextlib.suppress(Exception):  # what came first says more
+            environment.close()
+        raise
+    _tried(name, "it cannot be closed", environment.close)
 
 
 def open_session(name: str, *, timeout: float = 30.0) -> EnvironmentSession:
     """A session of an environment by name, in this process. Use it within an event loop. Raises UnknownEnvironment."""
     return LocalSession(environment_factory(name), name, timeout=timeout)
+
+
+def _tried(name: str, what: str, call: Callable[[], T]) -> T:
+    """The result of code that may be the user's. Raises UnknownEnvironment, with where it raised, for its errors."""
+    try:
+        return call()
+    except HoldfastError:
+        raise
+    except (Exception, SystemExit) as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(last.filename).name}:{last.lineno}"
+        raise UnknownEnvironment(name, f"{what}: {describe(error)} ({where})") from error
 
 
 def _own(code: str, name: str) -> Callable[..., Environment]:

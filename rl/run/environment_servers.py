@@ -12,7 +12,7 @@ from urllib.parse import urlencode
 from holdfast.ft import faultpoints
 from holdfast.ft.listen_address import choose_address, local_addresses
 from holdfast.rl.actors.engine import endpoint
-from holdfast.rl.actors.errors import ServiceFailed
+from holdfast.rl.actors.errors import EndpointFailed, ServiceFailed
 from holdfast.rl.actors.service import ReplicaEvent, ServiceReplica
 from holdfast.rl.config.run_config import EnvironmentConfig, RunConfig
 from holdfast.rl.environments.client import EnvironmentClient, EnvironmentPool
@@ -123,7 +123,12 @@ class EnvironmentServers:
             await self._pool.close()
 
     async def _listen(self, replica: ServiceReplica) -> None:
-        self._urls[replica.name] = await replica.call("listen", timeout=START_SECONDS)
+        try:
+            self._urls[replica.name] = await replica.call("listen", timeout=START_SECONDS)
+        except EndpointFailed as error:
+            if isinstance(error.__cause__, UnknownEnvironment):  # which says all: its traceback is holdfast's
+                raise error.__cause__ from None
+            raise
         self._use()
 
     def _hear(self, event: ReplicaEvent) -> None:

@@ -422,6 +422,23 @@ def test_costs_are_times_of_the_simulated_protocol() -> None:
     assert 0.3 < compare.predict("host", 4, COSTS, seed=0).view < 0.7
 
 
+def test_one_rank_is_too_few_to_compare() -> None:
+    refused = said("simulate", "--compare", "--ranks", "1")
+    assert refused.exit_code == 2
+    assert "--compare needs 2 ranks or more: one is struck, and others have to go on" in refused.output
+
+
+def test_few_ranks_are_compared_without_the_loss_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = compare.RecoveryMoments(0.005, 0.01)
+    monkeypatch.setattr(compare, "SEEDS", 1)
+    monkeypatch.setattr(compare.netns, "missing", lambda: None)
+    monkeypatch.setattr(compare, "measure_costs", lambda ranks, backend, progress: COSTS)
+    monkeypatch.setattr(compare, "measure_recovery", lambda fault, ranks, backend, seed: measured)
+    result = compare.compare((2,), repeats=1)
+    assert [case.fault for case in result.cases] == ["kill", "stop"]
+    assert result.left_out == ("the loss of a host with 2 ranks: it is one of 4, with a rank each",)
+
+
 @pytest.mark.thorough  # it starts a job of four processes for each fault, and measures the machine first
 def test_the_command_compares_with_real_processes() -> None:
     result = said_as_json("simulate", "--compare", "--ranks", "4", "--repeats", "1")

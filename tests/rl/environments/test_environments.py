@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import shutil
+import socket
 import sys
 from collections.abc import Awaitable, Callable
 from itertools import pairwise
@@ -27,6 +28,7 @@ from holdfast.rl.environments.registry import check_environment, environment_fac
 from holdfast.rl.errors import EnvironmentDied, EnvironmentFailed, EnvironmentLied, UnknownEnvironment
 from holdfast.rl.grpo.batch import BatchColumns, counted_tokens
 from support.event_loop import run
+from support.programs.forked_programs import said
 from support.rl.environment_servers import Misbehaving
 from support.rl.small_batches import completion, group_of, objective
 from support.source_tree import ROOT
@@ -255,6 +257,67 @@ def test_a_name_that_is_no_environment_is_refused_before_anything_starts(name: s
     skip_unless_installed(name)
     with pytest.raises(UnknownEnvironment, match=why):
         check_environment(name)
+
+
+FAULTY = """
+class Faulty:
+    def __init__(self, when: str):
+        self.when = when
+        self.fail("made")
+
+    def fail(self, when):
+        if when == self.when:
+            raise RuntimeError("no license file")
+
+    def reset(self, seed):
+        self.fail("reset")
+        from holdfast.rl.environments.environment import Observation
+        return Observation(text="")
+
+    def close(self):
+        self.fail("closed")
+        if self.when != "closed":
+            raise RuntimeError("it was never open")
+
+class Quits:
+    def __init__(self):
+        raise SystemExit("no license file")
+
+def unreadable(size: "NoSuchType"): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("Faulty?when=made", r"it cannot be made: RuntimeError: no license file \(faulty\.py:9\)"),
+        ("Faulty?when=reset", r"it cannot begin an episode: RuntimeError: no license file \(faulty\.py:9\)"),
+        ("Faulty?when=closed", r"it cannot be closed: RuntimeError: no license file \(faulty\.py:9\)"),
+        ("Quits", r"it cannot be made: SystemExit: no license file"),
+        ("unreadable", r"its parameters cannot be read: NameError: name 'NoSuchType' is not defined"),
+    ],
+)
+def test_an_environment_that_raises_before_an_episode_is_refused_with_the_reason_and_the_line(
+    tmp_path: Path, name: str, why: str
+) -> None:
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    with pytest.raises(UnknownEnvironment, match=why):
+        check_environment(f"python:{tmp_path}/faulty.py:{name}")
+
+
+SERVE = ("rl", "environment", "serve", "guess")
+
+
+def test_a_server_that_cannot_listen_says_where_and_what_to_change() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        tried = {f"127.0.0.1 --port {port}": said(*SERVE, "--port", port)}
+    for host in ("192.0.2.1", "no..name"):  # an address of no host, and what can be the name of none
+        tried[f"{host} --port 0"] = said(*SERVE, "--host", host)
+    for where, refused in tried.items():
+        assert refused.exit_code == 2, refused.output
+        assert f"holdfast rl environment serve: cannot listen on --host {where}: " in refused.output
+        assert "choose another" in refused.output and "Traceback" not in refused.output
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
