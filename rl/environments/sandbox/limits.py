@@ -132,16 +132,18 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Processor time of all processes that live or were waited for; memory of those that live."""
+    """Processor time of all processes; memory of those that live."""
 
     cpu_seconds: float = 0.0
     memory_bytes: int = 0
 
 
-def usage(first: int) -> Usage:
-    """The sum over a run's first process and its descendants; those that end meanwhile count for nothing.
+def usage(first: int, spent: dict[tuple[int, str], int]) -> Usage:
+    """The sum over a run's first process and its descendants.
 
-    The memory leaves out what each process has from the template: as much as the first process, which only waits.
+    `spent` has the ticks of each process at the last look. They stay there once it has ended: of a child whose end the
+    code ignores the kernel keeps no time. The memory leaves out what each process has from the template: as much as the
+    first process, which only waits.
     """
     ticks, sizes = 0, list[int]()
     todo = [first]
@@ -149,11 +151,13 @@ def usage(first: int) -> Usage:
         pid = todo.pop()
         with suppress(OSError, ValueError, IndexError):
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            spent[pid, fields[19]] = sum(map(int, fields[11:13]))
             ticks += sum(map(int, fields[11:15]))
             sizes.append(_memory(pid))
             for task in Path(f"/proc/{pid}/task").iterdir():
                 todo += map(int, (task / "children").read_text().split())
     base = sizes[0] if sizes else 0
+    ticks = max(ticks, sum(spent.values()))
     return Usage(ticks / _TICKS, sum(max(0, size - base) for size in sizes))
 
 
@@ -182,6 +186,7 @@ class RunWatch:
     streams: Streams
     texts: dict[int, bytearray] = field(default_factory=dict)
     used: Usage = field(default_factory=Usage)
+    spent: dict[tuple[int, str], int] = field(default_factory=dict)
     room: int = 0
     flooded: bool = False
     ended_by: Reason | None = None
@@ -242,7 +247,7 @@ class RunWatch:
                 continue
             if now >= look:
                 look = now + _LOOK_EVERY
-                self.used = usage(self.run.pid) if self.started is not None else self.used
+                self.used = usage(self.run.pid, self.spent) if self.started is not None else self.used
             if reason := self._limit_reached(now >= deadline):
                 self._kill(reason)
                 look = deadline = now + END_TIMEOUT
@@ -267,7 +272,7 @@ class RunWatch:
 
     def _kill(self, reason: Reason) -> None:
         self.ended_by = reason
-        self.used = usage(self.run.pid)
+        self.used = usage(self.run.pid, self.spent)
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.run.pidfd, signal.SIGKILL)
 

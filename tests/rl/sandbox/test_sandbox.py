@@ -407,6 +407,15 @@ def test_processor_time_of_all_processes_together(sandbox: Sandbox, seconds: flo
     assert seconds <= result.cpu_seconds + 0.02 < seconds + 5.0
 
 
+def test_children_whose_ends_are_ignored_count(sandbox: Sandbox) -> None:
+    """The kernel keeps no time of these."""
+    child = "\n    if os.fork() == 0:\n        while time.process_time() < 0.4: pass\n        os._exit(0)"
+    wait = "\n    try: os.wait()\n    except ChildProcessError: pass"
+    code = f"import os, signal, time\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\nfor _ in range(9):{child}{wait}"
+    result = sandbox.run(code, limits=Limits(cpu_seconds=1.0, wall_seconds=60.0))
+    assert result.reason == "timeout" and result.cpu_seconds > 1.0
+
+
 @few
 @given(text=st.text(max_size=300))
 def test_every_text_goes_in_and_comes_out(sandbox: Sandbox, text: str) -> None:
