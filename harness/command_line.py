@@ -102,6 +102,14 @@ def with_options(options: type[Options]) -> Callable[[Callable[[Options], None]]
     return decorate
 
 
+def names_in(option: str, text: str, example: str) -> tuple[str, ...]:
+    """The names in the list that an option gives. Raises ValueError for a list of none: nothing would be done."""
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    if not names:
+        raise ValueError(f"{option} {text!r} names nothing: give one or several, such as {example}")
+    return names
+
+
 def by_paragraph(text: str) -> str:
     """A help text with one line a paragraph, which the terminal wraps; indented lines are examples and stay."""
     paragraphs = inspect.cleandoc(text).split("\n\n")

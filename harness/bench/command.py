@@ -20,6 +20,7 @@ from holdfast.harness.command_line import (
     check_folder,
     check_modules,
     in_one_line,
+    names_in,
     with_options,
     writing,
 )
@@ -43,8 +44,8 @@ def _contestants(
 
     if op == "copy":
         return (MEMCPY,), (MEMCPY,)
-    ours = tuple(f"{HOLDFAST}{name.strip()}" for name in backends.split(",") if name.strip())
-    chosen = tuple(name.strip() for name in only.split(",")) if only else PEERS if peers else ()
+    ours = tuple(f"{HOLDFAST}{name}" for name in names_in("--backends", backends, "shm,gloo"))
+    chosen = names_in("--peer", only, ",".join(PEERS)) if only is not None else PEERS if peers else ()
     unknown = set(chosen) - set(PEERS)
     if unknown:
         raise ValueError(f"unknown peers {', '.join(sorted(unknown))}; known: {', '.join(PEERS)}")
@@ -322,8 +323,8 @@ def store(options: StoreOptions) -> None:
         check_device(options.device)
         workloads, peers = known_on(options.device)
         plan = StorePlan(
-            workloads=_named("workloads", options.workloads, workloads, "all"),
-            peers=_named("peers", options.peers, peers, "" if options.device == "cpu" else "all"),
+            workloads=_named("--workloads", options.workloads, workloads, "all"),
+            peers=_named("--peers", options.peers, peers, "" if options.device == "cpu" else "all"),
             size=parse_size(options.size),
             starts=options.starts,
             rounds=options.rounds,
@@ -349,10 +350,11 @@ def store(options: StoreOptions) -> None:
 
 
 def _named(option: str, text: str, known: list[str] | tuple[str, ...], unsaid: str) -> tuple[str, ...]:
-    """The names in a list that an option gives, in the known order. Raises ValueError for unknown ones."""
-    wanted = {name.strip() for name in (text or unsaid).split(",")} - {""}
+    """The names in the list of an option, in the known order. Raises ValueError for unknown ones, and for none."""
+    given = text or unsaid
+    wanted = {*names_in(option, given, ",".join(known))} if given else set()
     if wanted == {"all"}:
         return tuple(known)
     if unknown := sorted(wanted - set(known)):
-        raise ValueError(f"unknown {option} {', '.join(unknown)}; known: {', '.join(known)}")
+        raise ValueError(f"unknown {option.strip('-')} {', '.join(unknown)}; known: {', '.join(known)}")
     return tuple(name for name in known if name in wanted)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from holdfast.ft.console.units import format_bytes
-from holdfast.harness.command_line import in_one_line
+from holdfast.harness.command_line import in_one_line, names_in
 
 if TYPE_CHECKING:
     from holdfast.harness.bench.tune import AlgorithmChoice
@@ -57,9 +57,12 @@ def tune(
     if forget:
         typer.echo(f"{'removed' if tuning.forget() else 'there was no'} {tuning.path()}")
         return
+    try:
+        names = names_in("--backend", backend, "ucx,mpi") if backend else ()
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
     with in_one_line("holdfast tune", status=1):
         if not show:
-            names = [name.strip() for name in backend.split(",") if name.strip()]
             found = tuner.tune(names or tuner.tunable())
             for name in names:
                 if not any(link.split("/")[0] == name for link in found):
