@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -74,13 +75,18 @@ def _file(path: Path) -> ModuleType:
     return module
 
 
+def placed_python(given: str, folder: Path) -> Path:
+    """Where an interpreter that is given lies, from `folder` on; `~` is a home, as in a shell."""
+    return (folder / os.path.expanduser(given)).absolute()  # noqa: PTH111 (Path's raises for a user that is not there)
+
+
 def extra_python(extra: str, given: str = "", folder: Path = Path()) -> Path:
     """The interpreter of an extra: the one that is given, from `folder` on, or that of its environment.
 
     Raises `ExtraNotInstalled`.
     """
     own = Path(sys.prefix) / "extras" / extra / "bin" / "python"
-    chosen = folder / Path(given).expanduser() if given else own
+    chosen = placed_python(given, folder) if given else own
     if shutil.which(chosen) is None:
         raise ExtraNotInstalled(extra, str(chosen))
     return chosen.absolute()

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import inspect
 
 from holdfast.rl.config.contradictions import contradictions
-from holdfast.rl.config.named_code import placed_code
+from holdfast.rl.config.named_code import placed_code, placed_python
 from holdfast.rl.config.run_config import PRESETS, RunConfig
 from holdfast.rl.errors import BadConfig, ConfigChanged, ConfigProblem, Key, dotted, key_of
 
@@ -284,8 +284,8 @@ def resolved(config: RunConfig) -> str:
     return msgspec.toml.encode(config).decode()
 
 
-_PATHS = (("model", "path"), ("data", "train"), ("data", "held_out"), ("generator", "python"), ("trainer", "python"))
-"""The fields that name a file or a folder, but for code."""
+_PATHS = (("model", "path"), ("data", "train"), ("data", "held_out"))
+"""The fields that name a file or a folder, but for code and interpreters."""
 
 
 def placed(config: RunConfig, folder: Path) -> RunConfig:
@@ -294,6 +294,9 @@ def placed(config: RunConfig, folder: Path) -> RunConfig:
     for section, name in _PATHS:
         if path := raw[section][name]:
             raw[section][name] = str((folder / path).absolute())
+    for section in ("generator", "trainer"):
+        if python := raw[section]["python"]:
+            raw[section]["python"] = str(placed_python(python, folder))
     kind, _, code = config.environment.name.partition(":")
     if kind == "python":
         raw["environment"]["name"] = f"{kind}:{placed_code(code, folder)}"

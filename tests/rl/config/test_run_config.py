@@ -345,6 +345,24 @@ def test_an_interpreter_is_found_from_the_folder_of_the_document_on(tmp_path: Pa
     assert extra_python("vllm", placed(config, tmp_path).generator.python) == python
 
 
+@pytest.mark.parametrize(("table", "section"), [(VLLM, "generator"), (TITAN, "trainer")])
+def test_an_interpreter_below_the_home_directory_is_found_wherever_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: str, section: str
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    python = tmp_path / "home" / "env" / "python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    config = parse_config(table + 'python = "~/env/python"', "run.toml", folder=tmp_path / "elsewhere")
+    given = getattr(placed(config, tmp_path / "elsewhere"), section).python
+    assert given == str(python)
+    assert extra_python("any", given) == python
+
+
+def test_an_interpreter_in_the_home_of_nobody_is_not_installed() -> None:
+    assert any("no interpreter" in line for line in refused(VLLM + 'python = "~nobody-of-this-name/python"'))
+
+
 def _fields(kind: Any) -> Iterator[str]:
     for field in msgspec.structs.fields(kind):
         if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
