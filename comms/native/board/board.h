@@ -169,8 +169,8 @@ static inline int spin_wait(const board *b, int rank, int flag, uint64_t value, 
     }
 }
 
-/* Whether another rank has aborted, so that no more ops can complete here. EPOCH is read first: until a row is
- * ready, its STATE is of an earlier epoch. The fence keeps reads of a rank's memory before the look at its
+/* Whether another rank has aborted, so that no more ops can complete here. EPOCH is read first: until a row
+ * is ready, its STATE is of an earlier epoch. The fence keeps reads of a rank's memory before the look at its
  * state. */
 static inline int is_over(const board *b) {
     atomic_thread_fence(memory_order_acquire);

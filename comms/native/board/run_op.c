@@ -1,8 +1,9 @@
 #define PY_SSIZE_T_CLEAN
 #include "board/run_op.h"
 
-/* `spin_wait`, then `sleep_wait`; without the GIL unless the first check succeeds. Without spins and yields the
- * one check is all, so it looks at the flag beside the line: Python waits for that, and would resume at once. */
+/* `spin_wait`, then `sleep_wait`; without the GIL unless the first check succeeds. Without spins and yields
+ * the one check is all, so it looks at the flag beside the line: Python waits for that, and would resume at
+ * once. */
 static int wait_for(Board *self, int rank, int flag, uint64_t value) {
     board *b = &self->b;
     if (flag == PUBLISHED_ON_LINE && b->spins + b->yields <= 0)
