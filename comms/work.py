@@ -162,7 +162,7 @@ class UntoldFailure:
         """Raise the error that nobody was told of, if there is one; once."""
         failure, self._first = self._first, None
         if failure is not None and not failure.told:
-            raise failure.error
+            raise again(failure.error)
 
 
 class Lane:
