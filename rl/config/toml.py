@@ -153,6 +153,7 @@ def leaves(value: Any, key: Key = ()) -> Iterator[tuple[Key, Any]]:
         yield key, value
 
 
+_UNKNOWN = re.compile("Object contains unknown field")
 _PART = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
 
 
@@ -165,7 +166,7 @@ def explained(error: msgspec.ValidationError, kind: Any, raw: Any, also: tuple[s
     if not at:
         reason, where = where, ""
     path = tuple(int(index) if index else name for name, index in _PART.findall(where.rstrip("`")))
-    if str(error).startswith("Object contains unknown field"):
+    if _UNKNOWN.match(str(error)):
         for tried in (path, ()):  # the name of a field may look like a path
             key, found, inner = _followed(tried, kind, raw)
             tags = (each for each in (getattr(found, "tag_field", None),) if each)

@@ -9,6 +9,7 @@ import sys
 import time
 from urllib.parse import urlencode
 
+from holdfast.comms.errors import again
 from holdfast.ft import faultpoints
 from holdfast.ft.listen_address import choose_address, local_addresses
 from holdfast.rl.actors.engine import endpoint
@@ -127,7 +128,7 @@ class EnvironmentServers:
             self._urls[replica.name] = await replica.call("listen", timeout=START_SECONDS)
         except EndpointFailed as error:
             if isinstance(error.__cause__, UnknownEnvironment):  # which says all: its traceback is holdfast's
-                raise error.__cause__ from None
+                raise again(error.__cause__) from None
             raise
         self._use()
 
