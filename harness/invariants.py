@@ -514,7 +514,7 @@ class NoEvictedCommits(Checker):
         step = event.step
         if event.process in self._members:
             self._committed = max(self._committed, step)
-        elif step > self._committed and self._aborted.get(step, 0) > event.epoch:
+        elif self._aborted.get(step, 0) >= event.epoch:  # also if they have done it again since
             self._undone(event)
         elif step > self._committed:
             self._late[step] = event

@@ -97,6 +97,22 @@ def _no_progress(run: Run) -> None:
     run.add("harness", "fault", what="kill", target="b")
 
 
+def _split(run: Run, *order: str) -> None:
+    """The last rank commits step 5, which the others abort and do again without it, in some order."""
+    for member in "abd":
+        run.add(member, "attempt", step=5, epoch=2)
+    run.add("d", "prepared", step=5, epoch=2).add("a", "revoked", epoch=2).add("b", "revoked", epoch=2)
+    run.install(3, "a", "b")
+    for part in order:
+        match part:
+            case "late":
+                run.add("d", "committed", step=5, epoch=2, how="normal")
+            case "abort":
+                run.add("a", "aborted_step", step=5, epoch=2).add("b", "aborted_step", step=5, epoch=2)
+            case "redo":
+                run.step(5, 3, "a", "b")
+
+
 BREAKING: dict[str, dict[str, Callable[[Run], object]]] = {
     "one membership an epoch": {
         "two memberships": lambda run: run.install(3, "a", "b").add(
@@ -135,6 +151,9 @@ BREAKING: dict[str, dict[str, Callable[[Run], object]]] = {
     },
     "no evicted rank commits": {
         "evicted one commits": lambda run: run.add("c", "committed", step=5, epoch=1, how="normal"),
+        "then the others abort": lambda run: _split(run, "late", "abort", "redo"),
+        "after the others have aborted": lambda run: _split(run, "abort", "late", "redo"),
+        "after the others have done it again": lambda run: _split(run, "abort", "redo", "late"),
     },
     "committed steps are kept": {
         "step twice": lambda run: run.add("a", "committed", step=4, epoch=2, how="normal"),
