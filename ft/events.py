@@ -540,13 +540,14 @@ class EventsDropped(Event, frozen=True, tag="events_dropped"):
 
 
 class SamplesTaken(Event, frozen=True, tag="samples"):
-    """The shards that a rank works on in an attempt."""
+    """The shards that a rank works on in an attempt. The step has `of` of them."""
 
     says = "step {self.step} works on shards {self.shards}"
 
     step: int
     epoch: int
     shards: tuple[int, ...]
+    of: int | UnsetType = UNSET
 
 
 class StateDigested(Event, frozen=True, tag="state"):

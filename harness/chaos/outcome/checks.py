@@ -42,6 +42,7 @@ class EverySampleOnce(Checker):
         self._taken: dict[int, dict[int, list[tuple[str, tuple[int, ...]]]]] = defaultdict(lambda: defaultdict(list))
         self._committed: dict[int, Event] = {}
         self._members: dict[int, int] = {}
+        self._total = 0
         self._torn = False
 
     def observe(self, event: Event) -> None:
@@ -49,15 +50,15 @@ class EverySampleOnce(Checker):
             self._members[event.epoch] = len(event.members)
         elif isinstance(event, events.SamplesTaken):
             self._taken[event.step][event.epoch].append((event.process, event.shards))
+            self._total = self._total if event.of is UNSET else max(self._total, event.of)
         elif isinstance(event, events.StepCommitted):
             self._committed.setdefault(event.step, event)
         elif isinstance(event, events.FaultInjected) and event.what == "disk-full":
             self._torn = True  # logs may lack the last lines of dead processes
 
     def finish(self) -> None:
-        everything = {
-            shard for epochs in self._taken.values() for each in epochs.values() for _, s in each for shard in s
-        }
+        taken = (shard for epochs in self._taken.values() for each in epochs.values() for _, s in each for shard in s)
+        everything = set(range(self._total)).union(taken)  # no rank may ever have worked on some of them
         for step, event in self._committed.items():
             epochs = self._taken.get(step)
             if not epochs or (self._torn and len(epochs[max(epochs)]) < self._members.get(max(epochs), 0)):

@@ -63,7 +63,8 @@ class Notes:
 
     def samples(self, attempt: Attempt) -> None:
         """Log the shards that this rank works on in an attempt: written before others can commit it with this rank."""
-        self._log.emit(SamplesTaken(step=attempt.step, epoch=attempt.epoch, shards=tuple(attempt.shards)))
+        shards, total = tuple(attempt.shards), attempt.total_shards
+        self._log.emit(SamplesTaken(step=attempt.step, epoch=attempt.epoch, shards=shards, of=total))
         self._log.flush(CLOSE_SECONDS)
 
     def state(self, step: int, digest: str) -> None:

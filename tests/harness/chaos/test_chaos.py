@@ -180,10 +180,11 @@ def test_the_events_of_a_process_are_written_before_it_may_be_killed(
     log.close()
 
     monkeypatch.setenv("HOLDFAST_LOG_DIR", str(tmp_path))
-    session, attempt = SimpleNamespace(identity="rank"), SimpleNamespace(step=1, epoch=1, shards=(0,))
+    session, attempt = SimpleNamespace(identity="rank"), SimpleNamespace(step=1, epoch=1, shards=(0,), total_shards=2)
     with Notes(session) as notes:  # type: ignore[arg-type]
         notes.samples(attempt)  # type: ignore[arg-type]
-        assert [event.kind for event in read_events(tmp_path / "rank.jsonl", refuse)] == ["samples"]
+        (taken,) = read_events(tmp_path / "rank.jsonl", refuse)
+        assert (taken.kind, taken.of) == ("samples", 2)
 
 
 def test_faults_whose_moment_never_came_fail_the_run_by_name(chaos: Any) -> None:
@@ -415,6 +416,19 @@ def test_a_shard_without_a_worker_or_with_two_is_found() -> None:
     assert [violation.message for violation in checker.violations] == [
         "step 1 was committed without shards [1]",
         "step 2 was committed with shards worked on twice: [0, 1, 1]",
+    ]
+
+
+def test_a_shard_that_no_rank_ever_works_on_is_found() -> None:
+    checker = checks.EverySampleOnce(Bounds())
+    for step in range(2):
+        checker.observe(an_event("samples", "a", step=step, epoch=1, shards=[0], of=3))
+        checker.observe(an_event("samples", "b", step=step, epoch=1, shards=[1], of=3))
+        checker.observe(an_event("committed", "a", step=step, epoch=1))
+    checker.finish()
+    assert [violation.message for violation in checker.violations] == [
+        "step 0 was committed without shards [2]",
+        "step 1 was committed without shards [2]",
     ]
 
 
