@@ -227,6 +227,11 @@ def failures(
         for each in faults
         if each.time is None and not each.refused and each.number not in outlived
     ]
+    found += [
+        f"fault {each.planned.number} ({each.planned.what.words()}) could not be undone: {each.unhealed}"
+        for each in raw.faults
+        if each.unhealed
+    ]
     found += _without_effect(raw)
     if raw.too_long:
         found.append(f"the run was not over after {scenario.limit:.0f} s: {counted(speed.steps, 'step')} committed")

@@ -194,6 +194,8 @@ class RunFault:
     step: int = -1
     refused: str = ""
     undo: Undo | None = None
+    unhealed: str = ""
+    """Why it could not be undone when it was over: it lasted on."""
 
     @property
     def waits(self) -> bool:
@@ -436,13 +438,18 @@ class ScenarioRun:
             lasts = fault.planned.lasts
             if fault.undo is None or fault.time is None:
                 continue
-            if now == float("inf") or (lasts is not None and now - fault.time >= lasts):
+            at_the_end = now == float("inf")
+            if at_the_end or (lasts is not None and now - fault.time >= lasts):
                 undo, fault.undo = fault.undo, None
-                with contextlib.suppress(HoldfastError):
+                try:
                     undo()
-                if now != float("inf"):
-                    fault.healed = time.monotonic()
-                    self._log.emit(FaultHealed(number=fault.planned.number))
+                except HoldfastError as error:
+                    if not at_the_end:
+                        fault.unhealed = str(error)
+                else:
+                    if not at_the_end:
+                        fault.healed = time.monotonic()
+                        self._log.emit(FaultHealed(number=fault.planned.number))
 
 
 KILLED = ("kill", "host-lost")

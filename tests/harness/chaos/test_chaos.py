@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.comms.errors import PeerFailed
+from holdfast.comms.errors import HoldfastError, PeerFailed
 from holdfast.comms.reproducible import sum_contributions
 from holdfast.ft import Session
 from holdfast.ft.event_lines import read_events, refuse
@@ -32,7 +32,7 @@ from holdfast.harness.chaos.outcome.measure import injected_faults, percentiles
 from holdfast.harness.chaos.outcome.record import ChaosReport, ChaosRun, Speed, compared, load_report
 from holdfast.harness.chaos.outcome.show import figures_of, write_report
 from holdfast.harness.chaos.run import store_processes as store
-from holdfast.harness.chaos.run.scenario_run import LATE_STEPS, RawRun, RunFault, fits
+from holdfast.harness.chaos.run.scenario_run import LATE_STEPS, RawRun, RunFault, ScenarioRun, fits
 from holdfast.harness.chaos.run.session_processes import Notes, digest_of, report_state
 from holdfast.harness.chaos.run.store_processes import BODIES
 from holdfast.harness.chaos.scenario import Planned, Scenario, Trigger, find_scenario, scenario_names
@@ -220,6 +220,26 @@ def test_a_fault_of_links_that_changed_nothing_and_a_cut_that_stalled_a_run_are_
     (stalled,) = (each for each in found if each.startswith("fault 2"))
     assert "it is not evicted, and the job waits for it" in stalled
     assert 'job.hosts = "many"' in stalled
+
+
+def test_a_fault_that_cannot_be_undone_is_not_taken_for_healed_and_fails_the_run(tmp_path: Path) -> None:
+    away = chaos_module.fault("register-away", lasts=1.0, step=1).what
+    planned = Planned(number=1, type="register-away", when=Trigger(step=1), what=away, lasts=1.0)
+    scenario = Scenario(name="away", title="", summary="", workload=AllReduce())
+
+    def fails() -> None:
+        raise HoldfastError("the nodes of the register do not start")
+
+    for name, undo in (("heals", lambda: None), ("fails", fails)):
+        run = ScenarioRun(scenario, [planned], tmp_path)
+        (fault,) = run._raw.faults
+        fault.time, fault.undo, run._log = 0.0, undo, EventLog(name, tmp_path)
+        run._mend(2.0)
+        run._log.close()
+        found = checks.failures(scenario, run._raw, [], injected_faults(run._raw), Speed(steps=9, rate=1.0), None, 0)
+        told = f"fault 1 ({away.words()}) could not be undone: the nodes of the register do not start"
+        assert (told in found) == (fault.healed is None) == (name == "fails")
+    assert [event.process for event in read_events(tmp_path, refuse) if event.kind == "healed"] == ["heals"]
 
 
 def test_a_scenario_with_an_unknown_field_and_a_report_that_is_not_there_are_refused(tmp_path: Path) -> None:
