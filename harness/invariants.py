@@ -224,6 +224,65 @@ class CompletionChecker(Checker):
                     )
 
 
+class EnoughMembersFinish(Checker):
+    """A simulated job with steps finishes, if as many of its processes remain as it needs, one of them with its state.
+
+    Those that died, were evicted, or resigned because they were cut off do not remain; those that gave up otherwise do.
+    A job whose first view was never installed had not begun.
+    """
+
+    name: ClassVar[str] = "a job with enough members finishes"
+    optional: ClassVar[bool] = True
+
+    def __init__(self, bounds: Bounds) -> None:
+        super().__init__(bounds)
+        self._knows = self._has_steps = self._finished = False
+        self._first: events.ViewInstalled | None = None
+        self._known: set[str] = set()
+        self._holders: set[str] = set()
+        self._gone: set[str] = set()
+        self._gave_up: dict[str, events.SessionFailed] = {}
+
+    def observe(self, event: Event) -> None:
+        match event:
+            case events.SimulationBegun():
+                self._knows = True
+            case events.ViewInstalled() if self._first is None:
+                self._first = event
+                self._known.update(event.members)
+                self._holders.update(event.members)
+            case events.ViewInstalled():
+                self._known.update(event.members)
+            case events.SpareWaits():
+                self._known.add(event.process)
+            case events.StateReceived() | events.StepCommitted():
+                self._holders.add(event.process)
+            case events.StepBegun():
+                self._has_steps = True
+            case events.SessionFailed():
+                self._gave_up.setdefault(event.process, event)
+            case events.ProcessDied() if event.process not in self._gave_up:
+                self._gone.add(event.process)
+            case events.WasEvicted() | events.ResignedItself():
+                self._gone.add(event.process)
+            case events.StepsFinished() if self._knows:
+                self.looked += 1
+                self._finished = True
+
+    def finish(self) -> None:
+        first, remain = self._first, self._known - self._gone
+        if not self._knows or not self._has_steps or self._finished or first is None or not remain & self._holders:
+            return
+        needed = 1 if first.min_size is UNSET else first.min_size
+        if len(remain) >= needed:
+            self.looked += 1
+            last = max(self._gave_up.values(), key=lambda event: event.time, default=None)
+            why = "" if last is None else f"; the last to give up said: {last.error}"
+            remained = counted(len(remain), "process", "processes")
+            words = f"nobody finished, though {remained} remained of a job of {needed} or more{why}"
+            self.violated(first if last is None else last, words)
+
+
 STATE_APART = ("come apart", "call steps() alike")
 """Parts of a session's errors when ranks do not have the same state."""
 
@@ -641,6 +700,7 @@ CHECKERS: tuple[type[Checker], ...] = (
     RankOrder,
     EvictionsJustified,
     CompletionChecker,
+    EnoughMembersFinish,
     Unbroken,
 )
 

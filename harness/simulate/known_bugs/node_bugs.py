@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from holdfast.comms.errors import HoldfastError
+from holdfast.comms.errors import HoldfastError, OpTimeout
 from holdfast.ft import events, step_protocol
 from holdfast.ft.detectors.heartbeat import HeartbeatDetector
 from holdfast.ft.detectors.watch import Detectors
@@ -130,6 +130,21 @@ def _commits_what_it_has(leave: Callable[..., Asks[View]]) -> object:
             commits.commit()
             self._is_open = False
         return (yield from leave(self, epoch, failure))
+
+    return broken
+
+
+@known_bug(
+    "everybody gives up",
+    "a rank whose epoch has ended raises an error instead of waiting for the next one",
+    "jobs without a rebuild",
+    StepProtocol,
+    "_leave",
+)
+def _gives_up(leave: Callable[..., Asks[View]]) -> object:
+    def broken(self: StepProtocol, epoch: int, failure: HoldfastError) -> Asks[View]:
+        yield from ()
+        raise OpTimeout("rebuild", epoch, 1.0)
 
     return broken
 

@@ -76,10 +76,10 @@ def test_a_good_run_breaks_nothing_though_the_last_events_of_a_killed_process_ma
         assert check([event for event in events if event not in last[kept:]]) == []
 
 
-def test_every_checker_examines_events_of_a_good_run_and_two_need_a_simulation() -> None:
+def test_every_checker_examines_events_of_a_good_run_and_three_need_a_simulation() -> None:
     events = good_run().events
     real = [event for event in events if event.kind not in ("simulated", "horizon")]
-    for log, count in ((events, len(CHECKERS)), (real, len(CHECKERS) - 2)):
+    for log, count in ((events, len(CHECKERS)), (real, len(CHECKERS) - 3)):
         findings = examine(log)
         assert len({finding.invariant for finding in findings}) == len(findings) == count
         assert all(finding.looked > 0 for finding in findings), findings
@@ -95,6 +95,12 @@ def _not_suspected_by_enough(run: Run) -> None:
 def _no_progress(run: Run) -> None:
     run.events = [event for event in run.events if event.kind != "finished"]
     run.add("harness", "fault", what="kill", target="b")
+
+
+def _give_up(run: Run, *members: str) -> None:
+    run.events = [event for event in run.events if event.kind != "finished"]
+    for member in members:
+        run.add(member, "error", error="OpTimeout: rebuild").add(member, "died", why="it left")
 
 
 def _split(run: Run, *order: str) -> None:
@@ -195,6 +201,10 @@ BREAKING: dict[str, dict[str, Callable[[Run], object]]] = {
             run.install(3, "a", "b", "d").add("a", "finished", steps=4).add("harness", "horizon", seconds=9.0)
         ),
     },
+    "a job with enough members finishes": {
+        "all give up": lambda run: _give_up(run, "a", "b", "d"),
+        "all that live give up": lambda run: _give_up(run.add("a", "died", why="SIGKILL"), "b", "d"),
+    },
     "the core goes on": {
         "the core breaks": lambda run: run.add("a", "broken", error="ValueError: a member is twice in the view"),
         "state apart": lambda run: run.add("a", "error", error="Mismatch: the state of the ranks has come apart"),
@@ -220,6 +230,28 @@ def test_every_checker_is_seen_failing() -> None:
 
 
 # What is not a violation -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("why", ["no state", "too few", "evicted"])
+def test_a_job_with_too_few_members_or_without_its_state_need_not_finish(why: str) -> None:
+    run = good_run()
+    _give_up(run)
+    match why:
+        case "no state":  # the spare e has none
+            run.add("e", "spare", epoch=2, to=[])
+            for member in "abd":
+                run.add(member, "died", why="SIGKILL")
+            _give_up(run, "e")
+        case "too few":
+            run.events[1] = an_event(
+                "installed", "a", 100.0015, 97, epoch=1, members=["a", "b", "c"], rank=0, min_size=3
+            )
+            run.add("b", "died", why="SIGKILL")
+            _give_up(run, "a", "d")
+        case "evicted":
+            for member in "abd":
+                run.add(member, "evicted", epoch=3, reason="test")
+    assert "a job with enough members finishes" not in names(check(run.events))
 
 
 def test_a_version_may_be_retired_while_it_is_being_fetched_and_its_number_be_published_anew() -> None:

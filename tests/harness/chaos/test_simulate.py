@@ -179,6 +179,16 @@ def test_a_job_without_steps_that_never_recovers_breaks_an_invariant() -> None:
     assert "installed epoch 1" in stuck.violation.message
 
 
+def test_a_job_in_which_everybody_gives_up_breaks_an_invariant() -> None:
+    schedule = Schedule(layout=JobLayout(ranks=4, hosts=2, racks=1), faults=(faults.KillProcess(at=0.3, process=3),))
+    assert run(schedule).violation is None
+    with known_bug_named("everybody gives up").inject():
+        given_up = run(schedule)
+    assert given_up.violation is not None
+    assert given_up.violation.invariant == "a job with enough members finishes"
+    assert "rebuild (op 1) timed out" in given_up.violation.message
+
+
 def test_a_run_without_faults_has_one_epoch() -> None:
     result = run(scenario("quiet", 256, 32, 1))
     assert (result.epochs, result.detected, result.messages_max) == (1, None, 0)
