@@ -93,6 +93,10 @@ class Checker(ABC):
 # Time: every op, attempt, recovery and job ends, and no core breaks ---------------------------------------------------
 
 
+OPEN = "open"
+"""The `error` of an op that has not ended when the run has."""
+
+
 class Deadlines(Checker):
     """Every op and every attempt ends in time, with a result or an error. A stopped or dead process is excused."""
 
@@ -129,10 +133,13 @@ class Deadlines(Checker):
 
     def _check_op(self, event: events.OpEnded) -> None:
         self.looked += 1
+        if event.error == OPEN and event.process in self._gone:
+            return
         limit = self.bounds.operation if event.timeout is UNSET else event.timeout
         if event.seconds <= limit + self.bounds.slack or self._was_stopped(event.process, event.time - event.seconds):
             return
-        self.violated(event, f"{event.op} took {event.seconds:.3g} s, its limit is {limit:.3g} s")
+        taken = f"has not ended after {event.seconds:.3g} s" if event.error == OPEN else f"took {event.seconds:.3g} s"
+        self.violated(event, f"{event.op} {taken}, its limit is {limit:.3g} s")
 
     def finish(self) -> None:
         for process in tuple(self._open):

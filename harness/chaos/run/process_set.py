@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.comms.errors import HoldfastError
+from holdfast.comms.transport.liveness import is_gone
 from holdfast.ft import events
 from holdfast.ft.console.output import tail
 from holdfast.ft.event_lines import EventTail, read_events, refuse
 from holdfast.ft.processes.zygote_client import ForkedProcess
 from holdfast.ft.telemetry import flight
-from holdfast.harness.invariants import Event
+from holdfast.harness.invariants import OPEN, Event
 from holdfast.harness.measure.workers import HeldProcess
 from holdfast.harness.report.model import Fate, ProcessRecord
 
@@ -27,28 +28,33 @@ class NoTargetProcess(HoldfastError):
 
 
 def recorded_ops(directory: Path) -> list[Event]:
-    """The ops that ended, from the flight recordings beside the event logs in a folder.
+    """The ops of the flight recordings beside the event logs in a folder: those that ended, and those that are open.
 
     No log has them, since an op takes less time than a line. A recording has the last ones of its process; a process
-    that was killed while it made its file has none.
+    that was killed while it made its file has none. An op is `OPEN` if its process lives in it, or left without its
+    end; one that a process was killed in is left out.
     """
-    return [
-        events.stamped(
-            events.OpEnded(
+    found = []
+    for recording in flight.read_all(directory):
+        over: float | None = recording.ended
+        if recording.state is flight.RecordingState.OPEN:
+            over = None if is_gone(recording.process) else time.monotonic()
+        for op in recording.ops:
+            left = over if op.left is None else op.left
+            if left is None:
+                continue
+            ended = events.OpEnded(
                 op=op.signature.op,
                 seq=op.seq,
                 epoch=op.communicator.epoch,
-                seconds=op.left - op.entered,
-                error="" if op.status is flight.OpStatus.DONE else op.status.name.lower(),
-            ),
-            recording.identity,
-            recording.process.pid,
-            op.left,
-        )
-        for recording in flight.read_all(directory)
-        for op in recording.ops
-        if op.left is not None
-    ]
+                seconds=left - op.entered,
+                error=_ERRORS.get(op.status, op.status.name.lower()),
+            )
+            found.append(events.stamped(ended, recording.identity, recording.process.pid, left))
+    return found
+
+
+_ERRORS = {flight.OpStatus.DONE: "", flight.OpStatus.INSIDE: OPEN}
 
 
 @dataclass(frozen=True, slots=True)

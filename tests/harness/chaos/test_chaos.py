@@ -10,6 +10,7 @@ import os
 import re
 import select
 import socket
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,23 +22,26 @@ import torch
 
 from holdfast.comms.errors import HoldfastError, PeerFailed
 from holdfast.comms.reproducible import sum_contributions
+from holdfast.comms.transport.liveness import this_process
 from holdfast.ft import Session
 from holdfast.ft.event_lines import read_events, refuse
 from holdfast.ft.events import FaultInjected
 from holdfast.ft.faultpoints import Arrival, GateAddress, GateAgent, PointFilter
 from holdfast.ft.telemetry.event_log import EventLog
+from holdfast.ft.telemetry.flight.recorder import FlightRecorder
 from holdfast.harness import chaos as chaos_module
 from holdfast.harness.chaos.outcome import checks
 from holdfast.harness.chaos.outcome.measure import injected_faults, percentiles
 from holdfast.harness.chaos.outcome.record import ChaosReport, ChaosRun, Speed, compared, load_report
 from holdfast.harness.chaos.outcome.show import figures_of, write_report
 from holdfast.harness.chaos.run import store_processes as store
+from holdfast.harness.chaos.run.process_set import recorded_ops
 from holdfast.harness.chaos.run.scenario_run import LATE_STEPS, RawRun, RunFault, ScenarioRun, fits
 from holdfast.harness.chaos.run.session_processes import Notes, digest_of, report_state
 from holdfast.harness.chaos.run.store_processes import BODIES
 from holdfast.harness.chaos.scenario import Planned, Scenario, Trigger, find_scenario, scenario_names
 from holdfast.harness.chaos.workload import AllReduce, StoreWorkload
-from holdfast.harness.invariants import Bounds, CheckResult, Event
+from holdfast.harness.invariants import Bounds, CheckResult, Deadlines, Event, examine
 from holdfast.harness.links.policy import LinkTraffic
 from holdfast.harness.report.model import FaultRecord, RecoveryStage
 from support.browser import dom, needs_chromium, pictures
@@ -424,6 +428,33 @@ def test_a_workload_that_fails_without_a_fault_is_reported_in_a_line(
 
 
 # -- the checkers of workloads
+
+
+def test_an_op_that_has_not_ended_is_late_if_its_process_lives_or_left_in_it(tmp_path: Path) -> None:
+    me, minute = this_process(), 60.0
+
+    def entered(name: str, pid: int) -> FlightRecorder:
+        then = iter([0.0, time.monotonic() - minute]).__next__  # when the recording was made, and the op began
+        process = (me.host, pid, me.started)
+        recorder = FlightRecorder(tmp_path / f"{name}.flight", name, "job", now=then, process=process)
+        recorder.journal("default", 1, 0, 2, "shm").enter("barrier", 1, 0, None, None, -1)
+        return recorder
+
+    entered("lives", me.pid)
+    entered("was-killed", 2**30)
+    for name, seconds in (("left-late", minute), ("left-soon", 1.0)):
+        recorder = entered(name, 2**30)
+        recorder._now = lambda seconds=seconds: time.monotonic() - minute + seconds  # type: ignore[misc]
+        recorder.close("interrupted")
+    ops = recorded_ops(tmp_path)
+    assert {each.process for each in ops} == {"lives", "left-late", "left-soon"}
+    (found,) = examine(ops, kinds=(Deadlines,))
+    late = found.violations
+    assert sorted(each.process for each in late) == ["left-late", "lives"]
+    assert all("barrier has not ended after 60" in each.message for each in late)
+    struck = an_event("fault", "harness", what="kill", target="lives")
+    (found,) = examine([struck, *ops], kinds=(Deadlines,))
+    assert [each.process for each in found.violations] == ["left-late"]
 
 
 def test_a_shard_without_a_worker_or_with_two_is_found() -> None:
