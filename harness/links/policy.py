@@ -99,7 +99,8 @@ def combined(rules: Iterable[LinkRule], source: int, target: int, control: bool)
 class LinkTraffic(msgspec.Struct, frozen=True, kw_only=True):
     """The traffic from one process to another: their ids, in a report their names.
 
-    `lost` and `corrupted` count pieces, `reset` connections.
+    `lost` and `corrupted` count pieces, `reset` connections, `held` those of both that a delay, a rate or a cut held
+    back.
     """
 
     source: str
@@ -107,6 +108,7 @@ class LinkTraffic(msgspec.Struct, frozen=True, kw_only=True):
     plane: Plane
     connections: int
     bytes: int
+    held: int = 0
     lost: int = 0
     corrupted: int = 0
     reset: int = 0

@@ -33,12 +33,14 @@ class Direction:
     target: int
     control: bool
     bytes: int = 0
+    held: int = 0
     lost: int = 0
     corrupted: int = 0
     _free_at: float = field(default=0.0, repr=False)
 
     def due(self, policy: LinkPolicy, size: int, dice: random.Random, now: float) -> float:
         """When a piece of `size` bytes that is read now may be written: never before an earlier piece."""
+        self.held += bool(size and (policy.delay or policy.jitter or policy.rate))
         at = now + policy.delay + policy.jitter * dice.random()
         if policy.loss and dice.random() < policy.loss:
             self.lost += 1
@@ -101,6 +103,7 @@ class Relay:
             self._far.close()
 
     async def _connected(self) -> None:
+        self._hold(self.there)
         await self._open(self.there)
         await asyncio.get_running_loop().sock_connect(self._far, self.address)
         for each in (self._near, self._far):
@@ -117,6 +120,10 @@ class Relay:
     async def _until_reset(self) -> None:
         while not (self._policy(self.there).reset or self._policy(self.back).reset):
             await self._changed.wait()
+
+    def _hold(self, direction: Direction) -> None:
+        """Count what is about to wait until the direction is not cut."""
+        direction.held += self._policy(direction).cut
 
     async def _open(self, direction: Direction) -> None:
         """Wait until the direction is not cut."""
@@ -145,6 +152,8 @@ class Relay:
             due, piece = await queue.get()
             if (early := due - time.monotonic()) > 0:
                 await asyncio.sleep(early)
+            if piece:
+                self._hold(direction)
             await self._open(direction)
             if not piece:
                 target.shutdown(socket.SHUT_WR)

@@ -257,6 +257,7 @@ def _add(found: dict[tuple[int, int, bool], LinkTraffic], relay: Relay) -> None:
             before,
             connections=before.connections + (direction is relay.there),
             bytes=before.bytes + direction.bytes,
+            held=before.held + direction.held,
             lost=before.lost + direction.lost,
             corrupted=before.corrupted + direction.corrupted,
             reset=before.reset + relay.was_reset,

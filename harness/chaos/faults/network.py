@@ -100,6 +100,7 @@ class Cut(_DirectedLinkFault, frozen=True, kw_only=True):
     """Nothing passes, and no end is told: packets vanish."""
 
     summary: ClassVar[str] = "link cut"
+    counter: ClassVar[str] = "held"
 
     @property
     def silences(self) -> bool:
@@ -113,6 +114,7 @@ class Delay(_DirectedLinkFault, frozen=True, kw_only=True):
     """Every byte comes `seconds` late, and up to `jitter` more."""
 
     summary: ClassVar[str] = "link delayed"
+    counter: ClassVar[str] = "held"
     seconds: NonNegative = 0.005
     jitter: NonNegative = 0.0
 
@@ -124,6 +126,7 @@ class SlowLink(_DirectedLinkFault, frozen=True, kw_only=True):
     """No more than `megabytes` a second pass."""
 
     summary: ClassVar[str] = "slow link"
+    counter: ClassVar[str] = "held"
     megabytes: Annotated[float, Meta(gt=0)] = 10.0
 
     def policy(self) -> LinkPolicy:
@@ -170,6 +173,7 @@ class Partition(_LinkFault, frozen=True, kw_only=True):
     """Nothing passes between `groups` of ranks; ranks in no group form one more."""
 
     summary: ClassVar[str] = "network partitioned"
+    counter: ClassVar[str] = "held"
     groups: tuple[tuple[int, ...], ...]
 
     @property

@@ -74,6 +74,22 @@ def test_parts_of_a_stream_never_overtake_each_other(pieces: list[tuple[LinkPoli
     assert due == sorted(due)
 
 
+@pytest.mark.parametrize(
+    ("policy", "size", "held"),
+    [
+        (LinkPolicy(delay=0.1), 9, 1),
+        (LinkPolicy(jitter=0.1), 9, 1),
+        (LinkPolicy(rate=1e6), 9, 1),
+        (LinkPolicy(rate=1e6), 0, 0),
+        (LinkPolicy(loss=0.5, corrupt=0.5), 9, 0),
+    ],
+)
+def test_what_a_delay_or_a_rate_holds_back_is_counted(policy: LinkPolicy, size: int, held: int) -> None:
+    direction = Direction(1, 2, False)
+    direction.due(policy, size, random.Random(0), 0.0)
+    assert direction.held == held
+
+
 @given(st.integers(BULK, 4 * BULK), st.integers())
 def test_corruption_flips_one_bit_and_spares_possible_headers(size: int, seed: int) -> None:
     direction, piece = Direction(1, 2, False), bytearray(size)
@@ -175,9 +191,16 @@ def test_a_delay_and_a_rate_apply_until_they_are_removed(pair: LinkedPair) -> No
     assert pair.ask(b"y")[0] == b"y"
 
 
-def test_a_cut_raises_no_error_and_its_bytes_arrive_after_it(pair: LinkedPair) -> None:
+def test_a_cut_raises_no_error_and_its_bytes_are_counted_and_arrive_after_it(pair: LinkedPair) -> None:
+    def held() -> int:
+        return sum(each.held for each in pair.links.traffic())
+
+    pair.ask(b"passes")
+    before = held()
     cut = pair.rule(LinkPolicy(cut=True), back=True)
+    assert held() == before, "nothing has come its way"
     assert pair.ask(b"held")[0] == "TimeoutError"
+    assert held() > before
     pair.links.remove(cut)
     back, _ = pair.ask(b"more")
     assert (back + b"more").startswith(b"held")
