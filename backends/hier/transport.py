@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from holdfast.backends.hier.choice import MEGABITS, WITHIN, WITHIN_DEVICES, Choice, HostLayout
 from holdfast.comms.algorithms.message_passing import cost
-from holdfast.comms.arithmetic import SCALED, postscale, prescale
+from holdfast.comms.arithmetic import SCALED, accumulation_dtype, postscale, prescale
 from holdfast.comms.errors import HoldfastError, OpTimeout, PeerFailed, Revoked, Unsupported
 from holdfast.comms.ops import Journal, OpTensors, ReduceOp
 from holdfast.comms.plugins.registry import registry
@@ -144,10 +144,11 @@ class HierarchicalTransport(Transport):
     # -- the ops with layers
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, deadline: float) -> None:
-        if not self._in_layers("all_reduce", tensor.nbytes):
+        layered = self._layered_op(op, tensor.dtype)
+        if layered is None or not self._in_layers("all_reduce", tensor.nbytes):
             self._flat.all_reduce(tensor, op, deadline)
             return
-        plain = ReduceOp.SUM if op.name in SCALED else op
+        op, plain = layered, ReduceOp.SUM if op.name in SCALED else op
         pieces, given = self._pieces(tensor), self._pieces(prescale(tensor, op))
         own = pieces[self._local]
         if self._inner is not None:
@@ -207,11 +208,12 @@ class HierarchicalTransport(Transport):
             self._inner.run("all_gather", [outputs[rank] for rank in host], outputs[host[self._local]], deadline)
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp, deadline: float) -> None:
-        if not self._in_layers("reduce_scatter", sum(each.nbytes for each in inputs)):
+        layered = self._layered_op(op, output.dtype)
+        if layered is None or not self._in_layers("reduce_scatter", sum(each.nbytes for each in inputs)):
             self._flat.reduce_scatter(output, inputs, op, deadline)
             return
         assert self._rail is not None and self._inner is not None, "hosts of one size, with several ranks"
-        plain = ReduceOp.SUM if op.name in SCALED else op
+        op, plain = layered, ReduceOp.SUM if op.name in SCALED else op
         sums = []
         for host in self._layout.hosts:
             given = [prescale(inputs[rank], op) for rank in host]
@@ -219,6 +221,19 @@ class HierarchicalTransport(Transport):
             self._inner.run("reduce_scatter", sums[-1], given, plain, deadline)
         self._rail.run("reduce_scatter", output, sums, plain, deadline)
         postscale(output, op, self.size)
+
+    def _layered_op(self, op: ReduceOp, dtype: torch.dtype) -> ReduceOp | None:
+        """The reduction to carry out in layers for `op`; None if the flat transport has to do it.
+
+        The layers add in `dtype`, which holds an average, but not always the sum. For CPUs the communicator has widened
+        such tensors; those of a device come as they are. So narrow floats are divided before they are added.
+        """
+        if op.name != "avg":
+            return op
+        if dtype == torch.uint64:  # a device cannot divide it
+            return None
+        wide = accumulation_dtype(dtype, op)
+        return op if wide is None else ReduceOp.premul_sum(1 / self.size) if wide == torch.float32 else None
 
     def _pieces(self, tensor: Tensor) -> list[Tensor]:
         """The tensor in one piece for each rail, and an empty one for each further rank of this host."""

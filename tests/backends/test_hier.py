@@ -117,6 +117,11 @@ def sums_and_moves(comm: Communicator, hosts: list[int], backend: str, meeting: 
         numbers = torch.tensor([whole.rank - 7])
         whole.all_reduce(numbers, ReduceOp.AVG)
         assert numbers.item() == -5, "-22 / 4, towards zero"
+        for large in (torch.tensor([100] * 8, dtype=torch.int8), torch.tensor([60_000.0] * 8, dtype=torch.float16)):
+            average, part = large.clone(), torch.empty_like(large)
+            whole.all_reduce(average, ReduceOp.AVG)
+            whole.reduce_scatter_single(part, torch.cat([large] * whole.size), ReduceOp.AVG)
+            assert torch.equal(average, large) and torch.equal(part, large)
         if backend in ("hier-gloo", "hier-ucx"):
             exposed, right = torch.full((whole.size,), -1), (whole.rank + 1) % whole.size
             with whole.window(exposed) as window:
@@ -276,6 +281,66 @@ def test_the_layers_of_a_device_end_when_the_flat_transport_finds_a_rank_of_anot
     with pytest.raises(PeerFailed) as caught:
         transport.all_reduce(torch.ones(8), ReduceOp.SUM, 0.0)
     assert caught.value.ranks == (1,)
+
+
+class EqualRanks:
+    """A part of two ranks that pass the same, on host memory. It adds in the dtype of the tensors, as a device does."""
+
+    size, streams, device = 2, True, torch.device("cpu")
+
+    def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp, _: float) -> None:
+        assert op.name == "sum"
+        output.copy_(inputs[0] + inputs[0])
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, _: float) -> None:
+        assert op.name == "sum"
+        tensor += tensor.clone()
+
+    def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, _: float) -> None:
+        for output in outputs:
+            output.copy_(tensor[: output.numel()])
+
+
+class AveragesItself(EqualRanks):
+    """The flat transport of the two parts: NCCL widens integers, and divides their sum."""
+
+    def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp, _: float) -> None:
+        assert op.name == "avg" and not output.is_floating_point()
+        output.copy_(inputs[0])
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, _: float) -> None:
+        assert op.name == "avg" and not tensor.is_floating_point()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [
+        (torch.float16, 20_000.0),
+        (torch.int8, 100),
+        (torch.int32, 2_000_000_000),
+        (torch.uint16, 40_000),
+        (torch.uint64, 1 << 62),
+        (torch.float32, 3.0),
+        (torch.int64, -7),
+    ],
+    ids=str,
+)
+def test_averages_on_a_device_are_right_where_the_dtype_does_not_hold_the_sum(
+    dtype: torch.dtype, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A transport gets a device's tensors as they are: of a CPU's, the communicator has widened these dtypes."""
+    always_in_layers(monkeypatch.setattr)
+    flat, inner, rail = cast(Any, AveragesItself()), cast(Any, EqualRanks()), cast(Any, EqualRanks())
+    layout = HostLayout(((0, 1), (2, 3)))
+    context = Context(0, 4, "hosts", 0, torch.device("cuda"), dist.HashStore(), (), 0.0)
+    choice = Choice("nccl", layout, Link(15e-6, 20e9), WITHIN_DEVICES, None)
+    transport = HierarchicalTransport(context, layout, flat, inner, rail, choice)
+    tensor = torch.full((8,), value, dtype=dtype)
+    transport.all_reduce(tensor, ReduceOp.AVG, 0.0)
+    assert tensor.tolist() == [value] * 8
+    part = torch.zeros(2, dtype=dtype)
+    transport.reduce_scatter(part, [torch.full_like(part, value)] * 4, ReduceOp.AVG, 0.0)
+    assert part.tolist() == [value] * 2
 
 
 # When collectives go in layers, by the plans of messages: pure --------------------------------------------------------
