@@ -46,17 +46,18 @@ def sum_contributions(
     Each rank passes any number of contributions, also none, each of `output`'s shape and a floating dtype. The result
     does not depend on how they are spread over the ranks. Raises ValueError and `Unsupported` before any byte moves.
     """
-    shape = tuple(output.shape)
-    _check_contributions(comm, contributions, output, lambda each: each.shape == output.shape, str(shape))
+    target = comm._check.output(output, "output")
+    shape = tuple(target.shape)
+    terms = _checked_contributions(comm, contributions, target, lambda each: each.shape == target.shape, str(shape))
 
     def body(deadline: float) -> None:
-        transport, flat = comm._transport, packed(output)
-        counts = _counts_of_all(transport, len(contributions), output.device, deadline)
-        _sum(transport, [packed(each) for each in contributions], counts, flat, deadline)
-        unpack(flat, output)
+        transport, flat = comm._transport, packed(target)
+        counts = _counts_of_all(transport, len(terms), target.device, deadline)
+        _sum(transport, [packed(each) for each in terms], counts, flat, deadline)
+        unpack(flat, target)
 
-    nbytes = output.nbytes * len(contributions)
-    comm.issue("sum_contributions", nbytes, body, lambda: f"{output.dtype}, {shape}", timeout)
+    nbytes = target.nbytes * len(terms)
+    comm.issue("sum_contributions", nbytes, body, lambda: f"{target.dtype}, {shape}", timeout)
 
 
 def scatter_contributions(
@@ -75,44 +76,51 @@ def scatter_contributions(
     parts = parts or comm.size
     if not 1 <= parts <= comm.size:
         raise ValueError(f"parts={parts}: it must be the number of ranks, {comm.size}")
-    wanted = output.numel() * parts
-    _check_contributions(comm, contributions, output, lambda each: each.numel() == wanted, f"of {wanted} elements")
+    target = comm._check.output(output, "output")
+    wanted = target.numel() * parts
+    terms = _checked_contributions(
+        comm, contributions, target, lambda each: each.numel() == wanted, f"of {wanted} elements"
+    )
 
     def body(deadline: float) -> None:
-        transport, flat = comm._transport, packed(output).view(-1)
-        rows = _counts_of_all(transport, len(contributions), output.device, deadline)
-        given = [packed(each).view(parts, flat.numel()) for each in contributions]
+        transport, flat = comm._transport, packed(target).view(-1)
+        rows = _counts_of_all(transport, len(terms), target.device, deadline)
+        written = flat if comm.rank < parts else flat[:0]
+        given = [packed(each).view(parts, flat.numel()) for each in terms]
         step = max(1, _SEGMENT_BYTES // flat.element_size() // parts)
         buffers = [flat.new_empty(count * min(step, flat.numel())) for count in rows]
         for start in range(0, flat.numel(), step):
             sent = [[each[r, start : start + step] for each in given] if r < parts else [] for r in range(comm.size)]
-            own_part = flat[start : start + step] if comm.rank < parts else flat[:0]
-            _add_up(transport, sent, rows, buffers, own_part, deadline)
+            _add_up(transport, sent, rows, buffers, written[start : start + step], deadline)
         if comm.rank < parts:
-            unpack(flat.view(output.shape), output)
+            unpack(flat.view(target.shape), target)
 
-    nbytes = output.nbytes * parts * len(contributions)
-    words = f"{output.dtype}, {tuple(output.shape)}, {parts} parts"
+    nbytes = target.nbytes * parts * len(terms)
+    words = f"{target.dtype}, {tuple(target.shape)}, {parts} parts"
     comm.issue("scatter_contributions", nbytes, body, lambda: words, timeout)
 
 
-def _check_contributions(
+def _checked_contributions(
     comm: Communicator,
     contributions: Sequence[Tensor],
     output: Tensor,
     fits: Callable[[Tensor], bool],
     wanted: str,
-) -> None:
-    """Raise ValueError and `Unsupported` unless all contributions fit, and `output` can be summed exactly."""
-    comm._check.operand(output, "output")
+) -> list[Tensor]:
+    """The contributions as plain tensors.
+
+    Raises ValueError and `Unsupported` unless all of them fit, and `output` can be summed exactly.
+    """
     if not summable(output.dtype):
         raise Unsupported(f"a reproducible sum of {output.dtype}", "use float16, bfloat16, float32 or float64")
-    for each in contributions:
+    terms = comm._check.operands(contributions, "contributions")
+    for each in terms:
         if each.dtype != output.dtype or each.device != output.device or not fits(each):
             raise ValueError(
                 f"a contribution is {each.dtype} {tuple(each.shape)} on {each.device}; with this output it must be "
                 f"{output.dtype} {wanted} on {output.device}"
             )
+    return terms
 
 
 def _counts_of_all(transport: Transport, count: int, device: torch.device, deadline: float) -> list[int]:

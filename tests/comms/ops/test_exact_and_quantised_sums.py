@@ -169,6 +169,28 @@ def test_dtypes_without_a_reproducible_sum_are_refused(comm: Communicator) -> No
     assert whole.tolist() == [3, 3, 3]
 
 
+@on_ranks(2, "inproc")
+def test_outputs_and_contributions_that_an_exact_sum_cannot_use_are_refused_before_anything_moves(
+    comm: Communicator,
+) -> None:
+    ones, freed = torch.ones(4), torch.ones(4)
+    freed.untyped_storage().resize_(0)
+    for bad in (torch.zeros(1).expand(4), torch.zeros(5).as_strided((2, 2), (1, 1))):
+        with pytest.raises(ValueError, match="several elements of output share memory"):
+            sum_contributions(comm, [torch.ones(bad.shape)], bad)
+        with pytest.raises(ValueError, match="several elements of output share memory"):
+            scatter_contributions(comm, [torch.ones(8)], bad)
+    with pytest.raises(Unsupported, match=r"contributions\[1\]"):
+        sum_contributions(comm, [ones, freed], torch.empty(4))
+    with pytest.raises(Unsupported, match=r"contributions\[0\]"):
+        scatter_contributions(comm, [freed], torch.empty(2))
+    with pytest.raises(TypeError, match=r"contributions\[0\]: expected a tensor, not list"):
+        sum_contributions(comm, [[1.0] * 4], torch.empty(4))  # type: ignore[list-item]
+    output = torch.empty(4)
+    sum_contributions(comm, [ones], output)
+    assert output.tolist() == [2.0] * 4
+
+
 # -- quantised sums
 
 
