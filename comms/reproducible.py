@@ -23,6 +23,7 @@ import torch
 from holdfast.comms import _native, arithmetic
 from holdfast.comms.errors import Unsupported
 from holdfast.comms.ops import ReduceOp
+from holdfast.comms.tensors.overlap import extent, overlapping
 from holdfast.comms.tensors.packing import packed, unpack
 from holdfast.comms.transport.base import Transport
 
@@ -53,7 +54,7 @@ def sum_contributions(
     def body(deadline: float) -> None:
         transport, flat = comm._transport, packed(target)
         counts = _counts_of_all(transport, len(terms), target.device, deadline)
-        _sum(transport, [packed(each) for each in terms], counts, flat, deadline)
+        _sum(transport, _as_they_were(terms, flat, 0), counts, flat, deadline)
         unpack(flat, target)
 
     nbytes = target.nbytes * len(terms)
@@ -86,7 +87,7 @@ def scatter_contributions(
         transport, flat = comm._transport, packed(target).view(-1)
         rows = _counts_of_all(transport, len(terms), target.device, deadline)
         written = flat if comm.rank < parts else flat[:0]
-        given = [packed(each).view(parts, flat.numel()) for each in terms]
+        given = [each.view(parts, flat.numel()) for each in _as_they_were(terms, written, comm.rank)]
         step = max(1, _SEGMENT_BYTES // flat.element_size() // parts)
         buffers = [flat.new_empty(count * min(step, flat.numel())) for count in rows]
         for start in range(0, flat.numel(), step):
@@ -121,6 +122,20 @@ def _checked_contributions(
                 f"{output.dtype} {wanted} on {output.device}"
             )
     return terms
+
+
+def _as_they_were(contributions: Sequence[Tensor], output: Tensor, part: int) -> list[Tensor]:
+    """The contributions, packed: copies of those that the op would overwrite before it has read them.
+
+    The op writes a segment of `output` once it has read that of every contribution; so `output` may be part number
+    `part` of a contribution.
+    """
+    flats = [packed(each) for each in contributions]
+    for number in overlapping(flats, [output]):
+        own = flats[number].view(-1)[part * output.numel() : (part + 1) * output.numel()]
+        if extent(own) != extent(output):
+            flats[number] = flats[number].clone()
+    return flats
 
 
 def _counts_of_all(transport: Transport, count: int, device: torch.device, deadline: float) -> list[int]:

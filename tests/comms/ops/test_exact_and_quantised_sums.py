@@ -191,6 +191,23 @@ def test_outputs_and_contributions_that_an_exact_sum_cannot_use_are_refused_befo
     assert output.tolist() == [2.0] * 4
 
 
+@on_ranks(2, "inproc")
+def test_contributions_that_share_memory_with_the_output_are_read_as_they_were(comm: Communicator) -> None:
+    """A sum is written segment by segment, each as soon as it is known: these have more than one segment."""
+    count, rank = 600_000, comm.rank
+    for shift in (-1, 0, 1):
+        base = torch.arange(2.0 * count + 2, dtype=torch.float64)
+        given, output = base[1 : count + 1], base[1 + shift : count + 1 + shift]
+        expected = 4 * given
+        sum_contributions(comm, [given, given], output)
+        assert torch.equal(output, expected)
+        base = torch.arange(2.0 * count + 2, dtype=torch.float64)
+        given, at = base[1:-1], 1 + shift + rank * count
+        expected = 2 * given[rank * count :][:count]
+        scatter_contributions(comm, [given], base[at : at + count])
+        assert torch.equal(base[at : at + count], expected)
+
+
 # -- quantised sums
 
 
