@@ -34,7 +34,7 @@ from holdfast.comms.errors import CorruptData, NonFinite, again, describe
 from holdfast.comms.ops import OpDescription
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.plugins.spec import AbortEvent, OpEvent
-from holdfast.comms.tensors.packing import is_sparse
+from holdfast.comms.tensors.packing import is_sparse, packed
 from holdfast.comms.work import call_back
 
 log = logging.getLogger("holdfast.comms")
@@ -280,8 +280,7 @@ def _stored(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
-    plain = tensor.detach().cpu().contiguous().reshape(-1)
-    return plain.view(torch.uint8).numpy().tobytes()
+    return packed(tensor.detach().cpu()).view(-1).view(torch.uint8).numpy().tobytes()
 
 
 class OpLog:

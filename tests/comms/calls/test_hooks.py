@@ -131,6 +131,16 @@ def test_results_that_differ_between_ranks_name_the_odd_rank(comm: Communicator)
     assert comm.over is None
 
 
+@on_ranks(2, "inproc")
+def test_the_checksum_of_a_conjugate_or_negated_view_is_of_its_numbers(comm: Communicator) -> None:
+    numbers = torch.full((2, 4), 1 + 2j)
+    conjugate = numbers.conj() if comm.rank == 0 else numbers.conj().resolve_conj()
+    with compare_checksums(comm):
+        for view in (conjugate, numbers.conj().imag, numbers[:, ::4]):
+            comm.all_reduce(view, ReduceOp.AVG)
+    assert bool((conjugate == 1 - 2j).all()) and comm.over is None
+
+
 @on_ranks_of("ranks")
 def test_the_log_names_ops_that_had_not_ended(comm: Communicator) -> None:
     messages: list[str] = []
