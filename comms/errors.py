@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Self, cast
 
+import msgspec
+
+UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes of another process that it cannot decode: RecursionError if they nest too deeply."""
+
 _HEAP_TYPE = 1 << 9
 """The flag of a type that Python code made (`Py_TPFLAGS_HEAPTYPE`)."""
 

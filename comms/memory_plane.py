@@ -13,7 +13,7 @@ from typing import ClassVar
 import msgspec
 import torch
 
-from holdfast.comms.errors import BackendUnavailable, CorruptData, Unsupported
+from holdfast.comms.errors import UNDECODABLE, BackendUnavailable, CorruptData, Unsupported
 from holdfast.comms.plugins.spec import Unavailable
 from holdfast.comms.work import Work
 
@@ -36,7 +36,7 @@ class Handle(msgspec.Struct, frozen=True):
         """Decode a handle. Raises `CorruptData` for bytes that are not an encoded handle."""
         try:
             return msgspec.msgpack.decode(data, type=Handle)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNDECODABLE as error:
             raise CorruptData(f"not a memory handle: {error}") from error
 
 

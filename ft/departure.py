@@ -20,7 +20,7 @@ from typing import Literal
 
 import msgspec
 
-from holdfast.comms.errors import CorruptData, HoldfastError, valid_text
+from holdfast.comms.errors import UNDECODABLE, CorruptData, HoldfastError, valid_text
 from holdfast.comms.system import forks
 from holdfast.ft.control.errors import KeyTimeout
 from holdfast.ft.membership.events import LocalFailed, LocalFinished
@@ -60,7 +60,7 @@ def note_error(register: str, error: StepError) -> bool:
         nonlocal repeats
         try:
             known = _decoder.decode(value) if value else []
-        except (msgspec.DecodeError, UnicodeDecodeError) as damaged:
+        except UNDECODABLE as damaged:
             raise CorruptData(f"the exceptions in register {register} cannot be read: {damaged}") from damaged
         repeats = any(error.repeats(other) for other in known)
         return value if repeats else msgspec.msgpack.encode([*known, error][-KEPT:])

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from holdfast.comms.errors import CorruptData
+from holdfast.comms.errors import UNDECODABLE, CorruptData
 from holdfast.ft.events import Event
 
 
@@ -80,7 +80,7 @@ def decode_event(line: bytes) -> Event:
             event: Event = _known(line)
             return event
         return _other(header, _fields(line))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise CorruptData(f"no event: {error}: {line[:200]!r}") from None
 
 

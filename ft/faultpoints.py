@@ -20,6 +20,7 @@ from types import MappingProxyType
 
 import msgspec
 
+from holdfast.comms.errors import UNDECODABLE
 from holdfast.comms.system.files import connect_unix
 
 GATE_VARIABLE = "HOLDFAST_FAULT_GATE"
@@ -200,7 +201,7 @@ def arm_from_environment() -> None:
     elif (text := os.environ.get(GATE_VARIABLE)) and _gate != (os.getpid(), text):
         try:
             address = msgspec.json.decode(text, type=GateAddress)
-        except msgspec.MsgspecError as error:
+        except UNDECODABLE as error:
             raise ValueError(f"{GATE_VARIABLE}: {error}") from None
         arm(GateAgent(address, _prepare_kill).reach)
         _gate = os.getpid(), text

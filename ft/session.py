@@ -29,6 +29,7 @@ from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import HoldfastError, StaleEpoch, valid_text
 from holdfast.comms.ops import Recorder
 from holdfast.comms.quantities import integer
+from holdfast.comms.rendezvous.meeting_store import decode
 from holdfast.comms.system import forks
 from holdfast.comms.system.local_causes import reraise_local_cause
 from holdfast.ft import departure, event_lines, events, faultpoints, settings
@@ -568,7 +569,8 @@ class Session:
         store = runtime.store(view)  # it waits as long as a member may compute
         keys = [f"{request.name}/{member.id}" for member in view.members]
         store.set(f"{request.name}/{self._identity}", msgspec.json.encode(request.vote.numbers()).decode())
-        numbers = [msgspec.json.decode(vote, type=list[int]) for vote in store.multi_get(keys)]
+        votes = zip(keys, store.multi_get(keys), strict=True)
+        numbers = [decode(key, bytes(vote), list[int]) for key, vote in votes]
         self._living = view
         return [Vote.of(vote) for vote in numbers]
 

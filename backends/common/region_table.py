@@ -29,7 +29,7 @@ import msgspec
 import xxhash
 
 from holdfast.comms._native import Words
-from holdfast.comms.errors import BackendUnavailable, CorruptData, OpTimeout, RegionGone, Unsupported
+from holdfast.comms.errors import UNDECODABLE, BackendUnavailable, CorruptData, OpTimeout, RegionGone, Unsupported
 from holdfast.comms.memory_plane import Handle
 from holdfast.comms.system.files import OwnedDescriptor, map_file, read_at, write_all
 from holdfast.comms.system.waiting import Wait
@@ -81,7 +81,7 @@ class TableAddress(msgspec.Struct, frozen=True, array_like=True):
             raise forged("the checksum of its address is wrong")
         try:
             address = msgspec.msgpack.decode(data[8:], type=cls)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNDECODABLE as error:
             raise forged(error) from error
         plausible = (
             0 < address.owner.pid < 1 << 31

@@ -15,6 +15,7 @@ import msgspec
 from mpi4py import MPI
 
 from holdfast.backends.mpi.under_way import UnderWay
+from holdfast.comms.errors import UNDECODABLE
 from holdfast.comms.system.signal_safety import shared_lock
 
 TAG = 0x486F
@@ -92,7 +93,7 @@ class Mailbox:
     def _sort(self, data: bytes) -> None:
         try:
             word = msgspec.msgpack.decode(data, type=StatusMessage)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except UNDECODABLE:
             return  # a message of the user's under the same tag
         if word.token in self._boxes:
             self._boxes[word.token].append(word)

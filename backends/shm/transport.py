@@ -25,7 +25,7 @@ from holdfast.backends.common.process_memory import probe as probe_copies
 from holdfast.comms.algorithms.shared_memory.board import HINTS, Board, layout_of
 from holdfast.comms.algorithms.shared_memory.direct import DirectTransport
 from holdfast.comms.arithmetic import REDUCIBLE
-from holdfast.comms.errors import CorruptData, OpTimeout, PeerFailed, Unsupported
+from holdfast.comms.errors import UNDECODABLE, CorruptData, OpTimeout, PeerFailed, Unsupported
 from holdfast.comms.onesided.mapped import MappedWindow, make_window
 from holdfast.comms.plugins.spec import (
     API_VERSION,
@@ -155,7 +155,7 @@ def decode_address(said: bytes) -> SegmentAddress:
     """Decode the address of a segment. Raises `CorruptData` if that is impossible."""
     try:
         return msgspec.json.decode(said, type=SegmentAddress)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise CorruptData(f"where the board of rank 0 is cannot be read: {error}") from error
 
 

@@ -20,7 +20,7 @@ import torch
 
 from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.worker import UcxWorker
-from holdfast.comms.errors import CorruptData
+from holdfast.comms.errors import UNDECODABLE, CorruptData
 from holdfast.comms.tensors.packing import DTYPE_CODE, DTYPES
 from holdfast.comms.transport.base import Link
 
@@ -211,6 +211,6 @@ def parse(text: bytes) -> Notice:
     """Parse a notice. Raises `CorruptData`."""
     try:
         notice: Notice = msgspec.msgpack.decode(text, type=Notice)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise CorruptData(f"a peer sent a notice over ucx that is neither hello nor farewell: {error}") from error
     return notice

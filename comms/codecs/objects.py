@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import msgspec
 import torch
 
-from holdfast.comms.errors import CorruptData, again
+from holdfast.comms.errors import UNDECODABLE, CorruptData, again
 from holdfast.comms.work import Work
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ def _decoded(message: bytes, rank: int) -> Any:
         raise TypeError(f"rank {rank} could not send its object: {message[1:].decode(errors='replace')}")
     try:
         return decode_object(message[1:])
-    except msgspec.DecodeError as error:
+    except UNDECODABLE as error:
         raise CorruptData(f"rank {rank} sent {len(message) - 1} bytes that are not an object: {error}") from error
 
 

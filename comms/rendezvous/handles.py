@@ -13,7 +13,7 @@ from typing import Annotated
 
 import msgspec
 
-from holdfast.comms.errors import BackendUnavailable, Mismatch
+from holdfast.comms.errors import UNDECODABLE, BackendUnavailable, Mismatch
 from holdfast.comms.system.keys import mac
 from holdfast.comms.transport.base import Peer
 
@@ -155,7 +155,7 @@ def _decoded(text: str) -> ProcessHandle:
         _, port = handle.place
         if not 0 < port < 1 << 16 or not (0 < handle.peer.pid < 1 << 31) or len(handle.peer.host) > 500:
             raise ValueError("it names no process")
-    except (msgspec.MsgspecError, ValueError, UnicodeError) as error:
+    except (*UNDECODABLE, ValueError) as error:
         raise ValueError(f"reconfigure: {text[:80]!r} is not the handle of a process: {error}") from error
     return handle
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 import msgspec
 import torch.distributed as dist
 
-from holdfast.comms.errors import CorruptData, OpTimeout, PeerFailed
+from holdfast.comms.errors import UNDECODABLE, CorruptData, OpTimeout, PeerFailed
 from holdfast.comms.system.keys import Seal, check_unsealed
 from holdfast.comms.system.waiting import run_interruptible
 from holdfast.comms.transport.liveness import Liveness
@@ -245,7 +245,7 @@ def decode(key: str, value: bytes, kind: type[T]) -> T:
     """Decode `value`, found under `key`, from JSON as type `kind`. Raises `CorruptData`."""
     try:
         return msgspec.json.decode(value, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise CorruptData(
             f"{key!r} at the rendezvous cannot be read: {error}; another program, or another version of holdfast, "
             "writes there"

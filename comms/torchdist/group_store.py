@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 
-from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout
+from holdfast.comms.errors import UNDECODABLE, HoldfastError, Mismatch, OpTimeout
 from holdfast.comms.rendezvous.meeting_store import MeetingStore
 
 _BARRIER_PAUSE = 0.002
@@ -65,7 +65,7 @@ def _members(store: MeetingStore, rank: int) -> list[int] | None:
     key = f"{_MEMBERS}/{rank}"
     try:
         return _decode(store.get(key)) if store.check([key]) else None
-    except (msgspec.DecodeError, RuntimeError):
+    except (*UNDECODABLE, RuntimeError):
         return None
 
 

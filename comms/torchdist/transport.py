@@ -20,7 +20,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from holdfast.comms.errors import CorruptData, Mismatch, OpTimeout, RegionGone
+from holdfast.comms.errors import UNDECODABLE, CorruptData, Mismatch, OpTimeout, RegionGone
 from holdfast.comms.memory_plane import Handle, Region
 from holdfast.comms.memory_plane import memory as open_plane
 from holdfast.comms.quantities import seconds_or, time_left
@@ -55,7 +55,7 @@ class RemoteMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, arra
         """Decode what `serialize` gave. Raises `CorruptData`."""
         try:
             found = msgspec.msgpack.decode(data, type=cls)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNDECODABLE as error:
             raise CorruptData(f"a descriptor of remote memory cannot be read: {error}") from error
         Handle.decode(found.handle)
         return found

@@ -23,6 +23,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from holdfast.comms.errors import UNDECODABLE
 from holdfast.comms.system.keys import mac
 from holdfast.ft.control.errors import (
     BadFrame,
@@ -286,7 +287,7 @@ _DIRECTIONS = (b"to listener", b"to dialler")
 def _parse(body: bytes) -> Message:
     try:
         return _decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise BadFrame(f"not a handshake message: {error}") from error
 
 

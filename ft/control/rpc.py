@@ -18,6 +18,7 @@ from typing import Annotated, cast
 
 import msgspec
 
+from holdfast.comms.errors import UNDECODABLE
 from holdfast.comms.system import forks
 from holdfast.comms.system.local_causes import local_cause
 from holdfast.ft.control.errors import (
@@ -214,7 +215,7 @@ class RpcConnection:
     def _take(self, payload: bytes) -> None:
         try:
             message = _decoder.decode(payload)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNDECODABLE as error:
             raise BadFrame(f"not a remote-call message: {error}") from error
         match message:
             case RpcRequest(call, method, body):

@@ -89,7 +89,7 @@ class Detector:
     def received(self, member_id: str, body: bytes, now: float) -> None:
         """A message from the detector of the same name in another process.
 
-        May raise `msgspec.DecodeError` or UnicodeDecodeError, having changed nothing.
+        May raise what msgspec does for a body that it cannot decode (`errors.UNDECODABLE`), having changed nothing.
         """
 
     def reported(self, observer: str, member: str, evidence: str | None, now: float) -> None:

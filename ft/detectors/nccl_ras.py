@@ -17,7 +17,7 @@ from typing import Annotated
 
 import msgspec
 
-from holdfast.comms.errors import CorruptData, HoldfastError, OpTimeout, PeerFailed, Unsupported, describe
+from holdfast.comms.errors import UNDECODABLE, CorruptData, HoldfastError, OpTimeout, PeerFailed, Unsupported, describe
 from holdfast.ft.detectors.detector import Detector, DetectorContext
 from holdfast.ft.membership.view import Member, View
 
@@ -92,7 +92,7 @@ def decode(answer: bytes) -> RasStatus:
     _refuse_error(answer[:_LINE_BYTES].decode("utf-8", "replace"))
     try:
         return _decoder.decode(_WITHOUT_COMMA.sub(rb"\1,\2", answer))
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise CorruptData(f"NCCL's RAS sent {len(answer)} bytes that are no status: {error}") from error
 
 

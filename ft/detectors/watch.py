@@ -11,7 +11,7 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-from holdfast.comms.errors import CorruptData, HoldfastError, describe
+from holdfast.comms.errors import UNDECODABLE, CorruptData, HoldfastError, describe
 from holdfast.comms.plugins.spec import Available, DetectorInfo
 from holdfast.ft.detectors.detector import Detector, DetectorContext
 from holdfast.ft.detectors.heartbeat import MessageHeartbeats
@@ -122,7 +122,7 @@ class Detectors:
         """A message from the detectors of another process. Raises `CorruptData` for an invalid one."""
         try:
             self._received(member_id, body)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNDECODABLE as error:
             raise CorruptData(f"what the detectors of {member_id} say cannot be read: {error}") from error
 
     def _received(self, member_id: str, body: bytes) -> None:
@@ -135,7 +135,7 @@ class Detectors:
         elif name in self._detectors:
             try:
                 self._detectors[name].received(member_id, words, now)
-            except (msgspec.DecodeError, UnicodeDecodeError):
+            except UNDECODABLE:
                 raise
             except Exception as error:
                 self._leave_out(name, error)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.comms.errors import CorruptData, HoldfastError
+from holdfast.comms.errors import UNDECODABLE, CorruptData, HoldfastError
 from holdfast.comms.system.keys import load_key
 from holdfast.comms.transport.liveness import this_host
 from holdfast.ft.control.errors import ControlError, WrongKey
@@ -168,7 +168,7 @@ class HostRegistry:
     def _checked(self, data: bytes) -> HostTable:
         try:
             table = msgspec.msgpack.decode(data, type=HostTable)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNDECODABLE as error:
             raise CorruptData(f"what {self._url} holds is no table of hosts: {error}; use another register") from error
         check_identity(self._url, self._empty.job, table.job)
         return table

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
+from holdfast.comms.errors import UNDECODABLE
 from holdfast.comms.system.files import bind_unix
 from holdfast.ft.launch import proxy_program
 from holdfast.ft.launch.held_directory import HeldDirectory
@@ -84,7 +85,7 @@ class ProxyServer:
             proxy = ProcessProxy(token, environ, writer)
             self._on_arrival(proxy)
             await reader.read(1)  # it sends no more: this is its end
-        except (OSError, TimeoutError, ValueError, msgspec.MsgspecError):
+        except (OSError, TimeoutError, ValueError, *UNDECODABLE):
             pass
         finally:
             self._open.discard(writer)

@@ -14,7 +14,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from holdfast.comms.errors import CorruptData, HoldfastError
+from holdfast.comms.errors import UNDECODABLE, CorruptData, HoldfastError
 from holdfast.comms.quantities import seconds
 from holdfast.comms.transport.base import Peer
 
@@ -272,7 +272,7 @@ class View(msgspec.Struct, frozen=True, dict=True):
         """Raises `CorruptData` for anything that is not an encoded view."""
         try:
             return _decoder.decode(data)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNDECODABLE as error:
             raise CorruptData(f"not a view: {error}") from error
 
 
@@ -306,7 +306,7 @@ class ViewDelta(msgspec.Struct, frozen=True):
         """Raises `CorruptData` for anything that is not an encoded delta."""
         try:
             return _delta_decoder.decode(data)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNDECODABLE as error:
             raise CorruptData(f"not a change of a view: {error}") from error
 
 

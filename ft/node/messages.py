@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.comms.errors import CorruptData
+from holdfast.comms.errors import UNDECODABLE, CorruptData
 from holdfast.ft.membership.events import (
     Cleared,
     ProvenDeaths,
@@ -105,7 +105,7 @@ def decode(method: str, body: bytes) -> Message:
     """The message in a notice. Raises `CorruptData` for anything that is not an encoded one."""
     try:
         return _DECODERS[method](body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise CorruptData(f"a notice {method!r} cannot be read: {error}") from error
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch.distributed as dist
 
-from holdfast.comms.errors import CorruptData, Revoked, Unsupported, again
+from holdfast.comms.errors import UNDECODABLE, CorruptData, Revoked, Unsupported, again
 from holdfast.ft.control.errors import KeyTimeout, RemoteError
 from holdfast.ft.control.rpc import Handler
 
@@ -314,7 +314,7 @@ def ask_remotely(call: Callable[[str, bytes, float], bytes], timeout: float) -> 
             raise
         try:
             return msgspec.msgpack.decode(body, type=CALLS[method].answer)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNDECODABLE as error:
             raise CorruptData(f"the answer to kv.{method} is not one: {error}") from error
 
     return ask

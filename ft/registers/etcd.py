@@ -419,6 +419,6 @@ def _tls_problem(error: BaseException) -> str:
 def _words(error: BaseException) -> str:
     """The error message of etcd."""
     text = str(getattr(error, "detail_text", "") or error)
-    with contextlib.suppress(ValueError, AttributeError):
+    with contextlib.suppress(ValueError, AttributeError, RecursionError):
         return str(json.loads(text).get("message", text))
     return text

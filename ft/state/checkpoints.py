@@ -22,7 +22,7 @@ import msgspec
 import torch
 
 from holdfast.comms.communicator import Communicator
-from holdfast.comms.errors import CorruptData, Mismatch, describe
+from holdfast.comms.errors import UNDECODABLE, CorruptData, Mismatch, describe
 from holdfast.comms.quantities import integer_in
 from holdfast.ft.state.boxes import shape_of
 from holdfast.ft.state.codec import decode_state
@@ -145,7 +145,7 @@ class Checkpoints:
             dcp.load({DESCRIPTION: raw}, checkpoint_id=path)
         try:
             contents = _decoder.decode(raw.numpy().tobytes())
-        except msgspec.DecodeError as error:
+        except UNDECODABLE as error:
             raise CorruptData(f"{path}: {DESCRIPTION!r} is not a description: {error}") from error
         tensors = [
             place(

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import torch
 
-from holdfast.comms.errors import CorruptData, Unsupported
+from holdfast.comms.errors import UNDECODABLE, CorruptData, Unsupported
 from holdfast.comms.tensors.packing import plain_tensor
 from holdfast.ft.state.value_codec import EncodedNode, ValueNode, decode_value, encode_value
 
@@ -96,7 +96,7 @@ def decode_state(description: bytes, tensors: Sequence[torch.Tensor]) -> Any:
     """The state that `encode_state` was given. Raises `CorruptData` if the description is invalid or does not fit."""
     try:
         return _build(_decoder.decode(description), tensors)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError) as error:
+    except (*UNDECODABLE, TypeError) as error:
         raise CorruptData(f"not the description of a state: {error}") from error
 
 

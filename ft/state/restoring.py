@@ -15,12 +15,13 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 import torch
 
 from holdfast.comms.communicator import Communicator
-from holdfast.comms.errors import CorruptData, Unsupported
+from holdfast.comms.errors import UNDECODABLE, CorruptData, Unsupported
 from holdfast.comms.memory_plane import Handle, MemoryPlane
 from holdfast.ft.state.boxes import Box, cover, stretch, within
 from holdfast.ft.state.fetching import BLOCK, Block, Fetch, Fetched, Source, blocks_of, digest
@@ -129,6 +130,14 @@ class StateDescription(msgspec.Struct, frozen=True, array_like=True, forbid_unkn
 _encode = msgspec.msgpack.Encoder().encode
 _holdings = msgspec.msgpack.Decoder(list[Holding])
 _state = msgspec.msgpack.Decoder(StateDescription)
+T = TypeVar("T")
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[T], raw: bytes) -> T:
+    try:
+        return decoder.decode(raw)
+    except UNDECODABLE as error:
+        raise CorruptData(f"what a rank says of the state that it keeps cannot be read: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,13 +194,13 @@ def restore(
     mine = [part for part in kept if part.layout.size == size]
     with contextlib.ExitStack() as exposed:
         said = _encode([_expose(part, plane, exposed) for part in mine] if plane is not None else [])
-        offers = [_holdings.decode(raw) for raw in comm.all_gather_object(said)]
+        offers = [_decoded(_holdings, raw) for raw in comm.all_gather_object(said)]
         having = comm.all_gather_object([part.layout.part for part in mine])
         first = next(rank for rank, parts in enumerate(having) if parts)
         told = (
             _encode(StateDescription(mine[0].layout.leaves, mine[0].layout.mesh, mine[0].description)) if mine else b""
         )
-        state = _state.decode(comm.broadcast_object(told, first))
+        state = _decoded(_state, comm.broadcast_object(told, first))
         layout = PartLayout(state.leaves, mesh, comm.rank)
         buffers = {part.layout.part: part.buffer for part in mine}
         pieces = choose(layout, state.mesh, buffers.keys(), {part for parts in having for part in parts})

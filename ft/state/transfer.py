@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from holdfast.comms.communicator import Communicator
-from holdfast.comms.errors import CorruptData, HoldfastError, Mismatch
+from holdfast.comms.errors import UNDECODABLE, CorruptData, HoldfastError, Mismatch
 from holdfast.comms.memory_plane import Handle, MemoryPlane
 from holdfast.ft.state.aliases import check_agreement, groups_sharing_memory
 from holdfast.ft.state.codec import decode_state, encode_state
@@ -232,7 +232,7 @@ def _decoded(raw: bytes) -> _Offer | None:
         return None
     try:
         return _decoder.decode(raw)
-    except msgspec.DecodeError as error:
+    except UNDECODABLE as error:
         raise CorruptData(f"not an offer of state: {error}") from error
 
 

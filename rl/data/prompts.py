@@ -15,6 +15,7 @@ from typing import Protocol
 
 import msgspec
 
+from holdfast.comms.errors import UNDECODABLE
 from holdfast.rl.data.episode import Prompt
 from holdfast.rl.errors import BadDataset
 
@@ -100,7 +101,7 @@ def read_problems(path: Path) -> tuple[Problem, ...]:
             continue
         try:
             problems.append(msgspec.json.decode(line, type=Problem))
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNDECODABLE as error:
             raise BadDataset(str(path), number, f'not a line of {{"prompt", "answer"}}: {error}') from None
     if not problems:
         raise BadDataset(str(path), None, "it has no prompts")

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.comms.errors import HoldfastError
+from holdfast.comms.errors import UNDECODABLE, HoldfastError
 from holdfast.rl.environments.environment import Action, Observation, State
 
 MOST_BYTES = 1 << 20
@@ -118,7 +118,7 @@ def _decode(decoder: msgspec.json.Decoder[Any], data: bytes) -> Any:
         return decoder.decode(data)
     except msgspec.ValidationError as error:
         raise MalformedMessage(str(error)) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise MalformedMessage(str(error), "INVALID_JSON") from error
 
 

@@ -11,7 +11,7 @@ from statistics import fmean
 
 import msgspec
 
-from holdfast.comms.errors import CorruptData, HoldfastError
+from holdfast.comms.errors import UNDECODABLE, CorruptData, HoldfastError
 from holdfast.rl.actors.engine import LocalEngine
 from holdfast.rl.config.run_config import EngineConfig, RunConfig, Sampling
 from holdfast.rl.data.episode import Episode, Prompt
@@ -206,7 +206,7 @@ def read_best(directory: Path) -> BestRecord | None:
         return None
     try:
         return msgspec.json.decode(record.read_bytes(), type=BestRecord)
-    except msgspec.DecodeError as error:
+    except UNDECODABLE as error:
         raise CorruptData(f"{record} is no record of a best version: {error}; delete it") from error
 
 

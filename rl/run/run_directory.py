@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import msgspec
 
-from holdfast.comms.errors import CorruptData, HoldfastError
+from holdfast.comms.errors import UNDECODABLE, CorruptData, HoldfastError
 from holdfast.comms.system.files import write_all
 from holdfast.comms.transport.liveness import read_proc_stat, this_host
 from holdfast.rl.actors.service import ServiceStatus
@@ -70,7 +70,7 @@ def read_status(path: Path) -> RunStatus | None:
         status = msgspec.json.decode(path.read_bytes(), type=RunStatus)
     except FileNotFoundError:
         return None
-    except msgspec.DecodeError as error:
+    except UNDECODABLE as error:
         raise CorruptData(f"{path} is no status of a run: {error}; delete it") from error
     if status.host != this_host():
         return status
@@ -232,7 +232,7 @@ def _lines(file: Path, decoder: msgspec.json.Decoder[T]) -> Iterator[T]:
                 return
             try:
                 yield decoder.decode(line)
-            except msgspec.MsgspecError as error:
+            except UNDECODABLE as error:
                 raise CorruptData(f"{file}:{number}: {error}") from error
 
 

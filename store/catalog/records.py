@@ -11,7 +11,7 @@ from typing import ClassVar, Literal, Self, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from holdfast.comms.errors import CorruptData
+from holdfast.comms.errors import UNDECODABLE, CorruptData
 from holdfast.comms.memory_plane import Handle
 from holdfast.comms.transport.base import Peer
 from holdfast.store.errors import NoSuchVersion
@@ -250,7 +250,7 @@ class CellRecord(msgspec.Struct, frozen=True, array_like=True):
         """The record in `data`. Raises `CorruptData` if `encode` of this release cannot have written it."""
         try:
             record: Self = _decoder(cls).decode(data)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNDECODABLE as error:
             raise CorruptData(f"not {cls.what}: {error}") from error
         if record.layout != LAYOUT:
             raise CorruptData(

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from holdfast.comms.errors import CorruptData, Mismatch
+from holdfast.comms.errors import UNDECODABLE, CorruptData, Mismatch
 from holdfast.ft.state.boxes import Box, shape_of, whole
 from holdfast.store.data.digests import Words
 from holdfast.store.data.state_dicts import decode as decode_skeleton
@@ -180,7 +180,7 @@ class RegionLayout:
             sizes = [
                 math.prod(each.shape) * _ITEMSIZES[each.dtype] if each.box is None else each.nbytes for each in entries
             ]
-        except (msgspec.DecodeError, KeyError) as error:
+        except (*UNDECODABLE, KeyError) as error:
             raise CorruptData(f"not a manifest of weights: {error}") from error
         end = 0
         for entry, nbytes in zip(entries, sizes, strict=True):

@@ -22,7 +22,7 @@ import xxhash
 from torch import nn
 
 from holdfast.comms._native import plain
-from holdfast.comms.errors import CorruptData, Mismatch, Unsupported
+from holdfast.comms.errors import UNDECODABLE, CorruptData, Mismatch, Unsupported
 from holdfast.comms.tensors.memory import PlainTensors
 from holdfast.comms.tensors.packing import dlpack_device, plain_tensor
 from holdfast.ft.state.aliases import alias_key
@@ -131,7 +131,7 @@ def decode(data: bytes) -> Skeleton:
     """The skeleton in `data`. Raises `CorruptData` for bytes that `encode` cannot have made."""
     try:
         return index(_decoder.decode(data).root)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise CorruptData(f"not the skeleton of a state dict: {error}") from error
 
 

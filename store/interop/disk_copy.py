@@ -20,7 +20,7 @@ import msgspec
 import torch
 import xxhash
 
-from holdfast.comms.errors import CorruptData
+from holdfast.comms.errors import UNDECODABLE, CorruptData
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import is_gone, this_process
 from holdfast.store.data.digests import as_bytes
@@ -167,7 +167,7 @@ def read_record(directory: Path) -> DiskRecord | None:
         if decode(record.skeleton).tensors.keys() != record.checksums.keys():
             raise CorruptData(f"{path} has checksums of other tensors than its state dict has")
         return record
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise CorruptData(f"{path} is not the record of a version: {error}") from error
 
 

@@ -14,7 +14,7 @@ import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
-from holdfast.comms.errors import CorruptData, Unsupported
+from holdfast.comms.errors import UNDECODABLE, CorruptData, Unsupported
 from holdfast.store.data.digests import as_bytes
 from holdfast.store.data.state_dicts import encode
 from holdfast.store.inspection import TensorReport
@@ -200,7 +200,7 @@ class SafetensorsDirectory:
                 return dict.fromkeys(self._open([WHOLE], opened)[WHOLE].keys(), WHOLE)
         try:
             return msgspec.json.decode((self.path / INDEX).read_bytes(), type=_FileIndex).weight_map
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNDECODABLE as error:
             raise CorruptData(f"{self.path / INDEX} is not an index of safetensors: {error}") from error
 
     def _open(self, names: Sequence[str], opened: ExitStack) -> dict[str, Any]:

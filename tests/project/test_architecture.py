@@ -604,6 +604,11 @@ BANNED = {
     "copy between processes": Banned(
         r"\.process_vm_(?:readv|writev)\(", "libc.process_vm_readv(pid)", "comms/native/process_copy.c"
     ),
+    "errors of a decoder": Banned(
+        r"except .*\bmsgspec\.(?:DecodeError|MsgspecError)",
+        "except (msgspec.DecodeError, UnicodeDecodeError) as error:",
+        "holdfast.comms.errors.UNDECODABLE: bytes that nest too deeply are a RecursionError",
+    ),
     "send without its result": Banned(
         r"(?im)^\s*[\w.]*sock(?:et)?\.send\(", "    self._sock.send(data)", "sendall, which goes on by itself"
     ),

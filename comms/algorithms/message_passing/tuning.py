@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from holdfast.comms.errors import CorruptData
+from holdfast.comms.errors import UNDECODABLE, CorruptData
 
 log = logging.getLogger("holdfast.comms")
 
@@ -57,14 +57,20 @@ def load() -> Tuning:
         return msgspec.json.decode(file.read_bytes(), type=Tuning)
     except (FileNotFoundError, NotADirectoryError):
         return Tuning()
+    except UNDECODABLE as error:
+        raise _unusable(file, error) from error
     except (PermissionError, RuntimeError) as error:  # RuntimeError: this user has no home
         log.info("link constants: defaults, for the file of measured ones cannot be read: %s", error)
         return Tuning()
-    except (OSError, msgspec.MsgspecError) as error:
-        raise CorruptData(
-            f"the measured constants in {file} cannot be used: {error}; run `holdfast tune --forget` to go back to the "
-            "defaults, or `holdfast tune --forget && holdfast tune` to measure again"
-        ) from error
+    except OSError as error:
+        raise _unusable(file, error) from error
+
+
+def _unusable(file: Path, error: Exception) -> CorruptData:
+    return CorruptData(
+        f"the measured constants in {file} cannot be used: {error}; run `holdfast tune --forget` to go back to the "
+        "defaults, or `holdfast tune --forget && holdfast tune` to measure again"
+    )
 
 
 def save(tuning: Tuning) -> None:

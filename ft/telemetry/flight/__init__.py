@@ -33,7 +33,7 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.comms.errors import CorruptData
+from holdfast.comms.errors import UNDECODABLE, CorruptData
 from holdfast.comms.ops import POINT_TO_POINT
 from holdfast.comms.system.files import read_at
 from holdfast.comms.transport.base import Peer
@@ -349,7 +349,7 @@ class _Decoder:
             )
             try:
                 found.append(_signature.decode(text))
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            except UNDECODABLE as error:
                 raise BadRecording(self._path, f"one of its texts is no signature: {error}") from None
             at += length
         return found

@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from holdfast.comms.errors import CorruptData
+from holdfast.comms.errors import UNDECODABLE, CorruptData
 from holdfast.ft.console.units import counted, format_seconds
 from holdfast.harness.invariants import CheckResult
 from holdfast.harness.links.policy import LinkTraffic
@@ -159,7 +159,7 @@ def load_report(path: Path) -> ChaosReport:
     file = path / "run.json" if path.is_dir() else path
     try:
         report = msgspec.json.decode(file.read_bytes(), type=ChaosReport)
-    except msgspec.DecodeError as error:
+    except UNDECODABLE as error:
         raise CorruptData(f"{file} is not a report of `holdfast chaos run`: {error}") from error
     if any(run.schema != SCHEMA for run in report.runs):
         raise CorruptData(f"{file} was written by another version of holdfast ({report.version})")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from holdfast.comms.errors import UNDECODABLE
 from holdfast.ft.membership.view import OnDeath, Timeouts
 from holdfast.harness.simulate.core.faults import Fault, KillShare, PartitionHosts
 
@@ -159,7 +160,7 @@ def load(path: Path) -> Schedule:
         if path.suffix == ".toml":
             return msgspec.toml.decode(data, type=Schedule)
         return msgspec.json.decode(data, type=Schedule)
-    except msgspec.MsgspecError as error:
+    except UNDECODABLE as error:
         raise ValueError(f"{path} is no schedule: {error}") from error
 
 

@@ -293,7 +293,7 @@ class RunWatch:
     def _report(self) -> dict[str, Any]:
         """What the run's first process said at its end; nothing if it was killed before."""
         text = bytes(self.texts[self.streams.report]).removeprefix(STARTED)
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             return dict(json.loads(text))
         return {}
 

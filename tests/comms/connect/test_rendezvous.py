@@ -30,8 +30,10 @@ from hypothesis import strategies as st
 
 from holdfast import comms
 from holdfast.comms.connect import KnownMembers, connect_members
+from holdfast.comms.memory_plane import Handle
 from holdfast.comms.rendezvous import meeting_place as places
-from holdfast.comms.rendezvous import tcp
+from holdfast.comms.rendezvous import meeting_store, tcp
+from holdfast.comms.rendezvous.handles import parse_members
 from holdfast.comms.rendezvous.meeting_store import MeetingStore, StoreSilent, fetch
 from holdfast.comms.rendezvous.offer_exchange import Offer, decode_offer
 from holdfast.comms.system.keys import Seal, create_key
@@ -39,6 +41,7 @@ from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import is_gone, this_process
 from holdfast.ft.control.rpc import AsyncRpcServer
 from holdfast.ft.listen_address import check_interface, check_ours
+from holdfast.ft.membership.view import View
 from support.children import Child
 from support.comms.meeting import in_threads, total
 from support.comms.ranks import on_ranks
@@ -428,6 +431,26 @@ def test_a_forged_offer_is_a_typed_error_or_a_valid_offer(data: bytes) -> None:
 def test_an_offer_that_is_too_large_is_refused_before_it_is_decoded() -> None:
     with pytest.raises(comms.CorruptData, match="more than 65536"):
         decode_offer("offer/1", forged() + b" " * 70_000)
+
+
+DEEP_JSON = b'{"x":' + b"[" * 2000 + b"]" * 2000 + b"}"
+DEEP_MSGPACK = b"\x81\xa1x" + b"\x91" * 2000 + b"\xc0"
+
+
+@pytest.mark.parametrize(
+    ("decode", "error"),
+    [
+        (lambda: meeting_store.decode("link", DEEP_JSON, Peer), comms.CorruptData),
+        (lambda: parse_members([DEEP_JSON.decode()], DEEP_JSON.decode()), ValueError),
+        (lambda: Handle.decode(DEEP_MSGPACK), comms.CorruptData),
+        (lambda: View.decode(DEEP_MSGPACK), comms.CorruptData),
+    ],
+    ids=["at the rendezvous", "handle of a process", "handle of memory", "view"],
+)
+def test_bytes_that_nest_too_deeply_are_a_typed_error(decode: Callable[[], object], error: type[Exception]) -> None:
+    """msgspec raises RecursionError for them, also in fields that it skips."""
+    with pytest.raises(error, match="recursion"):
+        decode()
 
 
 class Garbage(dist.Store):
