@@ -21,7 +21,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -93,17 +93,19 @@ class WindowLock:
 class Part:
     """One rank's part: its header words, its bytes, and its lock for atomic updates.
 
-    `lend` is called before the bytes are given to a user: the owner may have to leave them at the end.
+    `lend` is called before the bytes are given to a user: the owner may have to leave them at the end. `own` is the
+    tensor of this rank's own part, if `memory` is a second mapping of it: a call finds an overlap by addresses.
     """
 
     header: Words
     memory: torch.Tensor
     lock: WindowLock
     lend: Callable[[], None] = lambda: None
+    own: torch.Tensor | None = None
     address: int = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "address", self.memory.data_ptr())
+        object.__setattr__(self, "address", (self.memory if self.own is None else self.own).data_ptr())
 
 
 class MappedWindow(WindowMemory):
@@ -246,6 +248,7 @@ def try_window(
                     where = _PLACE.unpack(of_peer)
                     parts.append(_map(backend, held, peers[peer].pid, peer, rank, size, where))
             if not failure:
+                parts[rank] = replace(parts[rank], own=exposed.held)
                 parts[rank].header[0] = OPEN
         failed = [flag != b"\0" for flag in gather_bytes(transport, bytes([len(failure)]), deadline)]
     except BaseException:

@@ -117,6 +117,18 @@ def test_a_backend_without_windows_says_so(comm: Communicator) -> None:
         comm.window(torch.zeros(1))
 
 
+@on_ranks(1, "inproc", "shm", *second_tier("ucx", "mpi", "gloo"))
+def test_a_rank_moves_what_it_has_in_its_own_part_to_another_place_of_it(comm: Communicator) -> None:
+    tensor = torch.arange(100_000)
+    with comm.window(tensor) as window:
+        window.put(tensor[:-1], comm.rank, 1)
+        assert torch.equal(tensor[1:], torch.arange(99_999))
+        window.get(tensor[:-1], comm.rank, 1)
+        assert torch.equal(tensor[:-1], torch.arange(99_999))
+        window.get(tensor[1:], comm.rank, 0)
+        assert torch.equal(tensor[1:], torch.arange(99_999))
+
+
 @on_ranks(2, of="windowed")
 def test_a_closed_window_releases_its_tensor(comm: Communicator) -> None:
     """All tensors but the last are released: the communicator refers to its last window until it is closed."""
