@@ -35,7 +35,8 @@ def gate(
     slice by slice, so that a busy machine costs time rather than truth.
 
     Exit status: 1 if a workload is slower, 2 if a side cannot be had, HEAD
-    fails in a workload that BASE runs, or nothing could be compared.
+    fails in a workload that BASE runs, or nothing could be compared, 3 if
+    a workload was not decided and may be slower by the effect.
     """
     from holdfast.ft.console.console import console, print_json, working
     from holdfast.harness.gate.gate import DecisionRule, run, show
