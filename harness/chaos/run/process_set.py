@@ -34,7 +34,7 @@ def recorded_ops(directory: Path) -> list[Event]:
     that was killed while it made its file has none. An op is `OPEN` if its process lives in it, or left without its
     end; one that a process was killed in is left out.
     """
-    found = []
+    found = list[Event]()
     for recording in flight.read_all(directory):
         over: float | None = recording.ended
         if recording.state is flight.RecordingState.OPEN:
