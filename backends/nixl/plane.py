@@ -34,6 +34,7 @@ from holdfast.backends.ucx.memory_plane import REMEMBERED, NetworkPlane, RemoteA
 from holdfast.backends.ucx.worker import Transports
 from holdfast.comms.errors import BackendUnavailable, OpTimeout, RegionGone
 from holdfast.comms.memory_plane import Handle
+from holdfast.comms.onesided.shared_pages import HeldPages
 from holdfast.comms.system import forks
 from holdfast.comms.system.environment import set_meanwhile
 from holdfast.comms.system.waiting import Wait
@@ -319,6 +320,13 @@ class NixlPlane(NetworkPlane):
         if not self._over.local:
             agent: NixlAgent = self._access()
             peer = agent.name.encode()
-            metadata, withdraw = agent.offer(self._own_table().memory, (memory.address, memory.nbytes))
+            metadata, deregister = agent.offer(self._own_table().memory, (memory.address, memory.nbytes))
+            pages = HeldPages(memory.held)  # the network knows these, not the address
+
+            def withdraw_both() -> None:
+                deregister()
+                pages.release()
+
+            withdraw = withdraw_both
         address = NixlAddress(**asdict(place), nbytes=memory.nbytes, peer=peer, start=memory.address, metadata=metadata)
         return address.encode(), withdraw

@@ -8,9 +8,9 @@ before it, and read before all gets after it; a get checks the window again afte
 window closed before it writes to the memory again.
 
 Between processes of one host (`make_window`), each rank's tensor is moved into memory that the others map. The move
-makes late writes harmless: a rank that was stopped in the middle of a put, and continues after the window is closed,
-writes into pages that no process uses any more. Locks for atomics are the kernel's open-file-description locks on the
-header, which end with the process that holds them.
+makes late writes harmless: a rank that was stopped in the middle of a put, and continues after the last window over the
+storage is closed, writes into pages that no process uses any more (`SharedPages`). Locks for atomics are the kernel's
+open-file-description locks on the header, which end with the process that holds them.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ import torch
 
 from holdfast.comms._native import Words, copy
 from holdfast.comms.errors import BackendUnavailable, OpTimeout
+from holdfast.comms.onesided.shared_pages import SharedPages
 from holdfast.comms.system.files import OwnedDescriptor, map_file
-from holdfast.comms.system.local_causes import check_shared_memory, unopenable_file
+from holdfast.comms.system.local_causes import unopenable_file
 from holdfast.comms.system.waiting import Wait, change
 from holdfast.comms.tensors.memory import ExposedMemory
 from holdfast.comms.tensors.packing import span
@@ -238,8 +239,12 @@ def try_window(
             held.callback(header_fd.close)
             os.fchmod(header_fd, 0o600)
             os.ftruncate(header_fd, 8 * header_words(size))
-            memory_fd, offset = _share(tensor) if tensor.nbytes else (-1, 0)
-            place = _PLACE.pack(header_fd, memory_fd, offset, tensor.nbytes)
+            if tensor.nbytes:
+                pages = SharedPages(tensor)
+                held.callback(pages.release)  # the last of all: no peer of an open window uses them then
+                place = _PLACE.pack(header_fd, pages.descriptor, pages.offset, tensor.nbytes)
+            else:
+                place = _PLACE.pack(header_fd, -1, 0, 0)
         exposed = ExposedMemory(tensor)
         places = gather_bytes(transport, place, deadline)
         with _noting(failure):
@@ -263,11 +268,7 @@ def try_window(
                 else BackendUnavailable(backend, f"rank {peer} cannot share or map a window", "its error says why")
             )
 
-    def release() -> None:
-        held.close()
-        exposed.vacate()
-
-    return MappedWindow(rank, parts, check, release)
+    return MappedWindow(rank, parts, check, held.close)
 
 
 @contextmanager
@@ -277,18 +278,6 @@ def _noting(failure: list[Exception]) -> Iterator[None]:
         yield
     except Exception as error:
         failure.append(error)
-
-
-def _share(tensor: torch.Tensor) -> tuple[int, int]:
-    """Move the tensor's storage into shared memory; returns its descriptor, and the tensor's byte offset in it."""
-    if not tensor.untyped_storage().is_shared():
-        check_shared_memory(
-            tensor.untyped_storage().nbytes(),
-            "a window",
-            "give the container more, or take a backend whose windows need none",
-        )
-    descriptor, _ = tensor.untyped_storage()._share_fd_cpu_()
-    return int(descriptor), int(tensor.storage_offset()) * tensor.element_size()
 
 
 def _map(backend: str, held: ExitStack, pid: int, rank: int, me: int, size: int, place: tuple[int, ...]) -> Part:

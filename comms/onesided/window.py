@@ -13,8 +13,11 @@ among them; waits for its signals have an order of their own, so that a wait doe
 signal.
 
 A window exposes the memory that its tensor has when the window is made. That memory is kept until the window is closed,
-and torch refuses to resize it. If the tensor gets other memory nevertheless (`t.data = ...`, `set_`), the owner's next
-call closes the window and raises `RegionGone`; until then the other ranks access the old memory.
+and torch refuses to resize it, also afterwards. If the tensor gets other memory nevertheless (`t.data = ...`, `set_`),
+the owner's next call closes the window and raises `RegionGone`; until then the other ranks access the old memory.
+
+Where ranks map each other's memory, the whole storage of the tensor moves into shared memory, and its views with it.
+What a rank writes late, after the last window over a part of that storage is closed, reaches none of them.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def read_at(fd: int, nbytes: int, offset: int, at_once: int = AT_ONCE) -> bytes:
     return b"".join(parts)
 
 
-def write_all(fd: int, data: bytes, at_once: int = AT_ONCE) -> None:
+def write_all(fd: int, data: bytes | memoryview, at_once: int = AT_ONCE) -> None:
     """Write all of `data` at a descriptor's current position."""
     view = memoryview(data)
     while view:

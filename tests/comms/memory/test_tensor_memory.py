@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+import os
 import re
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -21,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from holdfast import comms
 from holdfast.comms import Communicator, ReduceOp, RegionGone, Revoked, _native, memory
 from holdfast.comms.errors import Mismatch, Unsupported
+from holdfast.comms.onesided.shared_pages import HeldPages, SharedPages
 from holdfast.comms.ops import Recv, Send
 from holdfast.comms.tensors.memory import ExposedMemory
 from holdfast.comms.tensors.packing import check_memory, is_sparse, locate, packed, plain, plain_tensor, span, unpack
@@ -481,6 +484,92 @@ def test_the_tensor_of_a_closed_window_can_be_used_as_before(comm: Communicator)
     assert bool((tensor == (9.0 if comm.rank == 1 else 2.0)).all())
     tensor.resize_(2 * LARGE) if comm.rank == 1 else tensor.add_(1)
     comm.barrier()
+
+
+mapping_ranks = shared_ranks(2, "shm", *second_tier("ucx", "mpi"))
+
+
+@on_ranks_of("mapping_ranks")
+def test_views_of_one_storage_go_on_sharing_it_when_windows_over_them_are_closed(comm: Communicator) -> None:
+    whole = torch.zeros(8)
+    first, last = whole[:4], whole[4:]
+    windows = [comm.window(first), comm.window(last)]
+    for value, window in enumerate(windows, 1):
+        comm.barrier()
+        window.close()
+        whole.fill_(value)
+        assert first.tolist() == last.tolist() == [value] * 4
+        first[0] = last[0] = 9.0
+        assert whole.tolist() == [9.0, value, value, value] * 2
+    with comm.window(first) as again:
+        again.put(torch.tensor([5.0]), 1 - comm.rank, 3)
+        comm.barrier()
+        assert whole[3].item() == 5.0
+        comm.barrier()
+    comm.barrier()
+
+
+@on_ranks_of("mapping_ranks")
+def test_what_a_peer_writes_after_the_last_window_over_a_storage_is_closed_reaches_no_view(comm: Communicator) -> None:
+    whole, peer = torch.zeros(8), 1 - comm.rank
+    windows = [comm.window(part) for part in whole.split(4)]
+    lasting = [window.map(peer) for window in windows]
+    for window in windows:
+        comm.barrier()
+        window.close()
+    comm.barrier()
+    for mapped in lasting:
+        mapped.fill_(7.0)
+    comm.barrier()
+    assert not whole.any()
+    with comm.window(whole) as later:
+        comm.barrier()
+        for mapped in lasting:
+            mapped.fill_(8.0)
+        comm.barrier()
+        got = torch.empty(8)
+        later.get(got, peer)
+        assert not got.any(), "a new window shares no memory with those before it"
+        comm.barrier()
+    comm.barrier()
+
+
+def test_a_thread_that_reads_a_tensor_sees_its_numbers_while_windows_over_it_are_closed() -> None:
+    tensor, seen = torch.arange(1 << 18), list[bool]()
+    expected, over = tensor.clone(), threading.Event()
+
+    def read() -> None:
+        while not over.is_set():
+            seen.append(torch.equal(tensor, expected))
+
+    SharedPages(tensor).release()  # torch moves the storage once
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        for _ in range(20):
+            SharedPages(tensor[5:]).release()
+    finally:
+        over.set()
+        reader.join()
+    assert all(seen) and torch.equal(tensor, expected)
+
+
+def test_a_storage_leaves_its_file_once_nobody_needs_its_pages() -> None:
+    """Neither another window, nor a network that has them registered. A holder that is dropped needs them no more."""
+    tensor = torch.arange(1000)
+    one, other = SharedPages(tensor), SharedPages(tensor[5:])
+    registered, dropped = HeldPages(tensor), HeldPages(tensor)
+    assert (one.descriptor, one.offset, other.offset) == (other.descriptor, 0, 40)
+    at, file = tensor.data_ptr(), os.fstat(one.descriptor).st_ino
+    del dropped
+    for holder in (other, one, one):
+        holder.release()
+        assert os.fstat(one.descriptor).st_ino == file
+    registered.release()
+    assert os.fstat(one.descriptor).st_ino != file and tensor.data_ptr() == at
+    assert torch.equal(tensor, torch.arange(1000))
+    registered.release()
+    assert torch.equal(torch.from_file(f"/proc/self/fd/{one.descriptor}", size=1000, dtype=torch.int64), tensor)
 
 
 @pytest.mark.parametrize("change", CHANGES)
