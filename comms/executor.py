@@ -57,7 +57,7 @@ from holdfast.comms.system.waiting import Wait
 from holdfast.comms.tensors.packing import dlpack_device
 from holdfast.comms.transport.base import Context, Transport, gather_bytes
 from holdfast.comms.transport.liveness import stopped_ranks
-from holdfast.comms.work import DONE, Failure, Lane, UntoldFailure, Work
+from holdfast.comms.work import DONE, REPORT_SECONDS, Failure, Lane, UntoldFailure, Work
 
 Body = Callable[[float], None]
 """One op: called with its deadline (`time.monotonic()` seconds)."""
@@ -69,8 +69,6 @@ _CLOSE_SECONDS = 10.0
 _DIGEST, _LENGTH = 16, 4
 _PARTING_SECONDS = 1.0
 """How long a rank that found a `Mismatch` waits for the others to find it, too."""
-_REPORT_SECONDS = 1.0
-"""How long `settle` waits, after the deadline of an op, for the op's own report of that."""
 _LOOKS = Wait(yields=0, sleep_seconds=0.0005)
 """How often `close` checks whether the op that it aborted has ended."""
 
@@ -347,7 +345,7 @@ class Executor:
         if not self._closed and (self._transport.streams or not last.done()):
             began = time.monotonic()
             try:
-                if not last.ends_within(max(self._settled_by - began, 0.0) + _REPORT_SECONDS):
+                if not last.ends_within(max(self._settled_by - began, 0.0) + REPORT_SECONDS):
                     raise OpTimeout("an earlier op", 0, time.monotonic() - began)
                 if self._transport.streams:
                     self._transport.settle(max(began + self.timeout, self._settled_by))

@@ -147,6 +147,10 @@ class Failure:
         error.__cause__ = None
 
 
+REPORT_SECONDS = 1.0
+"""How long a wait for all works goes on, after the deadline of the last one, for that one's own report of it."""
+
+
 class UntoldFailure:
     """The first failure, of some works, that nobody has been told of."""
 

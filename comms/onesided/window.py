@@ -43,7 +43,7 @@ from holdfast.comms.tensors.memory import ExposedMemory, moved_error
 from holdfast.comms.tensors.overlap import check_outputs
 from holdfast.comms.tensors.packing import DTYPE_CODE, DTYPES, packed, plain_tensor, unpack
 from holdfast.comms.transport.base import Transport, WindowMemory, closed_here, gather_bytes
-from holdfast.comms.work import DONE, Lane, UntoldFailure, Work
+from holdfast.comms.work import DONE, REPORT_SECONDS, Lane, UntoldFailure, Work
 
 Tensor = torch.Tensor
 T = TypeVar("T")
@@ -51,8 +51,6 @@ T = TypeVar("T")
 ATOMIC_DTYPES = (torch.int32, torch.int64)
 _RANGES = {dtype: (torch.iinfo(dtype).min, torch.iinfo(dtype).max) for dtype in ATOMIC_DTYPES}
 _CLOSE_SECONDS = 10.0
-_REPORT_SECONDS = 1.0
-"""How long `settle` waits, after the deadline of a call, for the call's own report of that."""
 _MOST_DIMENSIONS = 64
 """The most dimensions of a torch tensor."""
 _SHAPE = struct.Struct(f"={2 + _MOST_DIMENSIONS}q")
@@ -341,7 +339,7 @@ class Window:
         """Wait for the asynchronous calls, without `wait_signal`. Raises the error of one that no `wait` has raised."""
         for key in list(self._lanes):
             if key[0] != "from":
-                self._wait_turn(key, "settle", self._settled_by + _REPORT_SECONDS)
+                self._wait_turn(key, "settle", self._settled_by + REPORT_SECONDS)
         if not self.closed:  # who closes a window gives up its pending calls
             self._untold.tell()
 

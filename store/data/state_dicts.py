@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
@@ -331,6 +331,11 @@ class ValueSlot(NamedTuple):
     container: Any
     key: Any
     node: StateNode
+
+    @property
+    def can_change(self) -> bool:
+        """Whether another value can be put there."""
+        return isinstance(self.container, MutableMapping | list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -193,7 +193,7 @@ def _values_to_write(source: StagingState, into: FlatState) -> Iterator[tuple[Va
     """The values that were staged, and where they go."""
     for name, staged in flatten_targets(source.state).values.items():
         there = into.values[name]
-        if isinstance(there.container, MutableMapping | list):
+        if there.can_change:
             yield there, staged.node
         elif encode_node(staged.node) != encode_node(there.node):
             raise Mismatch(cannot_change(name, there.container))

@@ -12,7 +12,7 @@ import fcntl
 import re
 import struct
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -229,7 +229,7 @@ class _Check:
             if node is None:
                 self._missing(name, _kind(slot.node))
             elif encode_node(node) != encode_node(slot.node):
-                if isinstance(slot.container, MutableMapping | list):
+                if slot.can_change:
                     writes.append((slot.container, slot.key, node))
                 else:
                     self._add(name, cannot_change(name, slot.container))
