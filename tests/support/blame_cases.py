@@ -21,13 +21,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from holdfast.comms.collectives import TAGS
 from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
-from holdfast.ft import Timeouts
+from holdfast.ft import Session, Timeouts
 from holdfast.ft.diagnosis.analyse import analyse
 from holdfast.ft.diagnosis.evidence import Finding, JobEvidence, ProcessState, assemble, gather
 from holdfast.ft.events import StepBegun
@@ -35,9 +35,6 @@ from holdfast.ft.telemetry.flight import read
 from holdfast.ft.telemetry.flight.recorder import FlightRecorder
 from holdfast.harness.cluster.job import Job
 from holdfast.harness.cluster.local_cluster import LocalCluster
-
-if TYPE_CHECKING:
-    from holdfast.ft import Session
 
 NEVER = math.inf
 
@@ -227,7 +224,6 @@ class _SampleJob:
         return ModelCall(op, shape, "" if op in ("broadcast", "all_gather_single") else "sum", peer, dtype)
 
     def run(self) -> None:
-        """Run all steps, or until a rank is blocked."""
         size, rank = self.world.size, self.truth.rank
         for step in range(self.steps):
             spent = [self.base * self.rng.lognormvariate(0.0, 0.1) for _ in range(size)]
@@ -300,6 +296,7 @@ def _later(job: _SampleJob, folder: Path) -> JobEvidence:
 _ENVIRON = {"HOLDFAST_CHECK": "0", "UCX_TLS": "tcp,self"}
 _ASTRAY = TAGS - 1
 """A tag that a user could receive from, and that this job does not use."""
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 LIMIT = 20.0
 """Seconds within which a fault must show."""
 
@@ -315,7 +312,12 @@ def train(session: Session, fault: str, victim: int, other: int, at: int, steps:
             before = fault == "slow" or attempt.step <= at
             time.sleep(0.002 if before else 0.05)  # later ops would overwrite the recording of the fault
             if mine and attempt.step == at:
-                _break(fault, comm, other)
+                if fault in SIGNALS:
+                    os.kill(os.getpid(), SIGNALS[fault])
+                elif fault == "sleep":
+                    time.sleep(LIMIT)
+                elif fault == "cut":
+                    _lose_messages(comm, other)
             if mine and fault == "slow":
                 time.sleep(0.004)
             shape = [3, 2] if mine and fault == "shape" and attempt.step == at else [2, 3]
@@ -325,27 +327,10 @@ def train(session: Session, fault: str, victim: int, other: int, at: int, steps:
             comm.all_gather_single(torch.ones(2 * comm.size), torch.ones(2))
 
 
-def _break(fault: str, comm: Any, other: int) -> None:
-    if fault in SIGNALS:
-        os.kill(os.getpid(), SIGNALS[fault])
-    elif fault == "sleep":
-        time.sleep(LIMIT)
-    elif fault == "cut":
-        _lose_messages(comm, other)
-
-
-SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
-
-
 def _lose_messages(comm: Any, other: int) -> None:
     """Lose what this rank sends to `other` from now on: it goes out under tags that `other` does not receive."""
-    transport = comm._transport
-    send = transport._post_send
-
-    def post(tensor: Any, dst: int, tag: int) -> Any:
-        return send(tensor, dst, _ASTRAY if dst == other else tag)
-
-    transport._post_send = post
+    send = comm._transport._post_send
+    comm._transport._post_send = lambda tensor, dst, tag: send(tensor, dst, _ASTRAY if dst == other else tag)
 
 
 FAULTS = {
@@ -366,8 +351,7 @@ def injected(fault: str, seed: int) -> ScoredCase:
     size = rng.choice([2, 3] if fault == "cut" else [2, 3, 4])  # of 4, not every pair exchanges messages
     victim = rng.randrange(size)
     other = rng.choice([r for r in range(size) if r != victim])
-    backend = "ucx" if fault == "cut" else "shm"
-    kind = FAULTS[fault]
+    backend, kind = "ucx" if fault == "cut" else "shm", FAULTS[fault]
     truth = Truth(kind, victim, other if fault == "cut" else None)
     steps = 60 if fault == "slow" else 10_000
     # a busy machine evicts no rank that is late: another rank would then be the last that was late

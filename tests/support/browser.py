@@ -37,13 +37,8 @@ def _chromium(address: str, folder: Path, *options: str) -> subprocess.Completed
     quiet = ("--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync")
     alone = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", *quiet, alone]
-    return subprocess.run(
-        [*command, f"--user-data-dir={folder / 'profile'}", *options, address],
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=PROGRAM_SECONDS,
-    )
+    command += [f"--user-data-dir={folder / 'profile'}", *options, address]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=PROGRAM_SECONDS)
 
 
 def screenshot(address: str, folder: Path, width: int = 1200, dark: bool = False) -> tuple[Image.Image, str]:

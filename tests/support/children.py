@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import select
 import signal
 import sqlite3
 import sys
@@ -26,8 +27,8 @@ from support.waiting import PROGRAM_SECONDS, becomes_true
 @contextmanager
 def register_lock(url: str) -> Iterator[None]:
     """Hold the write lock of the register at a sqlite:// URL."""
-    path = url.removeprefix("sqlite://")
-    with closing(sqlite3.connect(path, timeout=PROGRAM_SECONDS, isolation_level=None)) as other:
+    other = sqlite3.connect(url.removeprefix("sqlite://"), timeout=PROGRAM_SECONDS, isolation_level=None)
+    with closing(other):
         other.execute("BEGIN IMMEDIATE")
         yield
 
@@ -74,16 +75,13 @@ class Child:
 
     def end(self) -> None:
         """Wait for the body to return; fails the test if it does not, or raised."""
-        ends: list[int] = []
-
-        def has_ended() -> bool:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            ends.extend([status] if pid else [])
-            return bool(ends)
-
-        assert becomes_true(has_ended, interval=0.005), f"child {self.pid} does not end"
+        pidfd = os.pidfd_open(self.pid)
+        ended = select.select([pidfd], [], [], PROGRAM_SECONDS)[0]
+        os.close(pidfd)
+        assert ended, f"child {self.pid} does not end"
+        status = os.waitpid(self.pid, 0)[1]
         self._gone = True
-        assert ends == [0], f"child {self.pid} failed: wait status {ends[0]}"
+        assert status == 0, f"child {self.pid} failed: wait status {status}"
 
 
 def _live(body: Callable[..., None], pipe: Connection, args: tuple[Any, ...]) -> None:

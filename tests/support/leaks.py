@@ -57,14 +57,19 @@ def monarch_listeners() -> set[str]:
     }
 
 
+def children_of(process: int) -> list[int]:
+    """The direct children of a process, zombies too; none of one that has ended."""
+    found = list[int]()
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{process}/task").iterdir():
+            with contextlib.suppress(OSError):
+                found += map(int, (task / "children").read_text().split())
+    return found
+
+
 def children() -> dict[int, str]:
     """The direct children of this process (zombies too), with their command lines."""
-    found = {}
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):
-            for pid in map(int, (task / "children").read_text().split()):
-                found[pid] = _command(pid)
-    return found
+    return {pid: _command(pid) for pid in children_of(os.getpid())}
 
 
 def _command(pid: int) -> str:
@@ -130,10 +135,7 @@ class Snapshot:
     @staticmethod
     def take() -> Snapshot:
         return Snapshot(
-            frozenset(children()),
-            frozenset(threads()),
-            frozenset(descriptors().items()),
-            frozenset(shared_memory()),
+            frozenset(children()), frozenset(threads()), frozenset(descriptors().items()), frozenset(shared_memory())
         )
 
     def left_behind(self, patience: float = 2.0) -> list[str]:

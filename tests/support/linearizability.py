@@ -7,6 +7,7 @@ the cell could have answered so, continue from there, and backtrack at a dead en
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
@@ -102,10 +103,8 @@ class OperationRecorder:
         """Try to write; returns whether it was done, None if the register is away."""
         began = time.monotonic()
         done: bool | None = None
-        try:
+        with contextlib.suppress(RegisterAway):
             done = self._cell.compare_and_set(expected, value)
-        except RegisterAway:
-            pass
         self.history.append(RegisterOperation("write", expected, value, began, time.monotonic(), done))
         return done
 

@@ -24,8 +24,8 @@ def rpc_server_thread(**options: Any) -> Iterator[AsyncRpcServer]:
             loop.run(server.close(), _SECONDS)
 
 
-class RpcThread:
-    """A connection to the server at `address`, in an event loop thread of its own. A context manager."""
+class RpcThread(contextlib.AbstractContextManager["RpcThread"]):
+    """A connection to the server at `address`, in an event loop thread of its own."""
 
     def __init__(self, address: str, **options: Any) -> None:
         self._loop = LoopThread(f"holdfast-rpc-{options['identity']}")
@@ -45,9 +45,6 @@ class RpcThread:
             self._loop.loop.call_soon_threadsafe(self._rpc.close)
             self._loop.run(self._rpc.wait_closed(), _SECONDS)
             self._loop.close()
-
-    def __enter__(self) -> RpcThread:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -8,7 +8,6 @@ costs nothing, and one that starts processes does.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import resource
@@ -18,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from support.leaks import children_of
 
 SLOWEST = 5
 _TICK = 1.0 / os.sysconf("SC_CLK_TCK")
@@ -33,12 +34,9 @@ def processor_seconds() -> float:
 
 
 def _descendants(pid: int) -> Iterator[int]:
-    with contextlib.suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            with contextlib.suppress(OSError):
-                for child in map(int, (task / "children").read_text().split()):
-                    yield child
-                    yield from _descendants(child)
+    for child in children_of(pid):
+        yield child
+        yield from _descendants(child)
 
 
 def _computed(pid: int) -> float:

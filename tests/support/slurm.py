@@ -69,9 +69,8 @@ class SlurmCluster:
 
     def call(self, *command: str, timeout: float = 60.0) -> str:
         """What a command of SLURM prints. Raises `HoldfastError` with its complaint if it fails."""
-        done = subprocess.run(
-            command, env=self.environ, cwd=self._folder, capture_output=True, text=True, timeout=timeout, check=False
-        )
+        where = {"env": self.environ, "cwd": self._folder}
+        done = subprocess.run(command, **where, capture_output=True, text=True, timeout=timeout)
         if done.returncode:
             raise HoldfastError(f"{' '.join(command)}: {done.stderr.strip() or done.stdout.strip()}")
         return done.stdout.strip()
@@ -146,14 +145,10 @@ class SlurmCluster:
 
     def _start(self, name: str, *options: str) -> subprocess.Popen[bytes]:
         with private_file(self._folder / f"{name}.log", "ab") as log:
-            started = subprocess.Popen(
-                [str(_program(name)), *options],
-                env=self.environ,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                preexec_fn=functools.partial(die_with_parent, os.getpid()),
-            )
+            streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+            prepare = functools.partial(die_with_parent, os.getpid())
+            command = [str(_program(name)), *options]
+            started = subprocess.Popen(command, env=self.environ, preexec_fn=prepare, **streams)
         self._processes.append(started)
         return started
 
@@ -163,7 +158,6 @@ class SlurmCluster:
 
     def _settings(self, cpus: int) -> str:
         here, controller = socket.gethostname(), _program("slurmctld")
-        assert controller is not None
         plugins = next(iter(sorted((controller.parents[1] / "lib").glob("**/auth_munge.so"))), None)
         ports = [self._reserved.enter_context(ReservedPort("127.0.0.1")).number for _ in range(1 + len(self._names))]
         lines = [

@@ -19,12 +19,12 @@ What must not happen instead, a timeout, is set to twice as many.
 
 
 def becomes_true(condition: Callable[[], bool], seconds: float = PROGRAM_SECONDS, interval: float = 0.002) -> bool:
-    """Whether `condition()` holds within `seconds`; checks it every `interval` seconds."""
-    deadline = time.monotonic() + seconds
+    """Whether `condition()` holds within `seconds`; checks it every `interval` seconds, less often if it takes long."""
+    began = time.monotonic()
     while not condition():
-        if time.monotonic() >= deadline:
+        if (waited := time.monotonic() - began) >= seconds:
             return False
-        time.sleep(interval)
+        time.sleep(max(interval, min(0.05, waited / 50)))
     return True
 
 

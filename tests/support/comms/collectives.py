@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from holdfast.comms import Communicator, Recv, Send, Work
+from holdfast.comms import Communicator, Recv, Send
 
 Tensor = torch.Tensor
 COLLECTIVES = (
@@ -35,9 +35,7 @@ class Collective:
         return [each for each in read if isinstance(each, Tensor) and all(each is not other for other in self.filled)]
 
     def run(self, comm: Communicator, **options: Any) -> None:
-        """Run the op, and check its results."""
-        work: Work = getattr(comm, self.op)(*self.arguments, **options)
-        work.wait()
+        getattr(comm, self.op)(*self.arguments, **options).wait()
         self.check()
 
     def check(self) -> None:

@@ -55,8 +55,7 @@ class LikeNccl:
         return getattr(self._group, name)
 
     def allreduce(self, tensors: list[Tensor], options: Any) -> None:
-        average = options.reduceOp.op == dist.ReduceOp.AVG if hasattr(options.reduceOp, "op") else False
-        if average:
+        if average := getattr(options.reduceOp, "op", None) == dist.ReduceOp.AVG:
             given, options = options, options_of(dist.AllreduceOptions, options.timeout)
             options.reduceOp, options.asyncOp = dist.ReduceOp.SUM, given.asyncOp
         self._group.allreduce(tensors, options).wait()
@@ -119,13 +118,10 @@ class OneRank:
         group: Any = FakeProcessGroup._create_internal(0, 1)
         self.allreduce, self.broadcast = group.allreduce, group.broadcast
 
-    def _set_default_timeout(self, timeout: timedelta) -> None:
+    def shutdown(self, *_: object) -> None:
         """Does nothing: no op lasts."""
 
-    def shutdown(self) -> None:
-        """Does nothing."""
-
-    abort = shutdown
+    abort = _set_default_timeout = shutdown
 
 
 class OnTheHost(NcclTransport):
@@ -147,8 +143,7 @@ class OnTheHost(NcclTransport):
 
     def _on_the_host(self) -> None:
         self._device = torch.device("cpu")
-        side = SimpleNamespace(release=lambda: None, entered=contextlib.nullcontext)
-        self._side = side  # type: ignore[assignment]
+        self._side = SimpleNamespace(release=lambda: None, entered=contextlib.nullcontext)
         self._flag = torch.zeros(1, dtype=torch.uint8, device="cpu")
 
     def _stream_here(self) -> Any:
@@ -234,23 +229,14 @@ class QueuedGroup:
     """As `LikeNccl`, but ops run in a queue. An abort ends the blocked one, and takes `seconds`."""
 
     def __init__(self, group: Any, connections: list[Any], seconds: float) -> None:
-        self._group, self._at_once = group, LikeNccl(group)
-        self._connections = connections
-        self._seconds = seconds
+        self._group, self._at_once, self._connections, self._seconds = group, LikeNccl(group), connections, seconds
         self.queue = Queue(NAME)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         op = getattr(self._at_once, name)
+        if name in ("_start_coalescing", "send", "recv"):  # they start at once
+            return op
         return lambda *arguments: self.queue.add(lambda: op(*arguments), self._seconds)
-
-    def _start_coalescing(self) -> None:
-        self._at_once._start_coalescing()
-
-    def send(self, tensors: list[Tensor], dst: int, tag: int) -> None:
-        self._at_once.send(tensors, dst, tag)
-
-    def recv(self, tensors: list[Tensor], src: int, tag: int) -> None:
-        self._at_once.recv(tensors, src, tag)
 
     def _end_coalescing(self) -> None:
         """The sends and receives have started; wait for them in the queue."""
@@ -304,8 +290,8 @@ class StandInTransport(OnTheHost):
         self._watch_peers(NAME)
 
     def _passed(self) -> Any:
-        queue, count = self._group.queue, self._group.queue.count
-        return SimpleNamespace(query=lambda: queue.done >= count)
+        queue = self._group.queue
+        return SimpleNamespace(query=lambda count=queue.count: queue.done >= count)
 
     def _call(self, op: str, deadline: float, start: Callable[..., Any], *arguments: Any) -> None:
         """Wait for each op: the caller reads host memory, which no stream orders."""

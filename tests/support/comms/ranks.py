@@ -58,11 +58,12 @@ def on_ranks_of(fixture: str) -> Callable[[Test], Test]:
     """A test of `body(comm, ...)`, which each rank of the fixture's cluster calls; more parameters are fixtures."""
 
     def decorate(body: Test) -> Test:
-        def test(**fixtures: Any) -> None:
-            cluster = fixtures[fixture]
-            cluster.run(body, *(fixtures[name] for name in _parameters(body)[1:]))
+        names = _parameters(body)[1:]
 
-        return as_test(test, body, [fixture, *_parameters(body)[1:]])
+        def test(**fixtures: Any) -> None:
+            fixtures[fixture].run(body, *(fixtures[name] for name in names))
+
+        return as_test(test, body, [fixture, *names])
 
     return decorate
 

@@ -160,15 +160,12 @@ def measure(backend: str, wanted: Sequence[MatrixCell]) -> Iterator[CellResult]:
                 yield CellResult(backend, cell, tuple(end for rank, end in enumerate(ends) if rank != VICTIM))
         for number, cell in enumerate(deadly, len(lasting)):
             outcomes = cluster.outcomes(_run_cells, backend, [cell], folder, number)
-            survivors = [outcome for outcome in outcomes if outcome.rank != VICTIM]
-            ends = [
+            ends = (
                 OpEnd(type(each.error).__name__, str(each.error), 0.0, "not reached") if each.error else each.value[0]
-                for each in survivors
-            ]
+                for each in outcomes
+                if each.rank != VICTIM
+            )
             yield CellResult(backend, cell, tuple(ends))
-
-
-# On each rank ---------------------------------------------------------------------------------------------------------
 
 
 def _run_cells(
@@ -256,15 +253,11 @@ def _use_next(backend: str, rank: int, size: int, place: Path) -> None:
         raise ArithmeticError(f"the next communicator's sum is {tensor}")
 
 
-# The table ------------------------------------------------------------------------------------------------------------
-
-
 def main(arguments: Sequence[str]) -> int:
     """Measure backends (all that can run here); exit status 1 if a cell is not as it should be."""
-    wanted = [each for each in arguments if each in (*BACKENDS, GPU)] or list(BACKENDS)
     ops = [each for each in arguments if each in OPS] or list(OPS)
     found: dict[str, list[CellResult]] = {}
-    for backend in wanted:
+    for backend in [each for each in arguments if each in (*BACKENDS, GPU)] or BACKENDS:
         found[backend] = list(measure(backend, list(cells(backend, ops))))
         wrong = [result for result in found[backend] if result.missing]
         print(

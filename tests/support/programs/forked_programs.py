@@ -19,9 +19,10 @@ import threading
 import traceback
 import types
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
 from typer.testing import CliRunner, Result
 
@@ -37,7 +38,7 @@ HOLDFAST = Path(sys.executable).parent / "holdfast"
 OUTPUTS = ("before", "stdout", "stderr")
 
 
-class ForkedProgram:
+class ForkedProgram(AbstractContextManager["ForkedProgram"]):
     """A program that runs until it ends, or its context does."""
 
     def __init__(self, text: str, arguments: Sequence[str], cwd: Path | None, environ: Mapping[str, str]) -> None:
@@ -65,9 +66,6 @@ class ForkedProgram:
         said = [path.read_text() if path.exists() else "" for path in map(self._folder.joinpath, OUTPUTS)]
         code = os.waitstatus_to_exitcode(status)
         return subprocess.CompletedProcess([*self.arguments], code, said[1], said[0] + said[2])
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._process.close()
@@ -109,7 +107,6 @@ def run_holdfast(
     environ: Mapping[str, str] | None = None,
     timeout: float = PROGRAM_SECONDS,
 ) -> subprocess.CompletedProcess[str]:
-    """Run the `holdfast` command."""
     program = [str(HOLDFAST), *map(str, arguments)]
     return run_forked(HOLDFAST.read_text(), program, cwd=cwd, environ=environ, timeout=timeout)
 

@@ -12,9 +12,6 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import itertools
 import os
 import random
@@ -25,8 +22,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
 from support.source_tree import ROOT
@@ -191,24 +188,15 @@ class _FailedTests:
         self.count = session.testsfailed
 
 
-class _Mutated(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoader):
-    """Finds one module, with the changed code."""
+def _import_changed(mutant: Mutant) -> None:
+    """Let this process import one module with the changed code."""
+    read = SourceFileLoader.get_code
 
-    def __init__(self, mutant: Mutant) -> None:
-        self._name = "holdfast." + ".".join(mutant.path.relative_to(ROOT).with_suffix("").parts)
-        super().__init__(self._name, str(mutant.path))
-        self._mutant = mutant
+    def code_of(loader: SourceFileLoader, name: str) -> Any:
+        changed = Path(loader.path) == mutant.path
+        return compile(mutant.apply()[0], loader.path, "exec") if changed else read(loader, name)
 
-    def find_spec(self, fullname: str, *_: object) -> importlib.machinery.ModuleSpec | None:
-        return (
-            importlib.util.spec_from_file_location(fullname, self.path, loader=self) if fullname == self._name else None
-        )
-
-    def get_code(self, fullname: str) -> CodeType:
-        return compile(self._mutant.apply()[0], self.path, "exec")
-
-    def exec_module(self, module: ModuleType) -> None:
-        exec(self.get_code(self._name), module.__dict__)
+    SourceFileLoader.get_code = code_of
 
 
 def _run_tests(target: Target, mutant: Mutant | None, output: int) -> NoReturn:
@@ -219,7 +207,7 @@ def _run_tests(target: Target, mutant: Mutant | None, output: int) -> NoReturn:
         os.dup2(output, 1)
         os.dup2(output, 2)
         if mutant is not None:
-            sys.meta_path.insert(0, _Mutated(mutant))
+            _import_changed(mutant)
         import pytest
 
         options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not thorough", "-k", NO_PROCESSES]

@@ -27,10 +27,10 @@ from pathlib import Path
 from holdfast.ft.launch.job_contract import ReservedPort
 from support.programs.forked_programs import ForkedProgram, run_holdfast
 from support.source_tree import ROOT
+from support.waiting import PROGRAM_SECONDS
 
 BLOCK = re.compile(r"(?:<!-- (?P<mark>[^>]*?) -->\n)?^```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^```$", re.M | re.S)
 INCLUDED = re.compile(r'^--8<-- "(?P<path>[^"]+)"$', re.M)
-LIMIT_SECONDS = 240.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,20 +101,16 @@ def _run(block: Block, folder: Path, number: int, where: str) -> None:
                 )
                 for rank in range(block.ranks)
             ]
-            ended = [each.communicate(LIMIT_SECONDS) for each in forked]
+            ended = [each.communicate(PROGRAM_SECONDS) for each in forked]
     elif commands := _of_holdfast(block.text):
         ended = []
         while commands and not any(each.returncode for each in ended):
             command, *commands = commands
-            ended.append(run_holdfast(*command, cwd=folder, environ=environment, timeout=LIMIT_SECONDS))
+            ended.append(run_holdfast(*command, cwd=folder, environ=environment))
     else:
         assert block.ranks == 1, where
-        command = ["bash", "-eu", str(script)]
-        ended = [
-            subprocess.run(
-                command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False
-            )
-        ]
+        how = {"cwd": folder, "env": environment, "timeout": PROGRAM_SECONDS}
+        ended = [subprocess.run(["bash", "-eu", script], capture_output=True, text=True, **how)]
     for each in ended:
         assert each.returncode == 0, f"{where} ended with {each.returncode}:\n{each.stdout}{each.stderr}"
 

@@ -25,9 +25,6 @@ Uses = dict[str, dict[str, str]]
 """By module of torch, the names used of it, each with a place that uses it."""
 
 
-# What holdfast uses.
-
-
 @cache
 def uses() -> Uses:
     """The modules of torch that holdfast imports, and the names that it takes from them."""
@@ -40,13 +37,13 @@ def uses() -> Uses:
 def _uses_of(tree: ast.Module, path: str, found: Uses) -> None:
     aliases: dict[str, str] = {}
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module and _is_torch(node.module) and not node.level:
+        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("torch."):
             for name in node.names:
                 found.setdefault(node.module, {})[name.name] = f"{path}:{node.lineno}"
                 aliases[name.asname or name.name] = f"{node.module}.{name.name}"
         elif isinstance(node, ast.Import):
             for name in node.names:
-                if _is_torch(name.name):
+                if f"{name.name}.".startswith("torch."):
                     found.setdefault(name.name, {})
                     if name.asname:
                         aliases[name.asname] = name.name
@@ -55,13 +52,6 @@ def _uses_of(tree: ast.Module, path: str, found: Uses) -> None:
             module = aliases.get(node.value.id)
             if module in OWN_NAMESPACES:
                 found.setdefault(module, {})[node.attr] = f"{path}:{node.lineno}"
-
-
-def _is_torch(module: str) -> bool:
-    return module == "torch" or module.startswith("torch.")
-
-
-# The table.
 
 
 def table() -> dict[str, dict[str, set[str]]]:

@@ -120,36 +120,24 @@ def run(backend: str, names: Sequence[str]) -> bool:
             said = output.read()
         outcome = "failed" if result.failures or result.errors else "skipped" if result.skipped else "passed"
         why = "".join(text for _, text in [*result.failures, *result.errors, *result.skipped])
-        line = {
-            "test": name,
-            "outcome": outcome,
-            "seconds": round(time.monotonic() - began, 2),
-            "why": why and said[-3000:] + why[-600:],
-        }
-        print(json.dumps(line), flush=True)
+        line = {"test": name, "outcome": outcome, "seconds": round(time.monotonic() - began, 2)}
+        print(json.dumps(line | {"why": why and said[-3000:] + why[-600:]}), flush=True)
         passed = passed and outcome != "failed"
     return passed
 
 
 def outcomes(backend: str, transport: str, names: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
     """The outcome of each test, run in a process of its own over `backend`."""
-    finished = subprocess.run(
-        [sys.executable, __file__, backend, *names],
-        env={**os.environ, "HOLDFAST_BACKEND": transport},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        timeout=1800,
-        check=False,
-    )
+    command, environ = [sys.executable, __file__, backend, *names], {**os.environ, "HOLDFAST_BACKEND": transport}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    finished = subprocess.run(command, env=environ, **pipes, text=True, timeout=1800)
     lines = [json.loads(line) for line in finished.stdout.splitlines() if line.startswith('{"test"')]
     return {line["test"]: line for line in lines}
 
 
 def cannot() -> dict[str, str]:
     """The tests that pass over plain gloo and cannot over holdfast, with the reason."""
-    table: dict[str, str] = tomllib.loads(TABLE.read_text())["cannot"]
-    return table
+    return tomllib.loads(TABLE.read_text())["cannot"]
 
 
 @dataclass(frozen=True, slots=True)

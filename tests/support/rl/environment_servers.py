@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -16,7 +17,7 @@ from holdfast.rl.environments.session import EnvironmentSession
 from support.children import Child
 
 
-class ServerProcess:
+class ServerProcess(AbstractContextManager["ServerProcess"]):
     """A process that serves an environment, until its context ends. Kill it, or start it again at the same port."""
 
     def __init__(self, name: str) -> None:
@@ -30,12 +31,8 @@ class ServerProcess:
         self._port = int(self.url.rpartition(":")[2])
 
     def kill(self) -> None:
-        """SIGKILL, and wait until it is gone."""
         self.process.kill()
         self.process.pipe.close()
-
-    def __enter__(self) -> ServerProcess:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.kill()

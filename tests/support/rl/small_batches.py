@@ -17,17 +17,9 @@ from holdfast.rl.grpo.batch import EncodedBatch
 
 def tiny_llama(words: int, layers: int = 1, positions: int = 32) -> ModelSource:
     """A model with random weights that knows so many tokens."""
-    return ModelSource(
-        config={
-            "model_type": "llama",
-            "vocab_size": words,
-            "hidden_size": 16,
-            "intermediate_size": 24,
-            "num_hidden_layers": layers,
-            "num_attention_heads": 2,
-            "max_position_embeddings": positions,
-        }
-    )
+    sizes = {"vocab_size": words, "num_hidden_layers": layers, "max_position_embeddings": positions}
+    heads = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+    return ModelSource(config={"model_type": "llama", **sizes, **heads})
 
 
 @torch.no_grad()
@@ -89,7 +81,6 @@ def completion(tokens: Iterable[int], version: int = 0, finish: Finish = "stop",
 
 
 def group_of(*episodes: Episode) -> Group:
-    """The group of these episodes, which have one prompt."""
     prompt = episodes[0].prompt
     return Group(number=prompt.number, prompt=prompt, episodes=episodes)
 

@@ -34,11 +34,9 @@ class Counter:
 
     @endpoint(idempotent=True)
     async def who(self) -> int:
-        """The process."""
         return os.getpid()
 
     async def variable(self, name: str) -> str | None:
-        """A variable of the environment."""
         return os.environ.get(name)
 
     def block(self, seconds: float) -> float:
@@ -47,11 +45,9 @@ class Counter:
         return seconds
 
     async def fail(self, error: BaseException) -> None:
-        """Raise `error`."""
         raise error
 
     async def hang(self) -> None:
-        """Never answer."""
         await asyncio.Event().wait()
 
     def lock(self) -> object:
@@ -59,7 +55,6 @@ class Counter:
         return (each for each in ())
 
     async def leave(self, status: int) -> None:
-        """End the process."""
         os._exit(status)
 
     def close(self) -> None:

@@ -183,17 +183,13 @@ def state_dicts(leaves: st.SearchStrategy[Any] | None = None) -> st.SearchStrate
 
 def named_leaves(state: Any, name: str = "") -> list[str]:
     """The dotted names of all tensors and values; a tuple without tensors is one value."""
-    if isinstance(state, tuple) and type(state) is tuple and not holds_tensors(state):
+    if type(state) not in (dict, list, tuple) or (type(state) is tuple and not holds_tensors(state)):
         return [name]
-    if isinstance(state, dict) or type(state) in (list, tuple):
-        pairs = state.items() if isinstance(state, dict) else enumerate(state)
-        return [leaf for key, item in pairs for leaf in named_leaves(item, f"{name}.{key}" if name else str(key))]
-    return [name]
+    pairs = state.items() if isinstance(state, dict) else enumerate(state)
+    return [leaf for key, item in pairs for leaf in named_leaves(item, f"{name}.{key}" if name else str(key))]
 
 
 def holds_tensors(state: Any) -> bool:
-    if isinstance(state, Tensor):
-        return True
-    if isinstance(state, dict) or type(state) in (list, tuple):
+    if type(state) in (dict, list, tuple):
         return any(map(holds_tensors, state.values() if isinstance(state, dict) else state))
-    return False
+    return isinstance(state, Tensor)
