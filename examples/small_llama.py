@@ -3,8 +3,6 @@
 Needs transformers: pip install 'holdfast[rl]'.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal
@@ -24,16 +22,8 @@ TEXT = torch.tensor(list(b"what was promised will be kept, and what is kept was 
 def small_llama() -> LlamaForCausalLM:
     """The same weights every time."""
     torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=128,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            max_position_embeddings=32,
-        )
-    )
+    sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 32}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=2))
 
 
 def batch(step: int, shard: int) -> torch.Tensor:

@@ -6,8 +6,6 @@ Then kill any of the processes it names (`kill -9 PID`): the step that was under
 by the spare in its place, and the loss at the end is the same to the last bit as without the kill.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 

@@ -8,8 +8,6 @@ weights at the end are the same to the last bit as without the kill, on any numb
 The model and the text are in `small_llama.py`. Needs transformers: pip install 'holdfast[rl]'.
 """
 
-from __future__ import annotations
-
 import torch
 from small_llama import SHARDS, arguments, batch, checksum, end_once, report, small_llama
 

@@ -12,8 +12,6 @@ rank's shards come from its replica, and `--copies 0` saves the memory and the t
 The model and the text are in `small_llama.py`. Needs transformers: pip install 'holdfast[rl]'.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from typing import Any

@@ -7,8 +7,6 @@ dispatch and combine. The others finish and commit that step without its experts
 that are left.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -42,9 +40,8 @@ def train(session: ft.Session, steps: int) -> list[tuple[int, float, int]]:
     for attempt in session.steps(steps):
         with attempt:
             if switch is None:
-                switch = Switch(
-                    attempt.lasting, EXPERTS, top_k=TOP_K, hidden=FEATURES, max_tokens=TOKENS, renormalise=True
-                )
+                sizes = {"top_k": TOP_K, "hidden": FEATURES, "max_tokens": TOKENS}
+                switch = Switch(attempt.lasting, EXPERTS, **sizes, renormalise=True)
                 torch.manual_seed(attempt.rank)
                 for _ in switch.local_experts:
                     layers = torch.nn.Linear(FEATURES, 64), torch.nn.ReLU(), torch.nn.Linear(64, FEATURES)
@@ -65,7 +62,6 @@ def train(session: ft.Session, steps: int) -> list[tuple[int, float, int]]:
             optimizer.zero_grad()
             loss.backward()
             for parameter in router.parameters():  # the experts' own gradients are complete: all tokens came to them
-                assert parameter.grad is not None
                 switch.all_reduce(parameter.grad).div_(sum(switch.alive))
         if attempt.committed:  # by all, or by all that are left
             optimizer.step()

@@ -13,9 +13,8 @@ test passes without the right answer. That stops objects that equal everything, 
 comparison busy.
 """
 
-from __future__ import annotations
-
 import inspect
+import itertools
 import json
 import math
 import random
@@ -28,7 +27,7 @@ from typing import Any
 import msgspec
 
 from holdfast.rl.environments.environment import Action, Environment, Observation
-from holdfast.rl.environments.sandbox import Limits, Sandbox, SandboxError, SandboxResult
+from holdfast.rl.environments.sandbox import Limits, Sandbox, SandboxError
 from holdfast.rl.environments.sandbox.limits import MEBIBYTE, Reason
 from holdfast.rl.errors import EpisodeOver, UnknownEnvironment
 
@@ -114,13 +113,10 @@ def is_plain(value: object, depth: int = _DEEPEST) -> bool:
     """True if a value survives the way into a run and out of it."""
     if type(value) in _SCALARS:
         return True
-    if not depth:
+    if not depth or type(value) not in (dict, list, tuple, set, frozenset):
         return False
-    if isinstance(value, dict) and type(value) is dict:
-        return all(is_plain(each, depth - 1) for pair in value.items() for each in pair)
-    if isinstance(value, list | tuple | set | frozenset) and type(value) in (list, tuple, set, frozenset):
-        return all(is_plain(each, depth - 1) for each in value)
-    return False
+    inner = itertools.chain(*value.items()) if isinstance(value, dict) else value
+    return all(is_plain(each, depth - 1) for each in inner)
 
 
 def _same(got: Any, wanted: Any, depth: int) -> bool:
@@ -159,8 +155,7 @@ def _is_scalar(encoded: Any) -> bool:
 def _key(encoded: Any) -> Hashable:
     """The hashable value behind a text. Raises ValueError for one that is none, or too large."""
     if _is_scalar(encoded):
-        scalar: Hashable = decode(encoded)
-        return scalar
+        return decode(encoded)
     kind, items = encoded
     if kind not in ("tuple", "frozenset") or len(items) > _MOST_IN_KEY:
         raise ValueError("not hashable")
@@ -244,8 +239,7 @@ def run_tests(
     """
     if not tests:
         raise SandboxError("run_tests got no test: the reward of such a task would be undefined; give at least one")
-    verdicts = list[Verdict]()
-    timeouts = 0
+    verdicts, timeouts = list[Verdict](), 0
     for test in tests:
         if timeouts == _TIMEOUTS:
             verdicts.append(Verdict(False, None, f"not run: {_TIMEOUTS} tests before it ran out of time"))
@@ -270,15 +264,12 @@ def _run(solution: str, test: CodeTest, limits: Limits, sandbox: Sandbox) -> Ver
         right = equals(result.value, test.expected)
     else:
         right = _lines(result.stdout) == _lines(test.expected)
-    return Verdict(right and result.reason == "ok", result.reason, "" if right else _last_line(result))
+    message = "" if right else result.stderr.rstrip().rpartition("\n")[2][:200]
+    return Verdict(right and result.reason == "ok", result.reason, message)
 
 
 def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().split("\n")]
-
-
-def _last_line(result: SandboxResult) -> str:
-    return result.stderr.rstrip().rpartition("\n")[2][:200]
 
 
 # -- problems
@@ -451,9 +442,7 @@ class CoderEnvironment(Environment):
         self._tests = tests
         self._problem: CodingProblem | None = None
         with CoderEnvironment._lock:
-            if CoderEnvironment._sandbox is None:
-                CoderEnvironment._sandbox = Sandbox()
-            self._shared = CoderEnvironment._sandbox
+            self._shared = CoderEnvironment._sandbox = CoderEnvironment._sandbox or Sandbox()
             CoderEnvironment._users += 1
 
     def reset(self, seed: int) -> Observation:
@@ -466,9 +455,8 @@ class CoderEnvironment(Environment):
         problem, self._problem = self._problem, None
         result = judge(problem, action.text, self._shared)
         text = f"{result.passed} of {len(result.verdicts)} tests passed"
-        failed = next((verdict for verdict in result.verdicts if not verdict.passed), None)
-        if failed:
-            text += f"; the first that failed: {failed.message or failed.reason}"
+        if failed := [verdict for verdict in result.verdicts if not verdict.passed]:
+            text += f"; the first that failed: {failed[0].message or failed[0].reason}"
         return Observation(text=text, fields={"passed": result.passed}, reward=result.fraction, done=True)
 
     def close(self) -> None:

@@ -3,8 +3,6 @@
 holdfast rl environment serve "python:examples/rl/game_2048.py:Game2048Environment?goal=64"
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Mapping, Sequence

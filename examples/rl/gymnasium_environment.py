@@ -3,8 +3,6 @@
 holdfast rl environment serve "python:examples/rl/gymnasium_environment.py:GymnasiumEnvironment?name=CartPole-v1"
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

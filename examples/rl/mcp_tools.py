@@ -5,8 +5,6 @@
 `ToolEnvironment` asks questions that need the tools of any server. Run as a program, this file is such a server.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import sys

@@ -3,8 +3,6 @@
 holdfast rl environment serve "python:examples/rl/textarena_game.py:TextArenaEnvironment?name=Wordle-v0"
 """
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Iterator

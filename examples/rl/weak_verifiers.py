@@ -19,8 +19,6 @@ p, so no labels and no class balance are needed. Pairs with a covariance far abo
 left out of both, and verifiers that are linked by such pairs share one voice.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

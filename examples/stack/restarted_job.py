@@ -3,8 +3,6 @@
 restarted_job.py trl|lightning
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -25,8 +23,7 @@ def torchrun(program: Path, *words: object, ranks: int, restarts: int = 0) -> di
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=400)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
-    said: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return said
+    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def job(folder: str, example: str, backend: str, kill_step: int = 0) -> dict[str, Any]:

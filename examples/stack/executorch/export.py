@@ -5,8 +5,6 @@
 ExecuTorch brings torchao, which changes what transformers does: `program.py` runs in an environment of its own.
 """
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import tempfile

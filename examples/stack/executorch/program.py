@@ -3,8 +3,6 @@
 python program.py JOB     # the arguments of `run` as JSON; what is found is written beside it
 """
 
-from __future__ import annotations
-
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -36,8 +34,7 @@ class _LogitsOf(torch.nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """The logits (1, length, vocabulary)."""
-        logits: torch.Tensor = self.model(input_ids=tokens, use_cache=False).logits
-        return logits
+        return self.model(input_ids=tokens, use_cache=False).logits
 
 
 def make_program(model: torch.nn.Module, length: int, vocabulary: int) -> tuple[bytes, float]:
@@ -49,11 +46,8 @@ def make_program(model: torch.nn.Module, length: int, vocabulary: int) -> tuple[
     example = (torch.zeros(1, min(6, length), dtype=torch.int64, device="cpu"),)
     sizes = {"tokens": {1: torch.export.Dim("length", min=1, max=length)}}
     exported = torch.export.export(model, example, dynamic_shapes=sizes, strict=False)
-    edge = to_edge_transform_and_lower(
-        exported,
-        partitioner=[XnnpackPartitioner()],
-        constant_methods={"get_max_seq_len": length, "get_vocab_size": vocabulary},
-    )
+    constants = {"get_max_seq_len": length, "get_vocab_size": vocabulary}
+    edge = to_edge_transform_and_lower(exported, partitioner=[XnnpackPartitioner()], constant_methods=constants)
     counts = get_delegation_info(edge.exported_program().graph_module)
     inside, outside = counts.num_delegated_nodes, counts.num_non_delegated_nodes
     return edge.to_executorch().buffer, inside / max(1, inside + outside)
@@ -64,12 +58,7 @@ def load(path: Path) -> Logits:
     from executorch.runtime import Runtime
 
     method = Runtime.get().load_program(path).load_method("forward")
-
-    def logits(tokens: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = method.execute([tokens])[0]
-        return found
-
-    return logits
+    return lambda tokens: method.execute([tokens])[0]
 
 
 def greedy(logits: Logits, prompt: Sequence[int], most: int, stop: Sequence[int]) -> tuple[int, ...]:
@@ -85,7 +74,7 @@ def greedy(logits: Logits, prompt: Sequence[int], most: int, stop: Sequence[int]
 @torch.no_grad()
 def compare(program: Logits, model: _LogitsOf, prompts: Tokens, length: int) -> tuple[float, float]:
     """The largest difference of a logit, and the allowed one; for prompts and many lengths."""
-    vocabulary = int(model.model.config.vocab_size)  # type: ignore[union-attr, arg-type]
+    vocabulary = int(model.model.config.vocab_size)
     random = torch.Generator("cpu").manual_seed(0)
     lengths = sorted({1, length, *range(2, length, max(1, length // 16))})
     batches = [torch.randint(vocabulary, (1, each), generator=random, device="cpu") for each in lengths]
@@ -111,9 +100,9 @@ def run(
     """
     from transformers import AutoModelForCausalLM
 
-    make: Any = AutoModelForCausalLM
-    wrapped = _LogitsOf(make.from_pretrained(model, local_files_only=True, dtype=torch.float32).eval())
-    program, delegated = make_program(wrapped, length, int(wrapped.model.config.vocab_size))  # type: ignore[union-attr, arg-type]
+    eager = AutoModelForCausalLM.from_pretrained(model, local_files_only=True, dtype=torch.float32)
+    wrapped = _LogitsOf(eager.eval())
+    program, delegated = make_program(wrapped, length, int(eager.config.vocab_size))
     Path(draft).write_bytes(program)
     logits = load(Path(draft))
     difference, allowed = compare(logits, wrapped, prompts, length)

@@ -3,26 +3,21 @@
 torchrun --nproc-per-node 2 train.py lightning --directory saved [--backend gloo] [--kill-step 5]
 """
 
-from __future__ import annotations
-
-import argparse
-import hashlib
-import json
-import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import lightning
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast.comms.torchdist  # noqa: F401  (registers the backend "holdfast")
+
+sys.path.append(str(Path(__file__).parents[1]))
+from restarted_program import arguments, end_once, report
 
 
 class Classifier(lightning.LightningModule):  # type: ignore[misc]
@@ -44,26 +39,16 @@ class Classifier(lightning.LightningModule):  # type: ignore[misc]
         return torch.optim.Adam(self.parameters(), lr=1e-2)
 
 
-class KillOnce(Callback):  # type: ignore[misc]
-    """SIGKILL to rank 1 after a step; not in a job that was restarted after it."""
-
+class EndOnce(Callback):  # type: ignore[misc]
     def __init__(self, step: int) -> None:
         self._step = step
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-        if first and trainer.global_rank == 1 and trainer.global_step == self._step:
-            os.kill(os.getpid(), signal.SIGKILL)
+        end_once(trainer.global_step, self._step)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("lightning",))
-    parser.add_argument("--backend", default="holdfast", choices=("holdfast", "gloo"))
-    parser.add_argument("--directory", required=True, help="where checkpoints lie")
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--kill-step", type=int, default=0)
-    asked = parser.parse_args()
+    asked = arguments("lightning")
     torch.set_num_threads(1)
     lightning.seed_everything(0, verbose=False)
     trainer = lightning.Trainer(
@@ -71,29 +56,15 @@ def main() -> None:
         devices=2,
         strategy=DDPStrategy(process_group_backend=asked.backend),
         max_steps=asked.steps,
-        callbacks=[
-            ModelCheckpoint(asked.directory, every_n_train_steps=2, save_last=True),
-            KillOnce(asked.kill_step),
-        ],
+        callbacks=[ModelCheckpoint(asked.directory, every_n_train_steps=2, save_last=True), EndOnce(asked.kill_step)],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
     last = Path(asked.directory) / "last.ckpt"
-    model = Classifier()
-    trainer.fit(
-        model, DataLoader(TensorDataset(torch.zeros(2 * asked.steps))), ckpt_path=str(last) if last.exists() else None
-    )
-    weights = b"".join(each.detach().numpy().tobytes() for each in model.parameters())
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, hashlib.sha256(weights).hexdigest()[:12])
-    if trainer.is_global_zero:
-        backend = type(dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))).__module__
-        said = {"weights": everywhere, "losses": model.losses, "backend": backend}
-        print(json.dumps(said | {"restarts": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))}), flush=True)
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)
+    model, batches = Classifier(), DataLoader(TensorDataset(torch.zeros(2 * asked.steps)))
+    trainer.fit(model, batches, ckpt_path=str(last) if last.exists() else None)
+    report(model, model.losses)
 
 
 if __name__ == "__main__":

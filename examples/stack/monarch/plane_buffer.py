@@ -1,7 +1,5 @@
 """`PlaneBuffer`: the calls of Monarch's `RDMABuffer` over a memory plane of holdfast's. It travels as a handle."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 

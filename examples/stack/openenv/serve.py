@@ -4,8 +4,6 @@
 openenv validate --url http://127.0.0.1:8000
 """
 
-from __future__ import annotations
-
 import random
 import sys
 from typing import Any

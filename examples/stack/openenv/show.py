@@ -1,7 +1,5 @@
 """Validates our environments behind OpenEnv's server with `openenv validate`, and plays them there: make openenv."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess

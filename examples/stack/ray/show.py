@@ -3,8 +3,6 @@
 show.py [MIB ROUNDS]
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import statistics

@@ -3,8 +3,6 @@
 The plane is `memory("auto")`: HOLDFAST_PLANE names another one.
 """
 
-from __future__ import annotations
-
 import functools
 import threading
 import time
@@ -101,8 +99,7 @@ class HoldfastTensorTransport(TensorTransportManager):  # type: ignore[misc]
         deadline = time.monotonic() + timeout
         for work in fetch_request.works:
             work.wait(None if timeout < 0 else max(deadline - time.monotonic(), 0.0))
-        tensors: list[torch.Tensor] = fetch_request.tensors
-        return tensors
+        return fetch_request.tensors
 
     def recv_multiple_tensors(self, *arguments: Any, **named: Any) -> list[torch.Tensor]:
         return self.wait_fetch_complete(self.fetch_multiple_tensors(*arguments, **named))

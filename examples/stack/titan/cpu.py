@@ -3,8 +3,6 @@
 The trainers of a run (`rl/trainers/titan`) need none of this. Call `patch()` before any other import of torchtitan.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

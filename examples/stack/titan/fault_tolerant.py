@@ -8,8 +8,6 @@ before the commit of a step, after KILL such steps, unless that is 0. At the end
 
 # ruff: noqa: E402  (torchtitan reads what `cpu.patch` changes when it is imported)
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -7,8 +7,6 @@ On a GPU leave `cpu.patch()` out, and use TorchTitan's `torchtitan.train` with t
 
 # ruff: noqa: E402  (torchtitan reads what `cpu.patch` changes when it is imported)
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

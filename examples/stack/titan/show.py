@@ -1,7 +1,5 @@
 """Runs TorchTitan both ways, its models as trainers and its own Trainer, and prints what was seen: make titan."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

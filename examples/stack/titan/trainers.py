@@ -5,8 +5,6 @@
 Each job trains on the same batches, with the parallelisms of TorchTitan; each is done with and without a SIGKILL.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import random
@@ -47,17 +45,15 @@ def batch_of(step: int) -> Batch:
 
 
 def config_of(titan: TitanConfig, copies: int = 1) -> RunConfig:
-    trainer = TrainerConfig(
-        kind="titan", units=SHARDS, micro_batch=2, copies=copies, rate=0.01, rate_warmup=2, rate_decay=10
-    )
+    rates = {"rate": 0.01, "rate_warmup": 2, "rate_decay": 10}
+    trainer = TrainerConfig(kind="titan", units=SHARDS, micro_batch=2, copies=copies, **rates)
     return RunConfig(steps=BATCHES, trainer=trainer, titan=titan)
 
 
 def train(session: Session, config: RunConfig, source: ModelSource, killed: int) -> tuple[str, tuple[float, ...], int]:
     """The digest of the final weights under transformers' names, the losses that were committed here, the epochs."""
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    reports: list[Any] = []
-    epochs: list[int] = []
+    reports, epochs = list[Any](), list[int]()
 
     def take(step: int, over: Any) -> EncodedBatch:
         epochs.append(session.epoch or 0)
@@ -103,8 +99,7 @@ def main() -> bool:
     zygote().preload("torchtitan.models.llama3", "torchtitan.models.qwen3", "transformers.models.llama.modeling_llama")
     row = "{:<8} {:<36} {:>18} {}".format
     print(row("model", "parallelism", "last loss", "weights"))
-    seen: dict[tuple[str, bool], str] = {}
-    good = True
+    seen, good = dict[tuple[str, bool], str](), True
     wanted = sys.argv[1:]  # words of titles; none: all
     for model, title, source, titan, how in JOBS:
         if wanted and f"{model} {title}" not in wanted:

@@ -1,7 +1,5 @@
 """Two replica groups of `fault_tolerant.py`, one of them killed and started again: two_groups.py [JOB ...]."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Two groups of torchft, one of which is killed and started again; each is a command, and prints a line of JSON."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -40,8 +38,7 @@ def result(group: subprocess.Popen[str]) -> dict[str, Any]:
     out, errors = group.communicate(timeout=SECONDS)
     if group.returncode:
         raise SystemExit(f"{group.args} ended with {group.returncode}:\n{errors[-4000:]}")
-    said: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
-    return said
+    return json.loads(out.strip().splitlines()[-1])
 
 
 def killed_and_back(

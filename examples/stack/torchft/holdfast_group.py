@@ -4,8 +4,6 @@ torchft's Manager configures it anew for each quorum. An op whose peer died rais
 discards the step.
 """
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import torch

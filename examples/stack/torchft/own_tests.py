@@ -6,8 +6,6 @@ Where a test wants one of gloo's or NCCL's texts of a peer's death or a timeout,
 at free ports: the tests name 19530 and the next ones, which the Manager of the attempt before may still have.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import unittest

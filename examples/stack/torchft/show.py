@@ -1,7 +1,5 @@
 """Two groups of torchft over holdfast, beside gloo and with one of them killed and replaced: make torchft."""
 
-from __future__ import annotations
-
 import sys
 from itertools import pairwise
 from pathlib import Path

@@ -6,8 +6,6 @@ It trains until two groups took part in STEPS of its steps. With KILL_STEP the p
 a step, after so many: its gradients are there, so the other group goes on. At the end it prints a line of JSON.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

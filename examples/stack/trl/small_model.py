@@ -1,12 +1,9 @@
 """A Llama of 84,096 random weights with a tokenizer of single characters, and sums to learn: needs no download."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 
 import torch
-import xxhash
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -29,20 +26,9 @@ def small_llama() -> LlamaForCausalLM:
     """The same weights every time."""
     torch.manual_seed(0)
     end = len(CHARACTERS) + 1
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=end + 1,
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            max_position_embeddings=32,
-            pad_token_id=end - 1,
-            bos_token_id=end,
-            eos_token_id=end,
-        )
-    )
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    tokens = {"vocab_size": end + 1, "pad_token_id": end - 1, "bos_token_id": end, "eos_token_id": end}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **tokens, num_key_value_heads=2, max_position_embeddings=32))
 
 
 def sums(count: int) -> list[dict[str, Any]]:
@@ -50,9 +36,3 @@ def sums(count: int) -> list[dict[str, Any]]:
     drawn = random.Random(0)
     pairs = [(drawn.randint(0, 9), drawn.randint(0, 9)) for _ in range(count)]
     return [{"prompt": f"{one}+{other}=", "answer": f"{one + other:02d}"} for one, other in pairs]
-
-
-def fingerprint(model: torch.nn.Module) -> str:
-    """A checksum of every bit of the weights."""
-    flat = torch.cat([each.detach().flatten() for each in model.parameters()])
-    return xxhash.xxh3_64_hexdigest(flat.numpy().data)

@@ -3,12 +3,8 @@
 torchrun --nproc-per-node 2 train.py grpo|sft|trainer|loop --directory saved [--backend gloo] [--kill-step 5]
 """
 
-from __future__ import annotations
-
 import argparse
-import json
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,13 +13,16 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from datasets import Dataset
-from small_model import fingerprint, small_llama, sums, tokenizer
+from small_model import small_llama, sums, tokenizer
 from torch.utils.data import DataLoader
 from transformers import DataCollatorForLanguageModeling, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 import holdfast.comms.torchdist  # noqa: F401  (registers the backend "holdfast")
+
+sys.path.append(str(Path(__file__).parents[1]))
+from restarted_program import arguments, end_once, report
 
 
 def options(asked: argparse.Namespace) -> dict[str, Any]:
@@ -65,13 +64,6 @@ def trainer(asked: argparse.Namespace) -> Trainer:
 
 
 TRAINERS = {"grpo": grpo, "sft": sft, "trainer": trainer}
-
-
-def end_once(step: int, kill_step: int) -> None:
-    """SIGKILL to rank 1 after `kill_step`; not in a job that was restarted after it."""
-    first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-    if first and dist.get_rank() == 1 and step == kill_step:
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class EndOnce(TrainerCallback):
@@ -120,28 +112,10 @@ def loop(asked: argparse.Namespace) -> tuple[torch.nn.Module, list[float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=(*TRAINERS, "loop"))
-    parser.add_argument("--backend", default="holdfast")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--directory", required=True, help="where checkpoints lie")
-    parser.add_argument("--kill-step", type=int, default=0, help="rank 1 ends itself with SIGKILL after it, once")
-    asked = parser.parse_args()
+    asked = arguments(*TRAINERS, "loop")
     torch.set_num_threads(1)
     dist.init_process_group(asked.backend)  # before the first use of accelerate: it takes the group that is there
-    model, losses = loop(asked) if asked.what == "loop" else train(TRAINERS[asked.what](asked), asked)
-    everywhere = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, fingerprint(model))
-    if dist.get_rank() == 0:
-        backend = type(dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))).__module__
-        said = {"weights": everywhere, "losses": losses, "backend": backend}
-        print(json.dumps(said | {"restarts": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))}), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
-    # torch 2.13's gloo may deadlock at the end: DDP's reducer frees the group while it holds the interpreter lock, and
-    # joins a thread of the group that waits for this lock to free its last op.
-    sys.stdout.flush()
-    os._exit(0)
+    report(*(loop(asked) if asked.what == "loop" else train(TRAINERS[asked.what](asked), asked)))
 
 
 if __name__ == "__main__":

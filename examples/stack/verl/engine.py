@@ -8,8 +8,6 @@ Each trainer publishes its share of the tensors, and each rollout worker reads t
 that was replaced reads the newest version when it likes: there is no group to rebuild.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterable, AsyncIterator, Iterable
 from typing import Any

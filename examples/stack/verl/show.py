@@ -4,8 +4,6 @@ The workers stand in for verl's: trainers that yield weights, and rollouts that 
 carry them, call the engine and register it by `custom_backend_module`.
 """
 
-from __future__ import annotations
-
 import logging
 import tempfile
 import time
@@ -20,8 +18,6 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.utils.import_utils import import_external_libs
 from verl.workers.config import CheckpointEngineConfig
-
-MODULE = "engine"
 
 
 def weights(step: int) -> dict[str, torch.Tensor]:
@@ -85,7 +81,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         config = CheckpointEngineConfig(
             backend="holdfast",
-            custom_backend_module=MODULE,
+            custom_backend_module="engine",
             update_weights_bucket_megabytes=4,
             engine_kwargs={"holdfast": {"url": f"sqlite://{directory}/weights.sqlite"}},
         )

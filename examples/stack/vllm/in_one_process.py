@@ -3,8 +3,6 @@
 Runs in an interpreter that has vLLM: `make vllm-newest`. The model is that of `update_under_load.py`.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 

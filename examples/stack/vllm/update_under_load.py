@@ -4,8 +4,6 @@
 interpreter: update_under_load.py [PYTHON].
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import os
@@ -33,19 +31,9 @@ UPDATES, KILLED_AFTER, TOKENS = 20, 10, 20
 SECONDS = 600.0
 """The limit of each call."""
 
-SOURCE = ModelSource(
-    config={
-        "model_type": "llama",
-        "vocab_size": len(ARITHMETIC_CHARACTERS),
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "initializer_range": 0.2,
-    }
-)
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "max_position_embeddings": 128}
+SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": len(ARITHMETIC_CHARACTERS)}
+SOURCE = ModelSource(config={"model_type": "llama", **SIZES, "initializer_range": 0.2})
 PROMPTS = tuple(tuple(CharacterTokenizer().encode(each.prompt)) for each in arithmetic_held_out()[:16])
 
 
