@@ -169,30 +169,23 @@ def _right_share(centred: Matrix, skills: Matrix, apart: NDArray[np.bool_]) -> f
 def _weights(
     many: int, kept: Sequence[int], rates: Matrix, gaps: Matrix, right: float, apart: NDArray[np.bool_]
 ) -> VerifierWeights:
-    hits, alarms, ones, zeros = ([0.5] * many, [0.5] * many, [0.0] * many, [0.0] * many)
-    voices = _linked(apart)
-    for place, verifier in enumerate(kept):
-        alarm = float(rates[place] - right * gaps[place])
-        hit = min(0.99, max(0.01, alarm + float(gaps[place])))
-        alarm = min(0.99, max(0.01, alarm))
-        hits[verifier], alarms[verifier] = hit, alarm
-        ones[verifier] = math.log(hit / alarm) / voices[place]
-        zeros[verifier] = math.log((1.0 - hit) / (1.0 - alarm)) / voices[place]
+    hits, alarms = (np.clip(rates - share * gaps, 0.01, 0.99) for share in (right - 1.0, right))
+    near = (~apart).astype(np.int64)
+    voices = (np.linalg.matrix_power(near, len(near)) > 0).sum(1)  # how many are linked with each, itself included
+
+    def of_all(values: Matrix, otherwise: float) -> tuple[float, ...]:
+        whole = np.full(many, otherwise)
+        whole[kept] = values
+        return tuple(whole.tolist())
+
     return VerifierWeights(
         right=right,
-        hits=tuple(hits),
-        false_alarms=tuple(alarms),
-        for_one=tuple(ones),
-        for_zero=tuple(zeros),
+        hits=of_all(hits, 0.5),
+        false_alarms=of_all(alarms, 0.5),
+        for_one=of_all(np.log(hits / alarms) / voices, 0.0),
+        for_zero=of_all(np.log((1.0 - hits) / (1.0 - alarms)) / voices, 0.0),
         dropped=tuple(each for each in range(many) if each not in kept),
     )
-
-
-def _linked(apart: NDArray[np.bool_]) -> list[int]:
-    """For each verifier, how many are linked with it by dependent pairs, itself included."""
-    near = (~apart).astype(np.int64)
-    reached = np.linalg.matrix_power(near, len(near)) > 0
-    return [int(row.sum()) for row in reached]
 
 
 class WeakVerifierEnsemble:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from support.source_tree import ROOT
@@ -33,46 +34,28 @@ LINES_OF_FAILURE = 30
 NO_PROCESSES = "not shm and not gloo and not ucx and not mpi and not fsdp"
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Modules to change, and the tests that should notice."""
-
-    modules: tuple[str, ...]
-    tests: tuple[str, ...]
-
-
 TARGETS = {
-    "ft/membership": Target(
-        ("ft/membership/*.py",), ("tests/ft/membership", "tests/ft/session/test_job_environment.py")
+    "ft/membership": ("ft/membership/*.py", "tests/ft/membership tests/ft/session/test_job_environment.py"),
+    "ft/step_protocol": (
+        "ft/step_protocol.py",
+        "tests/ft/session/test_session_parts.py tests/ft/session/test_step_protocol.py",
     ),
-    "ft/step_protocol": Target(
-        ("ft/step_protocol.py",),
-        ("tests/ft/session/test_session_parts.py", "tests/ft/session/test_step_protocol.py"),
+    "store/catalog": (
+        "store/catalog/*.py",
+        "tests/store/catalog tests/store/fleet/test_fleet_transitions.py tests/store/test_disk.py "
+        "tests/store/test_store.py tests/store/test_store_faults.py",
     ),
-    "store/catalog": Target(
-        ("store/catalog/*.py",),
-        (
-            "tests/store/catalog",
-            "tests/store/test_disk.py",
-            "tests/store/fleet/test_fleet_transitions.py",
-            "tests/store/test_store_faults.py",
-            "tests/store/test_store.py",
-        ),
+    "comms": (
+        "comms/collectives.py comms/quantities.py comms/tensors/packing.py",
+        "tests/comms/calls/test_argument_checks.py tests/comms/ops/test_collectives.py "
+        "tests/comms/ops/test_fast_path.py tests/comms/memory/test_tensor_memory.py",
     ),
-    "comms": Target(
-        ("comms/collectives.py", "comms/quantities.py", "comms/tensors/packing.py"),
-        (
-            "tests/comms/calls/test_argument_checks.py",
-            "tests/comms/ops/test_collectives.py",
-            "tests/comms/ops/test_fast_path.py",
-            "tests/comms/memory/test_tensor_memory.py",
-        ),
-    ),
-    "rl": Target(
-        ("rl/grpo/loss.py", "rl/grpo/batch.py", "rl/grpo/token_logprobs.py"),
-        ("tests/rl/grpo/test_losses.py", "tests/rl/trainers/test_rl_trainer_units.py"),
+    "rl": (
+        "rl/grpo/loss.py rl/grpo/batch.py rl/grpo/token_logprobs.py",
+        "tests/rl/grpo/test_losses.py tests/rl/trainers/test_rl_trainer_units.py",
     ),
 }
+"""By name: modules to change, and the tests that should notice."""
 
 _PAIRS = (ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn)
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = dict([*_PAIRS, *((other, one) for one, other in _PAIRS)])
@@ -171,21 +154,12 @@ def _short(text: str) -> str:
     return text.partition("\n")[0][:90]
 
 
-def mutants(name: str, target: Target) -> list[Mutant]:
+def mutants(name: str) -> list[Mutant]:
     """Every mutant of a target."""
-    paths = [path for pattern in target.modules for path in sorted(ROOT.glob(pattern))]
+    paths = [path for pattern in TARGETS[name][0].split() for path in sorted(ROOT.glob(pattern))]
     return [
         Mutant(name, path, number) for path in paths for number, _ in enumerate(mutations(ast.parse(path.read_text())))
     ]
-
-
-class _FailedTests:
-    """Counts the tests that failed, for pytest."""
-
-    count = 0
-
-    def pytest_sessionfinish(self, session: Any) -> None:
-        self.count = session.testsfailed
 
 
 def _import_changed(mutant: Mutant) -> None:
@@ -199,7 +173,7 @@ def _import_changed(mutant: Mutant) -> None:
     SourceFileLoader.get_code = code_of
 
 
-def _run_tests(target: Target, mutant: Mutant | None, output: int) -> NoReturn:
+def _run_tests(target: str, mutant: Mutant | None, output: int) -> NoReturn:
     """Run the tests in this process, a fork, with its output in a file, and end with their status."""
     status = 99
     try:
@@ -211,16 +185,17 @@ def _run_tests(target: Target, mutant: Mutant | None, output: int) -> NoReturn:
         import pytest
 
         options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not thorough", "-k", NO_PROCESSES]
-        failed = _FailedTests()
-        status = int(pytest.main([*options, "--hypothesis-seed=1", *target.tests], [failed]))
-        if status == pytest.ExitCode.TESTS_FAILED and not failed.count:
+        failed = list[Any]()
+        plugin = SimpleNamespace(pytest_runtest_logreport=lambda report: failed.extend([report] * report.failed))
+        status = int(pytest.main([*options, "--hypothesis-seed=1", *TARGETS[target][1].split()], [plugin]))
+        if status == pytest.ExitCode.TESTS_FAILED and not failed:
             status = 0
         sys.stdout.flush()
     finally:
         os._exit(status)
 
 
-def failure(target: Target, mutant: Mutant | None, limit: float) -> str | None:
+def failure(target: str, mutant: Mutant | None, limit: float) -> str | None:
     """The last lines that the tests write if they fail or take longer than `limit` seconds; None if they pass."""
     with tempfile.TemporaryFile() as output:
         pid = os.fork()
@@ -270,7 +245,7 @@ def main() -> int:
     import torch.distributed  # noqa: F401
 
     names = [arguments.only] if arguments.only else list(TARGETS)
-    every = [mutant for name in names for mutant in mutants(name, TARGETS[name])]
+    every = [mutant for name in names for mutant in mutants(name)]
     chosen = random.Random(arguments.seed).sample(every, min(arguments.mutants, len(every)))
     survivors = []
     for name in names:
@@ -278,13 +253,13 @@ def main() -> int:
         if not mine:
             continue
         began = time.monotonic()
-        if (lines := failure(TARGETS[name], None, 600.0)) is not None:
+        if (lines := failure(name, None, 600.0)) is not None:
             print(f"{name}: the tests fail without a mutant\n{lines}")
             return 2
         limit = 5.0 * (time.monotonic() - began) + 20.0
         print(f"{name}: {len(mine)} mutants, {limit:.0f} s at most each", flush=True)
         for mutant in mine:
-            if failure(TARGETS[name], mutant, limit) is None:
+            if failure(name, mutant, limit) is None:
                 survivors.append(mutant)
                 print(f"survived: {mutant}", flush=True)
     print(f"{len(chosen) - len(survivors)} of {len(chosen)} mutants were noticed (seed {arguments.seed})")
