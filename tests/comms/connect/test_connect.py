@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -86,15 +86,6 @@ def test_connect_takes_and_logs_the_first_backend_that_all_ranks_can_run(
         assert [record.message for record in caplog.records] == ["communicator 'default' of 1 ranks uses inproc"]
 
 
-def test_peers_on_other_hosts_rule_out_backends_of_one_host() -> None:
-    here = this_process()
-    there = Peer("another host", 1, 1)
-    assert choose_backend("auto", [here, here]) == "shm"
-    assert choose_backend("auto", [here, there]) == "gloo"
-    with pytest.raises(comms.BackendUnavailable, match="different hosts"):
-        choose_backend("shm", [here, there])
-
-
 def test_the_error_of_an_unknown_backend_lists_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(comms.BackendUnavailable) as caught:
         comms.connect("smoke-signals", rank=0, size=1)  # refused before it looks for a meeting place
@@ -105,6 +96,8 @@ def test_the_error_of_an_unknown_backend_lists_the_known_ones(tmp_path: Path) ->
     assert caught.value.install_hint
     with pytest.raises(comms.Unsupported, match="memory plane only"):
         alone(tmp_path, "nixl")
+    with pytest.raises(comms.BackendUnavailable, match="no backend offers itself for tensors on meta"):
+        comms.connect(rank=0, size=1, device="meta")
 
 
 @pytest.mark.parametrize(
@@ -127,51 +120,25 @@ def test_invalid_arguments_are_refused(arguments: dict[str, Any], said: str, mon
         comms.connect("inproc", **arguments)
 
 
-def test_a_timeout_of_connect_names_the_missing_ranks(place: str) -> None:
-    began = time.monotonic()
-    outcome = in_threads(2, lambda rank: comms.connect("inproc", rank=rank, size=4, rendezvous=place, timeout=3.0))
-    assert time.monotonic() - began < PATIENCE
-    for error in outcome:
-        assert isinstance(error, comms.OpTimeout) and error.op == "connect" and error.missing_ranks == (2, 3)
-
-
-def test_connect_times_out_without_a_store_server(port: int) -> None:
-    with pytest.raises(comms.OpTimeout):
-        comms.connect("inproc", rank=1, size=2, rendezvous=f"tcp://127.0.0.1:{port}", timeout=0.5)
-
-
-def test_a_second_connect_of_the_same_rank_is_refused_at_once(place: str) -> None:
-    def body(rank: int) -> float:
-        comm = comms.connect("inproc", rank=rank, size=2, rendezvous=place)
-        if rank == 1:
-            with pytest.raises(comms.Mismatch, match="rank 1 of 'default' is connected"):
-                comms.connect("inproc", rank=1, size=2, rendezvous=place)
-        return total(comm)
-
-    assert in_threads(2, body) == [3.0, 3.0]
-
-
-@pytest.mark.parametrize(
-    ("odd", "said"),
-    [
-        ({"size": 3, "timeout": 2.0}, "must pass the same size"),
-        ({"backend": "inproc,gloo"}, "must ask for the same"),
-        ({"backend": "inproc,pigeon"}, "must ask for the same"),
-    ],
-)
-def test_ranks_with_different_sizes_or_backends_raise_an_error(place: str, odd: dict[str, Any], said: str) -> None:
+@pytest.mark.parametrize("odd", [{"size": 3, "timeout": 2.0}, {"backend": "inproc,gloo"}, {"backend": "inproc,pigeon"}])
+def test_ranks_with_different_sizes_or_backends_raise_an_error(place: str, odd: dict[str, Any]) -> None:
     def body(rank: int) -> comms.Communicator:
         arguments: dict[str, Any] = {"backend": "inproc", "size": 2, "timeout": 10.0} | (odd if rank else {})
         return comms.connect(rank=rank, rendezvous=place, **arguments)
 
+    said = "must pass the same size" if "size" in odd else "must ask for the same"
     for error in in_threads(2, body):
         late = "size" in odd and isinstance(error, comms.OpTimeout)
         assert late or (isinstance(error, comms.Mismatch) and said in str(error))
 
 
-def test_connect_members_refuses_unfit_peers_and_names_dead_ones(tmp_path: Path) -> None:
-    stranger = Peer(this_process().host, 2**22, 1)
-    members = KnownMembers(rank=0, peers=[this_process(), stranger], store=dist.HashStore(), epoch=3)
+def test_peers_on_other_hosts_rule_out_backends_of_one_host_and_dead_ones_are_named() -> None:
+    here, there, stranger = this_process(), Peer("another host", 1, 1), Peer(this_process().host, 2**22, 1)
+    assert choose_backend("auto", [here, here]) == "shm"
+    assert choose_backend("auto", [here, there]) == "gloo"
+    with pytest.raises(comms.BackendUnavailable, match="different hosts"):
+        choose_backend("shm", [here, there])
+    members = KnownMembers(rank=0, peers=[here, stranger], store=dist.HashStore(), epoch=3)
     with pytest.raises(comms.Unsupported):
         connect_members("inproc", members, timeout=1.0)
     with pytest.raises(comms.PeerFailed) as caught:
@@ -179,11 +146,8 @@ def test_connect_members_refuses_unfit_peers_and_names_dead_ones(tmp_path: Path)
     assert caught.value.ranks == (1,)
 
 
-# -- a rank that dies while connecting
-
-
 def connect_again(comm: comms.Communicator, place: str, where: str) -> str:
-    """Connect again; rank 1 kills itself when it calls the function `where`."""
+    """Rank 1 kills itself when it calls the function `where`."""
     if comm.rank == 1:
         module, _, name = where.rpartition(".")
         setattr(importlib.import_module(module), name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
@@ -298,9 +262,6 @@ def test_a_rank_that_closes_at_once_does_not_disturb_ranks_that_still_connect(
         connect_members(comm.backend, members).close()
 
 
-# -- ranks that fail at different times meet again
-
-
 @pytest.mark.parametrize("lacking", [0, 1])
 @pytest.mark.parametrize("place", ["file", "tcp"])
 def test_all_ranks_name_the_rank_without_the_backend_and_can_connect_later(
@@ -326,11 +287,15 @@ def test_all_ranks_name_the_rank_without_the_backend_and_can_connect_later(
     assert in_threads(2, body) == [3.0, 3.0]
 
 
-def test_ranks_that_gave_up_at_different_times_meet_again(place: str) -> None:
-    for _ in range(2):
-        with pytest.raises(comms.OpTimeout):
-            comms.connect("inproc", rank=0, size=2, rendezvous=place, timeout=0.3)
-    assert in_threads(2, lambda r: total(comms.connect("inproc", rank=r, size=2, rendezvous=place))) == [3.0, 3.0]
+def test_a_timeout_names_the_missing_ranks_and_those_that_gave_up_meet_again(place: str, port: int) -> None:
+    connect = partial(comms.connect, "inproc", size=4, rendezvous=place)
+    for error in in_threads(2, lambda rank: connect(rank=rank, timeout=3.0)):
+        assert isinstance(error, comms.OpTimeout) and error.op == "connect" and error.missing_ranks == (2, 3)
+    with pytest.raises(comms.OpTimeout):
+        connect(rank=0, timeout=0.3)
+    with pytest.raises(comms.OpTimeout):  # there is no server
+        comms.connect("inproc", rank=1, size=2, rendezvous=f"tcp://127.0.0.1:{port}", timeout=0.5)
+    assert in_threads(4, lambda rank: total(connect(rank=rank))) == [10.0] * 4
 
 
 def test_members_that_gave_up_a_split_at_different_times_meet_again(place: str) -> None:
@@ -348,10 +313,8 @@ def test_members_that_gave_up_a_split_at_different_times_meet_again(place: str) 
     assert in_threads(2, body) == [3.0, 3.0]
 
 
-def test_a_second_process_of_a_rank_is_refused_and_does_not_disturb_the_others(
-    tmp_path: Path, start: Callable[..., Child]
-) -> None:
-    """The second process is refused each time, and the rank can connect again."""
+def test_a_rank_that_connects_a_second_time_is_refused(tmp_path: Path, start: Callable[..., Child]) -> None:
+    """That does not disturb the first connection, and the rank can connect again after it."""
 
     def second(pipe: Connection) -> None:
         pipe.recv()
@@ -361,13 +324,14 @@ def test_a_second_process_of_a_rank_is_refused_and_does_not_disturb_the_others(
         pipe.send("refused")
 
     other = start(second)
-    with alone(tmp_path):
+    with alone(tmp_path) as comm:
+        with pytest.raises(comms.Mismatch, match="rank 0 of 'default' is connected"):
+            alone(tmp_path)
         other.tell("connect")
         assert other.hear() == "refused"
+        comm.barrier()
     alone(tmp_path).close()
 
-
-# -- Ctrl-C
 
 WAITS: list[Callable[[comms.Communicator], object]] = [
     lambda comm: comm.split([0, 1]),
@@ -426,18 +390,14 @@ def test_ctrl_c_interrupts_a_call_of_torch_that_waits(comm: comms.Communicator, 
         interrupted(lambda: dist.init_process_group("holdfast", store=store, rank=0, world_size=2))
 
 
-@pytest.mark.parametrize("kind", ["tcp", "foreign"])
 @on_ranks(1, "shm", timeout=4 * PATIENCE)
-def test_ctrl_c_interrupts_connect_while_the_store_does_not_answer(comm: comms.Communicator, kind: str) -> None:
+def test_ctrl_c_interrupts_connect_while_the_store_does_not_answer(comm: comms.Communicator) -> None:
     with socket.socket() as door:
         door.bind(("127.0.0.1", 0))
-        if kind == "foreign":
-            door.listen()
         place = f"tcp://127.0.0.1:{door.getsockname()[1]}"
-        interrupted(lambda: comms.connect("shm", rank=1, size=2, rendezvous=place, timeout=2 * PATIENCE))
-
-
-# -- communicators that are garbage-collected without `close()`
+        for there in (lambda: None, door.listen):
+            there()
+            interrupted(lambda: comms.connect("shm", rank=1, size=2, rendezvous=place, timeout=2 * PATIENCE))
 
 
 def settled(seconds: float = 10.0) -> bool:
@@ -456,21 +416,13 @@ def collect_until(done: Callable[[], bool], seconds: float = 10.0) -> bool:
     return becomes_true(collected, seconds, interval=0.005)
 
 
-def test_a_dropped_communicator_warns_and_releases_everything(tmp_path: Path) -> None:
-    comm = alone(tmp_path)
-    comm.all_reduce(torch.ones(2), async_op=True).wait()
-    gone = weakref.ref(comm)
+@contextlib.contextmanager
+def a_drop() -> Iterator[None]:
+    """The last reference to a communicator is dropped within: that warns, and releases everything."""
     with pytest.warns(ResourceWarning, match="Communicator 'default'.* was not closed") as warned:
-        del comm
-        # The thread of another communicator may collect it: it is gone a moment before it warns.
-        assert collect_until(lambda: gone() is None and len(warned) > 0)
+        yield
+        assert collect_until(lambda: len(warned) > 0)
     assert settled()
-
-
-def test_dropping_a_closed_communicator_does_not_warn(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
-    alone(tmp_path).close()
-    gc.collect()
-    assert not [each for each in recwarn if each.category is ResourceWarning and "closed" in str(each.message)]
 
 
 def use(comm: Communicator, event: object) -> None:
@@ -478,23 +430,24 @@ def use(comm: Communicator, event: object) -> None:
     assert comm.rank == 0
 
 
-@pytest.mark.parametrize("backend", ["inproc", "gloo"])
+@pytest.mark.parametrize("backend", ["inproc", "shm", "gloo"])
 @pytest.mark.parametrize("closed", [True, False])
-def test_a_hook_that_refers_to_its_communicator_does_not_keep_it(closed: bool, backend: str) -> None:
+def test_a_dropped_communicator_warns_unless_it_was_closed_though_a_hook_refers_to_it(
+    closed: bool, backend: str, recwarn: pytest.WarningsRecorder
+) -> None:
     comm = comms.connect(backend, rank=0, size=1, rendezvous=dist.HashStore())
     comm.hooks.before_op(partial(use, comm))
     comm.hooks.on_abort(partial(use, comm))
     comm.all_reduce(torch.ones(2))
+    comm.all_reduce(torch.ones(2), async_op=True).wait()
     gone = weakref.ref(comm)
     if closed:
         comm.close()
+    with contextlib.nullcontext() if closed else a_drop():
         del comm
         assert collect_until(lambda: gone() is None)
-    else:
-        with pytest.warns(ResourceWarning, match="was not closed") as warned:
-            del comm
-            assert collect_until(lambda: gone() is None and len(warned) > 0)
     assert settled()
+    assert not [each for each in recwarn if each.category is ResourceWarning and "closed" in str(each.message)]
 
 
 def test_the_ops_of_a_dropped_communicator_still_have_its_hooks(tmp_path: Path) -> None:
@@ -507,32 +460,20 @@ def test_the_ops_of_a_dropped_communicator_still_have_its_hooks(tmp_path: Path) 
 
     comm.issue("wait", 0, wait, None, async_op=True)
     work = comm.all_reduce(torch.ones(2), async_op=True)
-    with pytest.warns(ResourceWarning, match="was not closed") as warned:
+    with a_drop():
         del comm
         gc.collect()
         may_end.set()
         work.wait(PATIENCE)
-        assert collect_until(lambda: len(warned) > 0)
     assert ended == ["wait", "all_reduce"]
-    assert settled()
-
-
-def test_an_asynchronous_op_of_a_dropped_communicator_still_completes(tmp_path: Path) -> None:
-    with pytest.warns(ResourceWarning, match="was not closed") as warned:
-        work = alone(tmp_path).all_reduce(torch.ones(2), async_op=True)
-        assert collect_until(lambda: len(warned) > 0)
-    work.wait(10.0)
-    assert settled()
 
 
 def test_a_window_keeps_its_communicator_alive(tmp_path: Path) -> None:
     window = alone(tmp_path).window(torch.zeros(4))
     gc.collect()
     window.put(torch.ones(1), 0)
-    with pytest.warns(ResourceWarning, match="was not closed") as warned:
+    with a_drop():
         del window
-        assert collect_until(lambda: len(warned) > 0)
-    assert settled()
 
 
 @on_ranks(2, "shm", "gloo", *second_tier("ucx"), timeout=4 * PATIENCE)
@@ -550,9 +491,6 @@ def test_peers_of_a_dropped_communicator_do_not_wait_for_it(comm: Communicator) 
     assert time.monotonic() - began < PATIENCE
     comm.barrier()
     part.close()
-
-
-# -- a backend that closes its transport itself, after a communicator was made over it (`Context.meanwhile`)
 
 
 def fail(context: Context) -> InprocTransport:

@@ -11,7 +11,6 @@ import random
 import select
 import socket
 import socketserver
-import subprocess
 import sys
 import threading
 import time
@@ -45,8 +44,8 @@ from holdfast.ft.membership.view import View
 from support.children import Child
 from support.comms.meeting import in_threads, total
 from support.comms.ranks import on_ranks
-from support.programs.forked_programs import run_python
-from support.waiting import PATIENCE, PROGRAM_SECONDS, eventually
+from support.programs.forked_programs import run_forked, run_python
+from support.waiting import PATIENCE, eventually
 
 
 @pytest.mark.parametrize("backend", ["inproc", "gloo"])
@@ -70,9 +69,6 @@ def test_more_ranks_ask_the_store_hardly_more_often_each(backend: str, monkeypat
         each[size] = len(asked) / size
     # One more for each peer were six more; a busy machine makes ranks read twice what others have just written.
     assert each[8] - each[2] <= (15 if backend == "gloo" else 3), each
-
-
-# -- a server that does not answer
 
 
 @contextlib.contextmanager
@@ -105,12 +101,18 @@ def test_another_server_at_the_port_is_an_error_within_the_timeout(answer: bytes
         assert time.monotonic() - began < PATIENCE
 
 
-def test_a_file_in_a_missing_folder_is_an_error_at_once(tmp_path: Path) -> None:
-    with pytest.raises(comms.HoldfastError, match="nowhere"):
-        comms.connect("inproc", rank=0, size=2, rendezvous=f"file://{tmp_path}/nowhere/meeting", timeout=300.0)
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [("file:///nowhere/meeting", "nowhere"), ("tcp://192.0.2.1:29500", "name an address of its machine")],
+)
+def test_a_place_that_cannot_be_made_here_is_an_error_at_once(place: str, said: str) -> None:
+    with pytest.raises(comms.HoldfastError, match=said):
+        comms.connect("inproc", rank=0, size=2, rendezvous=place, timeout=300.0)
 
 
-def test_a_store_whose_process_is_stopped_is_a_timeout(port: int, start: Callable[..., Child]) -> None:
+def test_a_store_whose_process_is_stopped_is_a_timeout_and_a_lost_one_an_error_at_once(
+    port: int, start: Callable[..., Child]
+) -> None:
     def serve(pipe: Connection) -> None:
         store = tcp.serve("127.0.0.1", port, 30.0)
         pipe.send("serving")
@@ -125,6 +127,9 @@ def test_a_store_whose_process_is_stopped_is_a_timeout(port: int, start: Callabl
     with pytest.raises(comms.OpTimeout):
         comms.connect("inproc", rank=1, size=2, rendezvous=client, timeout=1.0)
     assert time.monotonic() - began < PATIENCE
+    server.kill()
+    with pytest.raises(comms.PeerFailed, match="gone"):
+        comms.connect("inproc", rank=1, size=2, rendezvous=client, timeout=2 * PATIENCE)
 
 
 def test_a_socket_that_is_closed_while_another_one_connects_ends_for_its_peer() -> None:
@@ -143,23 +148,12 @@ def test_a_socket_that_is_closed_while_another_one_connects_ends_for_its_peer() 
         connecting.join(PATIENCE)
 
 
-def test_losing_the_store_is_an_error_at_once(port: int) -> None:
-    server = tcp.serve("127.0.0.1", port, 30.0)
-    client = tcp.dial("127.0.0.1", port, 10.0)
-    del server
-    with pytest.raises(comms.PeerFailed, match="gone"):
-        comms.connect("inproc", rank=1, size=2, rendezvous=client, timeout=60.0)
-
-
 @on_ranks(2, "shm")
 def test_ranks_may_meet_again_and_again_at_a_port_that_rank_0_serves_anew(comm: comms.Communicator, port: int) -> None:
     """Rank 1 may arrive before rank 0 has left the previous meeting and closed its store."""
     for _ in range(12):
         made = comms.connect("shm", rank=comm.rank, size=2, rendezvous=f"tcp://127.0.0.1:{port}")
         assert total(made) == 3.0
-
-
-# -- a place that is in use
 
 
 @pytest.mark.parametrize("first", ["torch", "holdfast"])
@@ -182,28 +176,19 @@ def test_torch_and_holdfast_share_the_store_at_the_masters_port(
             comm.barrier()
 
 
-def _connect(pipe: Connection, where: str, size: int) -> None:
-    comms.connect("shm", rank=0, size=size, rendezvous=where)
-    pipe.send("connected")
-    pipe.recv()
-
-
-def test_a_file_that_a_killed_job_left_is_named(tmp_path: Path, start: Callable[..., Child]) -> None:
-    where = f"file://{tmp_path}/meeting"
-    killed = start(_connect, where, 1)
-    killed.hear()
-    killed.kill()
-    with pytest.raises(comms.Mismatch, match=rf"pid {killed.pid}\), which has ended.*left over.*rm {tmp_path}/meeting"):
-        comms.connect("shm", rank=0, size=1, rendezvous=where)
-
-
-def test_an_offer_that_a_killed_job_left_is_named(tmp_path: Path, start: Callable[..., Child]) -> None:
+def test_what_a_killed_job_left_in_a_file_is_named(tmp_path: Path, start: Callable[..., Child]) -> None:
     meeting = tmp_path / "meeting"
-    killed = start(_connect, f"file://{meeting}", 2)
+
+    def connect(rank: int) -> comms.Communicator:
+        return comms.connect("shm", rank=rank, size=2, rendezvous=f"file://{meeting}", timeout=20.0)
+
+    killed = start(lambda pipe: connect(0))
     eventually(lambda: meeting.exists() and b"offer/0" in (there := meeting.read_bytes()) and places.is_whole(there))
     killed.kill()
+    with pytest.raises(comms.Mismatch, match=rf"pid {killed.pid}\), which has ended.*left over.*rm {meeting}"):
+        connect(0)
     with pytest.raises(comms.PeerFailed, match="left over from an earlier run") as caught:
-        comms.connect("shm", rank=1, size=2, rendezvous=f"file://{meeting}", timeout=20.0)
+        connect(1)
     assert caught.value.ranks == (0,)
 
 
@@ -233,19 +218,14 @@ def test_a_file_that_is_cut_off_is_named_and_one_that_a_process_goes_on_writing_
             places.meet(where, 0, 1, 0.1)
 
 
-def _meet_often(pipe: Connection, where: str) -> None:
-    def ranks(rank: int) -> set[int]:
-        return {places.meet(f"{where}/{number}", rank, 3, 60.0).rank for number in range(100)}
-
-    pipe.send(in_threads(3, ranks))
-
-
 def test_threads_of_one_process_meet_in_a_file(tmp_path: Path, start: Callable[..., Child]) -> None:
     """A FileStore takes the lock of its file with the GIL: no thread may wait for the GIL with that lock."""
-    assert start(_meet_often, f"file://{tmp_path}").hear() == [{0}, {1}, {2}]
 
+    def ranks(rank: int) -> set[int]:
+        return {places.meet(f"file://{tmp_path}/{number}", rank, 3, 60.0).rank for number in range(100)}
 
-# -- torchrun
+    assert start(lambda pipe: pipe.send(in_threads(3, ranks))).hear() == [{0}, {1}, {2}]
+
 
 WORKER = """
 import os, torch, torch.distributed as dist
@@ -284,9 +264,6 @@ def test_ranks_that_torchrun_restarts_meet_again(tmp_path: Path) -> None:
         assert f"restart 1 ranks {rank} {rank} sum 4" in printed
 
 
-# -- processes without the key
-
-
 @pytest.fixture
 def key_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The key of a job to which this process belongs."""
@@ -315,6 +292,10 @@ def test_no_name_server_is_asked_who_an_address_is(tmp_path: Path) -> None:
     address = f"127.53.{random.randrange(1, 255)}.{random.randrange(1, 255)}"
     (tmp_path / "resolv.conf").write_text(f"nameserver {address}\n")
     store = """
+import ctypes, subprocess, sys
+assert ctypes.CDLL(None).unshare(0x20000) == 0  # CLONE_NEWNS
+for arguments in (["--make-rprivate", "/"], ["--bind", sys.argv[1], "/etc/resolv.conf"]):
+    subprocess.run(["mount", *arguments], check=True)
 from holdfast.comms.rendezvous import tcp
 store = tcp.serve("127.0.0.1", 0, 30.0)
 tcp.dial("127.0.0.1", store.port, 30.0).set("key", "value")
@@ -322,9 +303,7 @@ tcp.dial("127.0.0.1", store.port, 30.0).set("key", "value")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as name_server:
         name_server.bind((address, 53))
         name_server.setblocking(False)
-        replaced = f"mount --bind {tmp_path}/resolv.conf /etc/resolv.conf"
-        command = ["unshare", "--mount", "sh", "-c", f'{replaced} && exec "$@"', "", sys.executable, "-c", store]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_SECONDS)
+        ended = run_forked(store, ["store.py", str(tmp_path / "resolv.conf")])
         assert (ended.returncode, ended.stderr) == (0, "")
         with pytest.raises(BlockingIOError):
             name_server.recv(512)
@@ -341,23 +320,17 @@ def test_a_machine_whose_own_name_means_loopback_can_be_reached_by_others(
     assert places._interface("127.0.0.1") == "127.0.0.1"
 
 
-def test_an_address_of_another_machine_is_refused_with_the_reason() -> None:
-    with pytest.raises(comms.HoldfastError, match="name an address of its machine"):
-        comms.connect("inproc", rank=0, size=1, rendezvous="tcp://192.0.2.1:29500", timeout=5.0)
-
-
 def test_a_stranger_cannot_take_a_rank_of_a_job_with_a_key(key_file: Path) -> None:
+    """Its offers are overwritten, and refused where they are not, as are those that were sealed for another meeting."""
     store = dist.HashStore()
     store.set("holdfast/default/0/offer/1", forged())  # type: ignore[arg-type]
     store.set("holdfast/default/0/offer/0", "x" * (1 << 20))
     assert in_threads(2, lambda r: total(comms.connect("inproc", rank=r, size=2, rendezvous=store))) == [3.0, 3.0]
-
-
-def test_a_rank_with_the_key_refuses_an_offer_without_it(key_file: Path) -> None:
-    store = dist.HashStore()
-    store.set("holdfast/default/0/offer/1", forged())  # type: ignore[arg-type]
-    with pytest.raises(comms.CorruptData, match="written without this job's key"):
-        comms.connect("inproc", rank=0, size=2, rendezvous=store, timeout=10.0)
+    repeated = store.get("holdfast/default/0/offer/1")
+    for number, offer, said in ((1, forged(), "written without this job's key"), (2, repeated, "does not verify")):
+        store.set(f"holdfast/default/{number}/offer/1", offer)  # type: ignore[arg-type]
+        with pytest.raises(comms.CorruptData, match=said):
+            comms.connect("inproc", rank=0, size=2, rendezvous=store, timeout=10.0)
 
 
 def test_a_rank_without_the_key_learns_that_the_others_have_one(
@@ -372,23 +345,13 @@ def test_a_rank_without_the_key_learns_that_the_others_have_one(
         comms.connect("inproc", rank=1, size=2, rendezvous=store, timeout=10.0)
 
 
-def test_a_value_sealed_for_one_meeting_does_not_verify_at_another(key_file: Path) -> None:
-    store = dist.HashStore()
-    assert in_threads(2, lambda r: total(comms.connect("inproc", rank=r, size=2, rendezvous=store))) == [3.0, 3.0]
-    repeated = store.get("holdfast/default/0/offer/1")
-    store.set("holdfast/default/1/offer/1", repeated)  # type: ignore[arg-type]
-    with pytest.raises(comms.CorruptData, match="does not verify"):
-        comms.connect("inproc", rank=0, size=2, rendezvous=store, timeout=10.0)
-
-
 def test_addresses_are_bound_to_the_offers_of_their_meeting() -> None:
     seal = Seal(b"k" * 32, b"meeting 0")
-    ours, theirs = seal.bound_to(b"offers"), seal.bound_to(b"other offers")
+    ours = seal.bound_to(b"offers")
     assert ours.unwrap("board", ours.wrap("board", b"here")) == b"here"
-    with pytest.raises(comms.CorruptData):
-        ours.unwrap("board", theirs.wrap("board", b"here"))
-    with pytest.raises(comms.CorruptData):
-        ours.unwrap("board", seal.wrap("board", b"here"))
+    for other in (seal, seal.bound_to(b"other offers")):
+        with pytest.raises(comms.CorruptData):
+            ours.unwrap("board", other.wrap("board", b"here"))
 
 
 @given(st.binary(max_size=200), st.binary(max_size=200), st.integers(0, 10_000), st.integers(1, 255))
@@ -428,28 +391,26 @@ def test_a_forged_offer_is_a_typed_error_or_a_valid_offer(data: bytes) -> None:
         is_gone(offer.peer)
 
 
-def test_an_offer_that_is_too_large_is_refused_before_it_is_decoded() -> None:
-    with pytest.raises(comms.CorruptData, match="more than 65536"):
-        decode_offer("offer/1", forged() + b" " * 70_000)
-
-
 DEEP_JSON = b'{"x":' + b"[" * 2000 + b"]" * 2000 + b"}"
 DEEP_MSGPACK = b"\x81\xa1x" + b"\x91" * 2000 + b"\xc0"
 
 
 @pytest.mark.parametrize(
-    ("decode", "error"),
+    ("decode", "error", "said"),
     [
-        (lambda: meeting_store.decode("link", DEEP_JSON, Peer), comms.CorruptData),
-        (lambda: parse_members([DEEP_JSON.decode()], DEEP_JSON.decode()), ValueError),
-        (lambda: Handle.decode(DEEP_MSGPACK), comms.CorruptData),
-        (lambda: View.decode(DEEP_MSGPACK), comms.CorruptData),
+        (lambda: meeting_store.decode("link", DEEP_JSON, Peer), comms.CorruptData, "recursion"),
+        (lambda: parse_members([DEEP_JSON.decode()], DEEP_JSON.decode()), ValueError, "recursion"),
+        (lambda: Handle.decode(DEEP_MSGPACK), comms.CorruptData, "recursion"),
+        (lambda: View.decode(DEEP_MSGPACK), comms.CorruptData, "recursion"),
+        (lambda: decode_offer("offer/1", forged() + b" " * 70_000), comms.CorruptData, "more than 65536"),
     ],
-    ids=["at the rendezvous", "handle of a process", "handle of memory", "view"],
+    ids=["at the rendezvous", "handle of a process", "handle of memory", "view", "offer"],
 )
-def test_bytes_that_nest_too_deeply_are_a_typed_error(decode: Callable[[], object], error: type[Exception]) -> None:
+def test_bytes_that_nest_too_deeply_or_are_too_many_are_a_typed_error(
+    decode: Callable[[], object], error: type[Exception], said: str
+) -> None:
     """msgspec raises RecursionError for them, also in fields that it skips."""
-    with pytest.raises(error, match="recursion"):
+    with pytest.raises(error, match=said):
         decode()
 
 
@@ -470,8 +431,7 @@ class Garbage(dist.Store):
 @pytest.mark.parametrize("value", [b"", b"\xff\xfe", b"{}", b"[1]", b"x" * (1 << 17), b"0" * 64])
 @pytest.mark.parametrize("name", ["inproc", "shm", "gloo", "ucx"])
 def test_a_malformed_address_is_a_typed_error(name: str, value: bytes) -> None:
-    peers, store = [this_process()] * 2, Garbage(value)
-    members = KnownMembers(rank=1, peers=peers, store=store, epoch=0, name=uuid4().hex)
+    members = KnownMembers(rank=1, peers=[this_process()] * 2, store=Garbage(value), epoch=0, name=uuid4().hex)
     with pytest.raises(comms.HoldfastError):
         connect_members(name, members, timeout=1.0)
 
@@ -497,12 +457,14 @@ def test_a_host_that_is_not_one_interface_is_refused(host: Any, kind: type[Excep
         asyncio.run(listener.start(host, 0))
 
 
-def test_a_host_name_that_is_unknown_or_means_every_interface_or_takes_too_long_is_refused(
+def test_a_host_that_is_elsewhere_unknown_everywhere_or_found_too_late_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def nobody(*_: Any, **__: Any) -> Any:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
+    with pytest.raises(ValueError, match=r"is none of this machine \(192.0.2.1: .*\); name the interface"):
+        check_ours("192.0.2.1")  # reserved for documentation (RFC 5737): no machine has it
     answered = threading.Event()
     everywhere = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("0.0.0.0", 0))]
     lookups: list[tuple[Callable[..., Any], float, str]] = [
@@ -518,12 +480,6 @@ def test_a_host_name_that_is_unknown_or_means_every_interface_or_takes_too_long_
                 check_ours("node17")
     finally:
         answered.set()
-
-
-def test_an_address_of_another_machine_is_refused() -> None:
-    """This one is reserved for documentation (RFC 5737): no machine has it."""
-    with pytest.raises(ValueError, match=r"is none of this machine \(192.0.2.1: .*\); name the interface"):
-        check_ours("192.0.2.1")
 
 
 @given(st.text(max_size=300))

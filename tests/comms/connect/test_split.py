@@ -25,7 +25,7 @@ from holdfast.comms.system.keys import create_key
 from holdfast.ft import Session, Timeouts
 from holdfast.harness import LocalCluster
 from support.comms.meeting import in_threads
-from support.comms.ranks import MPI, on_ranks, second_tier
+from support.comms.ranks import MPI, on_ranks, on_ranks_of, second_tier, shared_ranks
 from support.waiting import PATIENCE, PROGRAM_SECONDS
 
 
@@ -43,14 +43,6 @@ def test_an_abort_ends_split_communicators(comm: Communicator) -> None:
                 each.barrier(timeout=20.0)
 
 
-@on_ranks(3, "inproc")
-def test_a_split_that_is_late_names_the_missing_rank_by_both_numbers(comm: Communicator) -> None:
-    if comm.rank == 1:
-        with pytest.raises(OpTimeout, match=rf"\(of '{comm.name}', rank 1 is rank 2\)") as late:
-            comm.split([1, 2], timeout=0.2)
-        assert late.value.missing_ranks == (1,), "the part's own number, as for all its errors"
-
-
 @on_ranks(2, "inproc", "shm", "gloo", "ucx", "mpi")
 def test_a_split_communicator_outlives_close_of_the_whole(comm: Communicator) -> None:
     """One rank is late, and the other waits long enough to check for failures."""
@@ -64,24 +56,28 @@ def test_a_split_communicator_outlives_close_of_the_whole(comm: Communicator) ->
         assert sum_of_ranks.item() == 1.0
 
 
-@on_ranks(3, "inproc")
+threads = shared_ranks(3, "inproc")
+
+
+@on_ranks_of("threads")
 def test_a_failure_is_translated_to_ranks_of_the_whole(comm: Communicator) -> None:
     if comm.rank == 0:
         return
+    if comm.rank == 1:
+        with pytest.raises(OpTimeout, match=rf"\(of '{comm.name}', rank 1 is rank 2\)") as late:
+            comm.split([1, 2], timeout=0.2)
+        assert late.value.missing_ranks == (1,), "the part's own number, as for all its errors"
     with comm.split([2, 1]) as part:
-        mine = PeerFailed([0], "seen there")
-        mine.communicator, mine.split_from = part.name, (comm.name, (2, 1))
-        other = PeerFailed([2], "seen here")
-        translated: Any = comm.in_its_ranks(mine)
-        assert translated.ranks == (2,)
+        mine, slow, other = PeerFailed([0], "seen there"), OpTimeout("recv", 1, 0.5, [0]), PeerFailed([2], "seen here")
+        for error in (mine, slow):
+            error.communicator, error.split_from = part.name, (comm.name, (2, 1))
+        failed, missing = comm.in_its_ranks(mine), comm.in_its_ranks(slow)
+        assert isinstance(failed, PeerFailed) and isinstance(missing, OpTimeout)
+        assert failed.ranks == missing.missing_ranks == (2,)
         unknown = PeerFailed([0], "seen elsewhere")
         unknown.communicator = "another"
         assert comm.in_its_ranks(other) is other
         assert isinstance(comm.in_its_ranks(unknown), Revoked), "no rank is blamed"
-        late = OpTimeout("recv", 1, 0.5, [0])
-        late.communicator, late.split_from = part.name, (comm.name, (2, 1))
-        there: Any = comm.in_its_ranks(late)
-        assert there.missing_ranks == (2,)
 
 
 @on_ranks(2, "shm")
@@ -96,7 +92,7 @@ def test_a_communicator_keeps_nothing_of_the_splits_that_were_closed(comm: Commu
     assert len(set(sizes)) == 1, sizes
 
 
-@on_ranks(3, "inproc")
+@on_ranks_of("threads")
 def test_a_split_has_the_name_and_members_that_were_given_and_others_get_none_and_need_not_call(
     comm: Communicator,
 ) -> None:
@@ -111,7 +107,7 @@ def test_a_split_has_the_name_and_members_that_were_given_and_others_get_none_an
 
 
 @on_ranks(2, "inproc")
-def test_a_split_refuses_bad_names_and_ranks_before_the_ranks_meet(comm: Communicator) -> None:
+def test_a_split_refuses_bad_names_and_ranks_and_those_that_pass_different_ones_are_told(comm: Communicator) -> None:
     for name in ("", "n" * 201, 7, comm.name):
         with pytest.raises(ValueError, match="name must be a new one, of 1 to 200 characters"):
             comm.split([0, 1], name=name)  # type: ignore[call-overload]
@@ -120,17 +116,19 @@ def test_a_split_refuses_bad_names_and_ranks_before_the_ranks_meet(comm: Communi
             comm.split(ranks)
     with pytest.raises(Mismatch, match=r"passes name as '[ab]', rank [01] as '[ab]'"):
         comm.split([0, 1], name="ab"[comm.rank], timeout=20.0)
+    me, other = comm.rank, 1 - comm.rank
+    with pytest.raises(Mismatch, match=f"rank {other} passes hint 'spins' as {other}, rank {me} as {me}"):
+        comm.split([0, 1], hints={"spins": me}, timeout=20.0)
     comm.barrier()
 
 
-def in_pairs(session: Session) -> dict[str, Any]:
+def in_pairs(session: Session) -> list[int]:
     """Sum within pairs of ranks, then over all ranks.
 
     In step 5 rank 3 ends: rank 2 waits for it, rank 1 for rank 2, and rank 0 for rank 1, each in another communicator.
     """
-    first, pair, seen = 0, None, []
+    pair, seen = None, list[int]()
     for attempt in session.steps(10):
-        first = first or attempt.epoch
         with attempt:
             comm = attempt.comm
             if attempt.epoch not in seen:
@@ -139,7 +137,7 @@ def in_pairs(session: Session) -> dict[str, Any]:
                 seen.append(attempt.epoch)
                 partner = comm.rank ^ 1
                 pair = comm.split(sorted({comm.rank, partner})) if partner < comm.size else None
-            if attempt.step == 5 and attempt.epoch == first and comm.rank in (1, 3):
+            if attempt.step == 5 and attempt.epoch == seen[0] and comm.rank in (1, 3):
                 if comm.rank == 3:
                     time.sleep(0.1)
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -149,7 +147,7 @@ def in_pairs(session: Session) -> dict[str, Any]:
             comm.all_reduce(torch.ones(4))
     if pair is not None:
         pair.close()
-    return {"id": session.rank, "seen": seen}
+    return seen
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo", *second_tier("ucx")])
@@ -159,8 +157,7 @@ def test_a_session_ends_splits_of_its_epoch_and_blames_the_right_rank(backend: s
     with LocalCluster(4, backend, session={"timeouts": quick, "size": 4}) as ranks:
         job = ranks.start(in_pairs)
         results, events = job.results(timeout=PROGRAM_SECONDS), job.events()
-    assert len(results) == 3
-    assert all(len(result["seen"]) == 2 for result in results), "one death, one more epoch"
+    assert [len(seen) for seen in results] == [2] * 3, "one death, one more epoch"
     assert len({member for event in events if event["kind"] == "detected" for member in event["members"]}) == 1
 
 
@@ -194,7 +191,6 @@ def test_a_mesh_connects_and_closes_its_own_communicator(tmp_path: Path) -> None
         grid.whole.barrier()
 
 
-@on_ranks(1, "inproc")
 def test_a_grid_that_does_not_fit_is_refused(comm: Communicator) -> None:
     refused: list[tuple[Any, Any, type[Exception]]] = [
         ((2, 2), ("a", "b"), ValueError),
@@ -214,14 +210,10 @@ def test_a_grid_that_does_not_fit_is_refused(comm: Communicator) -> None:
     comm.barrier()
 
 
-# -- `handle` and `reconfigure`: a communicator gets other members, without a session
-
-
 def total(comm: Communicator) -> float:
-    tensor = torch.full((3,), comm.rank + 1.0)
+    tensor = torch.tensor(comm.rank + 1.0)
     comm.all_reduce(tensor)
-    assert len(set(tensor.tolist())) == 1
-    return tensor[0].item()
+    return tensor.item()
 
 
 def both(first: Callable[[], Any], second: Callable[[], Any]) -> list[Any]:
@@ -332,9 +324,12 @@ def changed(handle: str, **fields: Any) -> str:
     return json.dumps({**json.loads(handle), **fields})
 
 
-def bad_handles(own: str) -> list[tuple[Any, type[BaseException], str]]:
+def test_bad_handles_change_nothing(comm: Communicator) -> None:
+    ends: list[AbortEvent] = []
+    comm.hooks.on_abort(ends.append)
+    own = comm.handle()
     other = changed(own, number=999_999)
-    return [
+    bad: list[tuple[Any, type[BaseException], str]] = [
         ([], ValueError, "0 handles"),
         ([other], ValueError, "own handle is not among the 1"),
         ([own, own], ValueError, "rank 0 and rank 1 are the same"),
@@ -350,12 +345,7 @@ def bad_handles(own: str) -> list[tuple[Any, type[BaseException], str]]:
         ([own, changed(other, backends=["mpi"])], comms.BackendUnavailable, "no backend in common"),
         ([own, changed(other, peer={**json.loads(own)["peer"], "started": 1})], PeerFailed, "has ended"),
     ]
-
-
-def test_bad_handles_change_nothing(comm: Communicator) -> None:
-    ends: list[AbortEvent] = []
-    comm.hooks.on_abort(ends.append)
-    for handles, error, said in bad_handles(comm.handle()):
+    for handles, error, said in bad:
         with pytest.raises(error, match=said):
             comm.reconfigure(1, handles)
         assert total(comm) == 1.0
