@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Generator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -16,11 +16,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.testing import assert_close
 
 from holdfast.comms import Communicator, Mismatch, OpTimeout, Revoked, StaleEpoch, Unsupported
 from holdfast.comms import experts as frames
 from holdfast.comms.experts import DECISION, REPORT, MaskAgreement, Received, Switch
 from holdfast.harness import LocalCluster
+from support.comms.meeting import alone
 from support.comms.ranks import on_ranks, on_ranks_of, second_tier, shared_ranks
 from support.source_tree import module_of
 from support.waiting import PATIENCE
@@ -30,8 +32,6 @@ CALLS = 60
 """About as many calls of its links as a rank makes in a test's steps; each is a point at which it may die."""
 
 Tensor = torch.Tensor
-
-
 threads = shared_ranks(SIZE, "inproc", timeout=4 * PATIENCE)
 
 
@@ -40,7 +40,7 @@ class Killed(Exception):
 
 
 class MortalLinks:
-    """Links that end their rank at a call: 0 is the first. What was sent before has arrived."""
+    """Links that end their rank at a call: 0 is the first, -1 none. What was sent before has arrived."""
 
     def __init__(self, links: frames.Links, point: int) -> None:
         self._links, self._left = links, point
@@ -55,7 +55,7 @@ class MortalLinks:
 
 
 def experts() -> list[Tensor]:
-    """The weights of the experts, the same on all ranks."""
+    """Their weights, the same on all ranks."""
     generator = torch.Generator().manual_seed(7)
     return [torch.randn(HIDDEN, HIDDEN, generator=generator, dtype=torch.float64) for _ in range(EXPERTS)]
 
@@ -69,10 +69,8 @@ def batch(rank: int, step: int) -> tuple[Tensor, Tensor, Tensor]:
     return tokens, chosen, weights
 
 
-def switch_of(comm: Communicator, renormalise: bool = False) -> Switch:
-    return Switch(
-        comm, EXPERTS, top_k=TOP_K, hidden=HIDDEN, max_tokens=12, dtype=torch.float64, renormalise=renormalise
-    )
+def switch_of(comm: Communicator, **options: Any) -> Switch:
+    return Switch(comm, EXPERTS, top_k=TOP_K, hidden=HIDDEN, max_tokens=12, dtype=torch.float64, **options)
 
 
 def close(one: Tensor, other: Tensor) -> bool:
@@ -84,37 +82,31 @@ def run_experts(switch: Switch, received: Received, weights: Sequence[Tensor]) -
     return torch.cat([rows @ weights[expert].to(rows.dtype) for rows, expert in parts])
 
 
-def reference(
-    switch: Switch, tokens: Tensor, chosen: Tensor, gates: Tensor, alive: Sequence[bool], renormalise: bool = False
-) -> Tensor:
+def reference(switch: Switch, tokens: Tensor, chosen: Tensor, gates: Tensor, alive: Sequence[bool]) -> Tensor:
     """The combined outputs, computed densely in float64, of the experts of the ranks in `alive`."""
     weights = torch.stack(experts())
     owners = torch.tensor([expert * SIZE // EXPERTS for expert in range(EXPERTS)])
     used = gates.double() * torch.tensor(alive)[owners][chosen]
-    if renormalise:
+    if switch.renormalise:
         total = used.sum(1, keepdim=True)
         used = used * gates.double().sum(1, keepdim=True) / torch.where(total == 0, 1.0, total)
     results = torch.einsum("nh,nkhj->nkj", tokens.double(), weights[chosen])
     return (used[:, :, None] * results).sum(1)
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What one rank saw: which ranks were alive after each pass; whether its results were the reference's."""
-
-    alive: list[tuple[bool, ...]]
-    right: list[bool]
+Alive = list[tuple[bool, ...]]
 
 
 def mortal_steps(
-    comm: Communicator, deaths: Sequence[int | None], meeting: threading.Barrier, renormalise: bool
-) -> Outcome | None:
-    """Steps with a forward and a backward pass; `deaths[rank]` is the call at which a rank dies. None if it did."""
-    outcome, weights = Outcome([], []), experts()
-    with switch_of(comm, renormalise) as switch:
-        point = deaths[comm.rank]
-        if point is not None:
-            switch._links = MortalLinks(switch._links, point)  # type: ignore[assignment]
+    comm: Communicator, deaths: Sequence[int], meeting: threading.Barrier, renormalise: bool
+) -> Alive | None:
+    """Steps with a forward and a backward pass; `deaths[rank]` is the call at which a rank dies, if it is not -1.
+
+    The results must be the reference's. Returns which ranks were alive after each pass, None if this one died.
+    """
+    alive, weights = Alive(), experts()
+    with switch_of(comm, renormalise=renormalise) as switch:
+        switch._links = MortalLinks(switch._links, deaths[comm.rank])  # type: ignore[assignment]
         try:
             for step in range(STEPS):
                 tokens, chosen, gates = batch(comm.rank, step)
@@ -122,45 +114,42 @@ def mortal_steps(
                 gates.requires_grad_()
                 received = switch.dispatch(tokens, chosen, gates)
                 combined = switch.combine(run_experts(switch, received, weights))
-                outcome.alive.append(switch.alive)
-                expected = reference(switch, tokens, chosen, gates, switch.alive, renormalise)
-                outcome.right.append(close(combined, expected))
+                alive.append(switch.alive)
+                expected = reference(switch, tokens, chosen, gates, switch.alive)
+                assert close(combined, expected)
                 combined.sum().backward()  # type: ignore[no-untyped-call]
-                outcome.alive.append(switch.alive)
-                assert tokens.grad is not None
-                assert gates.grad is not None
-                outcome.right.append(bool(tokens.grad.isfinite().all() and gates.grad.isfinite().all()))
-                if outcome.alive[-1] == outcome.alive[-2]:
+                alive.append(switch.alive)
+                assert tokens.grad is not None and tokens.grad.isfinite().all()
+                assert gates.grad is not None and gates.grad.isfinite().all()
+                if alive[-1] == alive[-2]:
                     (gradient,) = torch.autograd.grad(expected.sum(), tokens)
-                    outcome.right.append(close(tokens.grad, gradient))
+                    assert close(tokens.grad, gradient)
         except Killed:
             return None
         finally:
             meeting.wait(PATIENCE)
-    return outcome
+    return alive
 
 
-def check_outcomes(outcomes: Sequence[Outcome | None]) -> None:
-    """The living agree in each step, mask no living rank, and have the reference's results."""
-    living = [rank for rank, outcome in enumerate(outcomes) if outcome is not None]
-    survivors = [outcome for outcome in outcomes if outcome is not None]
-    for outcome in survivors:
-        assert outcome.alive == survivors[0].alive
-        assert all(outcome.right)
-        assert all(outcome.alive[-1][rank] for rank in living)
+def check_outcomes(outcomes: Sequence[Alive | None]) -> None:
+    """The living agree in each step, and mask no living rank."""
+    survivors = {rank: alive for rank, alive in enumerate(outcomes) if alive is not None}
+    for alive in survivors.values():
+        assert alive == next(iter(survivors.values()))
+        assert all(alive[-1][rank] for rank in survivors)
 
 
-@given(st.tuples(*[st.none() | st.integers(0, CALLS + 4)] * SIZE), st.booleans())
+@given(st.tuples(*[st.just(-1) | st.integers(0, CALLS + 4)] * SIZE), st.booleans())
 def test_the_living_have_the_results_of_the_living(
-    threads: LocalCluster, deaths: tuple[int | None, ...], renormalise: bool
+    threads: LocalCluster, deaths: tuple[int, ...], renormalise: bool
 ) -> None:
     check_outcomes(threads.run(mortal_steps, deaths, threading.Barrier(SIZE), renormalise))
 
 
 def test_a_rank_may_die_at_every_point(threads: LocalCluster) -> None:
-    def every_point(comm: Communicator, meetings: Sequence[threading.Barrier]) -> list[Outcome | None]:
+    def every_point(comm: Communicator, meetings: Sequence[threading.Barrier]) -> list[Alive | None]:
         return [
-            mortal_steps(comm, [point if rank == point % SIZE else None for rank in range(SIZE)], meeting, False)
+            mortal_steps(comm, [point if rank == point % SIZE else -1 for rank in range(SIZE)], meeting, False)
             for point, meeting in enumerate(meetings)
         ]
 
@@ -170,17 +159,8 @@ def test_a_rank_may_die_at_every_point(threads: LocalCluster) -> None:
         check_outcomes(of_point)
 
 
-# -- on every backend
-
-
-def alike(gradient: Tensor | None, expected: Tensor | None) -> bool:
-    assert gradient is not None and expected is not None
-    return torch.allclose(gradient, expected, rtol=1e-6, atol=1e-9)
-
-
 @on_ranks(SIZE, timeout=4 * PATIENCE)
 def test_outputs_and_gradients_are_those_of_a_dense_model(comm: Communicator) -> None:
-    """The dense model computes on the tokens of all ranks."""
     own = [weight.requires_grad_() for weight in experts()]
     dense = [weight.requires_grad_() for weight in experts()]
     with switch_of(comm) as switch:
@@ -199,13 +179,14 @@ def test_outputs_and_gradients_are_those_of_a_dense_model(comm: Communicator) ->
                 (output**2).sum().backward()  # type: ignore[no-untyped-call]
                 if rank == comm.rank:
                     assert close(combined, output)
-                    assert alike(tokens.grad, rows.grad) and alike(gates.grad, weights.grad)
-        assert all(alike(own[expert].grad, dense[expert].grad) for expert in switch.local_experts)
+                    assert_close([tokens.grad, gates.grad], [rows.grad, weights.grad], rtol=1e-6, atol=1e-9)
+        of_experts = [(own[expert].grad, dense[expert].grad) for expert in switch.local_experts]
+        assert_close(*zip(*of_experts, strict=True), rtol=1e-6, atol=1e-9)
         assert switch.alive == (True,) * SIZE
         comm.barrier()
 
 
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", [0, *second_tier(2)])
 def test_a_rank_is_killed_and_the_others_go_on_in_the_same_epoch(process_backend: str, victim: int) -> None:
     """The victim kills itself between dispatch and combine of the second of three steps."""
 
@@ -228,9 +209,6 @@ def test_a_rank_is_killed_and_the_others_go_on_in_the_same_epoch(process_backend
     with LocalCluster(SIZE, process_backend, timeout=4 * PATIENCE) as cluster:
         outcomes = cluster.outcomes(body)
     assert [outcome.error for rank, outcome in enumerate(outcomes) if rank != victim] == [None] * 2
-
-
-# -- copies, sums, precision
 
 
 def test_the_tokens_of_a_dead_rank_go_to_the_copies_of_its_experts(threads: LocalCluster) -> None:
@@ -257,8 +235,7 @@ def test_the_tokens_of_a_dead_rank_go_to_the_copies_of_its_experts(threads: Loca
 def test_a_sum_that_is_larger_than_a_frame_has_whole_ranks(threads: LocalCluster) -> None:
     def add(comm: Communicator, meeting: threading.Barrier, point: int) -> list[float] | None:
         with Switch(comm, SIZE, top_k=1, hidden=4, max_tokens=4) as switch:
-            if comm.rank == 1:
-                switch._links = MortalLinks(switch._links, point)  # type: ignore[assignment]
+            switch._links = MortalLinks(switch._links, point if comm.rank == 1 else -1)  # type: ignore[assignment]
             try:
                 return sorted(set(switch.all_reduce(torch.full((50,), 2.0**comm.rank)).tolist()))
             except Killed:
@@ -278,9 +255,6 @@ def test_bfloat16_is_added_up_in_float32(comm: Communicator) -> None:
         received = switch.dispatch(torch.ones(1, 1, dtype=torch.bfloat16), ids, weights)
         total = float(switch.combine(received.tokens).detach())
     assert total == 1 + 8 / 512  # in bfloat16 each of the small ones would vanish
-
-
-# -- what is refused
 
 
 @on_ranks_of("threads")
@@ -312,13 +286,7 @@ def test_bad_input_moves_nothing_and_the_call_may_be_repeated(comm: Communicator
 
 
 @on_ranks_of("threads")
-def test_switches_that_differ_are_refused_on_all_ranks(comm: Communicator) -> None:
-    with pytest.raises(Mismatch, match=r"rank [02]"):
-        Switch(comm, 6, top_k=2, hidden=4, max_tokens=3 + (comm.rank == 2))
-
-
-@on_ranks_of("threads")
-def test_arguments_that_make_no_switch(comm: Communicator) -> None:
+def test_arguments_that_make_no_switch_or_differ_between_ranks(comm: Communicator) -> None:
     wrong: list[dict[str, Any]] = [
         *({"experts": experts} for experts in (2, [0, 1, 3], [0, 1, (2, 2)], [])),
         {"top_k": 0},
@@ -330,16 +298,16 @@ def test_arguments_that_make_no_switch(comm: Communicator) -> None:
         arguments = {"experts": 6, "top_k": 2, "hidden": 4, "max_tokens": 3} | each
         with pytest.raises(ValueError):
             Switch(comm, arguments.pop("experts"), **arguments)
+    with pytest.raises(Mismatch, match=r"rank [02]"):
+        Switch(comm, 6, top_k=2, hidden=4, max_tokens=3 + (comm.rank == 2))
 
 
-class LyingLinks:
+class LyingLinks(MortalLinks):
     """Links that change the heads of frames of one kind as they leave."""
 
     def __init__(self, links: frames.Links, kind: int, word: int) -> None:
-        self._links, self._kind, self._word = links, kind, word
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._links, name)
+        super().__init__(links, -1)
+        self._kind, self._word = kind, word
 
     def send(self, rank: int, kind: int, frame: Tensor, timeout: float) -> None:
         if kind == self._kind:
@@ -372,9 +340,6 @@ def test_a_rank_whose_counts_cannot_be_true_is_masked_and_told(threads: LocalClu
                 meeting.wait(PATIENCE)
 
     threads.run(body, threading.Barrier(SIZE))
-
-
-# -- a rank that is silent, and not known to be dead
 
 
 def test_a_silent_rank_ends_the_switch_on_all_ranks(threads: LocalCluster) -> None:
@@ -425,16 +390,13 @@ def test_a_stopped_process_is_masked_if_asked(backend: str) -> None:
     assert "rank 1 is masked" in str(results[1])
 
 
-@on_ranks(2, "gloo")
-def test_masking_of_silent_ranks_needs_memory_that_a_stopped_rank_cannot_keep_back(comm: Communicator) -> None:
-    with pytest.raises(Unsupported, match="fenced"):
-        Switch(comm, SIZE, top_k=1, hidden=1, max_tokens=1, silence="mask")
-
-
-def test_experts_need_a_backend_with_windows(comm: Communicator) -> None:
-    comm.backend = "fake"
-    with pytest.raises(Unsupported, match="experts over 'fake'; it has no windows"):
-        Switch(comm, 1, top_k=1, hidden=1, max_tokens=1)
+def test_experts_need_windows_and_mapped_ones_to_mask_silent_ranks(tmp_path: Path) -> None:
+    with alone(tmp_path, "gloo") as comm:
+        with pytest.raises(Unsupported, match="fenced"):
+            Switch(comm, 1, top_k=1, hidden=1, max_tokens=1, silence="mask")
+        comm.backend = "fake"
+        with pytest.raises(Unsupported, match="experts over 'fake'; it has no windows"):
+            Switch(comm, 1, top_k=1, hidden=1, max_tokens=1)
 
 
 RESULTS = "results"
@@ -528,7 +490,6 @@ class Step:
 
 
 def faults(step: Step) -> list[str]:
-    """What the step has done wrong."""
     living = [rank for rank in step.ranks if rank not in step.dead]
     decisions = {step.decided[rank] for rank in living}
     found = []
@@ -542,15 +503,12 @@ def faults(step: Step) -> list[str]:
     return found
 
 
-def test_the_living_agree() -> None:
+def test_the_living_agree_and_the_model_finds_the_fault_of_a_protocol_of_one_round() -> None:
     for seed in range(6000):
         size = 1 + seed % 5
         step = Step(Random(seed), size, min(seed // 5 % 5, size - 1))
         assert not faults(step), seed
         assert step.dead or set(step.decided.values()) == {frozenset()}, seed
-
-
-def test_the_model_finds_the_fault_of_a_protocol_of_one_round() -> None:
     assert any(faults(Step(Random(seed), 4, 3, HasteAgreement)) for seed in range(3000))
 
 
