@@ -40,7 +40,8 @@ from holdfast.comms.transport.base import Context
 from holdfast.comms.transport.liveness import this_process
 from holdfast.harness import LocalCluster
 from support.comms.collectives import COLLECTIVES, collective
-from support.comms.ranks import on_ranks, on_ranks_of, running, shared_ranks
+from support.comms.meeting import soon
+from support.comms.ranks import on_ranks, on_ranks_of, running, second_tier, shared_ranks
 from support.waiting import PATIENCE
 
 SENDER, RECEIVER = 0, 1
@@ -178,23 +179,17 @@ def test_no_order_of_loads_and_stores_lets_messages_overtake_each_other(
     assert schedules.runs > 100
 
 
-def test_the_exploration_finds_what_a_single_scan_does_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_exploration_finds_what_accesses_without_order_and_a_single_scan_do_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(channels, "CHANNEL_ENTRIES", 3)
-    scan = Channels._scan
-    monkeypatch.setattr(Channels, "_scan", lambda self, src, tag, whole=True: not whole or scan(self, src, tag))
-    schedules = Schedules()
-    with pytest.raises(AssertionError, match="of"):
-        schedules.explore(lambda: run_once(schedules, (7, 7, 7), (7, 7, 7)))
-
-
-def test_the_exploration_finds_what_accesses_without_order_do_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channels, "CHANNEL_ENTRIES", 3)
-    schedules = Schedules()
+    schedules, scan = Schedules(), Channels._scan
     with pytest.raises((AssertionError, KeyError, Mismatch)):
         schedules.explore(lambda: run_once(schedules, (7, 7, 7), (7, 7, 7), ordered=False))
-
-
-# -- messages of ranks that leave
+    schedules = Schedules()
+    monkeypatch.setattr(Channels, "_scan", lambda self, src, tag, whole=True: not whole or scan(self, src, tag))
+    with pytest.raises(AssertionError, match="of"):
+        schedules.explore(lambda: run_once(schedules, (7, 7, 7), (7, 7, 7)))
 
 
 class Interleaved(Board):
@@ -209,29 +204,21 @@ class Interleaved(Board):
         super().check_peers(missing)
 
 
-def boards_of_two(epoch: int = 0, memory: mmap.mmap | None = None) -> tuple[Interleaved, Interleaved]:
-    """The boards of both ranks, as threads have them."""
+def boards_of_two(
+    epoch: int = 0, memory: mmap.mmap | None = None, entered: bool = True
+) -> tuple[Interleaved, Interleaved]:
     memory = memory or mmap.mmap(-1, layout_of(2).nbytes)
     peers, device, deadline = (this_process(),) * 2, torch.device("cpu"), soon()
     sender, receiver = (
         Interleaved(memory, Context(rank, 2, "two", epoch, device, dist.HashStore(), peers, deadline), dead=tuple)
         for rank in (SENDER, RECEIVER)
     )
+    for board in (sender, receiver) if entered else ():
+        board.enter(3, ())
     return sender, receiver
 
 
-def entered(boards: tuple[Interleaved, Interleaved]) -> tuple[Interleaved, Interleaved]:
-    for board in boards:
-        board.enter(3, ())
-    return boards
-
-
-def soon() -> float:
-    return time.monotonic() + PATIENCE
-
-
 def copy(rank: int, address: int, into: int, nbytes: int) -> None:
-    """Read a message as a thread does."""
     ctypes.memmove(into, address, nbytes)
 
 
@@ -239,26 +226,22 @@ LONG, SHORT = channels.INLINE_BYTES // 4 + 1, 4
 """Elements of a message that the receiver reads from the sender's tensor, and of one that lies on the board."""
 
 
-def given_up(sender: Board, count: int) -> torch.Tensor:
-    """A message that nobody takes in time, so that its sender aborts, and may use its memory again."""
-    message = torch.ones(count)
+def test_a_message_whose_sender_has_given_up_is_not_received() -> None:
+    """Nobody takes it in time, so its sender aborts, and may use its memory again."""
+    sender, receiver = boards_of_two()
+    message, into = torch.ones(LONG), torch.zeros(LONG)
     with pytest.raises(OpTimeout):
         Channels(sender, copy).run([(message, RECEIVER, 0)], [], time.monotonic(), "send")
     sender.leave(ABORTED, b"the send timed out")
-    return message.fill_(7)
-
-
-def test_a_message_whose_sender_has_given_up_is_not_received() -> None:
-    sender, receiver = entered(boards_of_two())
-    message, into = given_up(sender, LONG), torch.zeros(LONG)
+    message.fill_(7)
     with pytest.raises(Revoked, match="rank 0 aborted: the send timed out"):
         Channels(receiver, copy).run([], [(into, SENDER, 0)], soon(), "recv")
-    assert message.eq(7).all() and into.eq(0).all(), "nothing was read: the memory may be gone"
+    assert into.eq(0).all(), "nothing was read: the memory may be gone"
 
 
 @pytest.mark.parametrize("readable", [True, False])
 def test_a_message_whose_sender_gives_up_while_it_is_read_is_not_received(readable: bool) -> None:
-    sender, receiver = entered(boards_of_two())
+    sender, receiver = boards_of_two()
     message = torch.ones(LONG)
     assert Channels(sender, copy)._post((message, RECEIVER, 0))
 
@@ -273,7 +256,7 @@ def test_a_message_whose_sender_gives_up_while_it_is_read_is_not_received(readab
 
 def test_a_message_that_was_sent_before_its_sender_aborted_is_received() -> None:
     """A short one has left the sender's memory when `send` returns."""
-    sender, receiver = entered(boards_of_two())
+    sender, receiver = boards_of_two()
     message, into = torch.ones(SHORT), torch.zeros(SHORT)
     Channels(sender, copy).run([(message, RECEIVER, 0)], [], soon(), "send")
     sender.leave(ABORTED, b"another op failed")
@@ -283,7 +266,7 @@ def test_a_message_that_was_sent_before_its_sender_aborted_is_received() -> None
 
 
 def test_a_message_that_came_before_its_sender_closed_is_received_at_any_moment() -> None:
-    sender, receiver = entered(boards_of_two())
+    sender, receiver = boards_of_two()
     into = torch.zeros(SHORT)
 
     def send_and_close() -> None:
@@ -298,7 +281,7 @@ def test_a_message_that_came_before_its_sender_closed_is_received_at_any_moment(
 
 
 def test_a_message_that_was_taken_before_its_receiver_closed_is_sent_at_any_moment() -> None:
-    sender, receiver = entered(boards_of_two())
+    sender, receiver = boards_of_two()
     into = torch.zeros(LONG)
 
     def receive_and_close() -> None:
@@ -330,19 +313,16 @@ def test_a_rank_that_enters_a_board_is_not_taken_for_what_it_was_on_an_earlier_o
     """Its row holds the words of the earlier board until then, whenever that is."""
     for loads in (1, 2, 3):
         memory = mmap.mmap(-1, layout_of(2).nbytes)
-        earlier, _ = entered(boards_of_two(0, memory))
+        earlier, _ = boards_of_two(0, memory)
         earlier.leave(state, b"on the earlier board")
-        late, early = boards_of_two(4, memory)
+        late, early = boards_of_two(4, memory, entered=False)
         early.enter(3, ())
         words: Any = WordsWithEvent(early.words, early.rows[SENDER], loads, lambda late=late: late.enter(3, ()))  # type: ignore[misc]
         early.words = words
         early.check_peers(lambda: [SENDER])
 
 
-# -- large ops: blocks that go through the stage, and inputs that are read in place
-
-
-LARGE = 40_000  # elements: beyond a slot
+LARGE, MANY = 40_000, 60_000  # elements: beyond a slot
 COUNTS = [0, 3, 4_097, 10_001, 16_384, LARGE, 4 * LARGE + 1]
 
 
@@ -406,22 +386,11 @@ def test_outputs_that_no_cache_holds_are_right(comm: Communicator) -> None:
         assert rank == 0 or torch.equal(whole, expected)
 
 
-MANY = 60_000  # elements: beyond a slot
-
-
 @pytest.fixture(scope="module", params=[("shm", "0"), ("inproc", "0"), ("shm", "1")], ids=str)
 def ranks(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
     """Three ranks, mostly without agreement checks, with which every op would go through Python."""
     with running(3, *request.param) as cluster:
         yield cluster
-
-
-def want(comm: Communicator, in_place: bool) -> None:
-    """Set whether every rank prefers to read inputs in place; collective."""
-    board = board_of(comm)
-    comm.barrier()
-    board.words[board.rows[comm.rank] + IN_PLACE_BITS] = ALL_CLASSES * in_place
-    comm.barrier()
 
 
 def lets_read(comm: Communicator) -> bool:
@@ -446,51 +415,56 @@ def test_large_ops_try_both_copy_modes(comm: Communicator) -> None:
 @on_ranks_of("ranks")
 def test_ops_in_place_are_right_in_both_copy_modes(comm: Communicator, wanted: bool) -> None:
     """The input of an all_to_all in place is copied first, so others may read it while the output is written."""
-    size, rank = comm.size, comm.rank
+    size, rank, board = comm.size, comm.rank, board_of(comm)
 
-    want(comm, wanted)
+    def want() -> None:
+        """Set whether every rank prefers to read inputs in place."""
+        comm.barrier()
+        board.words[board.rows[rank] + IN_PLACE_BITS] = ALL_CLASSES * wanted
+        comm.barrier()
+
+    want()
     rows = torch.arange(size * MANY, dtype=torch.float32).view(size, MANY) + 1000 * rank
     expected = torch.stack([torch.arange(size * MANY).view(size, MANY)[rank] + 1000.0 * r for r in range(size)])
     comm.all_to_all_single(rows, rows)
     assert torch.equal(rows, expected) and lets_read(comm) == wanted
 
-    want(comm, wanted)
+    want()
     rows = torch.zeros(size, MANY)
     rows[rank] = rank + 1.0
     comm.all_gather_single(rows.view(-1), rows[rank])
     assert torch.equal(rows, (torch.arange(size) + 1.0)[:, None].expand(size, MANY)) and lets_read(comm) == wanted
 
-    want(comm, wanted)
+    want()
     rows = torch.ones(size, MANY) * (rank + 1)
     output = rows.view(-1)[MANY // 2 : MANY // 2 + MANY]
     comm.reduce_scatter_single(output, rows)
     assert output.eq(size * (size + 1) / 2).all()
 
-    want(comm, wanted)
+    want()
     numbers = torch.arange(size * MANY, dtype=torch.float32)
     tensor = numbers * (rank + 1)
     comm.all_reduce(tensor)
     assert torch.equal(tensor, numbers * (size * (size + 1) // 2)) and lets_read(comm) == wanted
 
 
-def gathers_until_one_dies(comm: Communicator) -> str:
-    output, mine = torch.empty(comm.size * MANY), torch.ones(MANY)
-    board = board_of(comm)
-    if comm.rank == 1:
-        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    began = time.monotonic()
-    with pytest.raises((PeerFailed, Revoked)) as caught:
-        while time.monotonic() - began < PATIENCE:
-            board.words[board.rows[comm.rank] + IN_PLACE_BITS] = ALL_CLASSES
-            comm.all_gather_single(output, mine)
-            assert output.eq(1).all()
-    assert isinstance(caught.value, Revoked) or caught.value.ranks == (1,)
-    assert time.monotonic() - began < PATIENCE
-    return caught.type.__name__
-
-
-@pytest.mark.parametrize("checked", ["0", "1"])
+@pytest.mark.parametrize("checked", ["0", *second_tier("1")])
 def test_ranks_survive_the_death_of_a_rank_that_they_read(checked: str) -> None:
+    def gathers_until_one_dies(comm: Communicator) -> str:
+        output, mine = torch.empty(comm.size * MANY), torch.ones(MANY)
+        board = board_of(comm)
+        if comm.rank == 1:
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        began = time.monotonic()
+        with pytest.raises((PeerFailed, Revoked)) as caught:
+            while time.monotonic() - began < PATIENCE:
+                board.words[board.rows[comm.rank] + IN_PLACE_BITS] = ALL_CLASSES
+                comm.all_gather_single(output, mine)
+                assert output.eq(1).all()
+        assert isinstance(caught.value, Revoked) or caught.value.ranks == (1,)
+        assert time.monotonic() - began < PATIENCE
+        return caught.type.__name__
+
     with running(3, "shm", checked) as cluster:
         for _ in range(5):
             outcomes = cluster.outcomes(gathers_until_one_dies)
