@@ -1,18 +1,25 @@
-"""Arguments of ops: integers and timeouts of any kind, inputs that outputs overlap, and what is refused.
+"""Arguments of ops: integers and timeouts of any kind, inputs that outputs overlap, objects, and what is refused.
 
-An op that is refused before any byte moves leaves the communicator usable, as the conformance kit checks too.
+An op that is refused before any byte moves leaves the communicator usable, as the conformance kit checks too. Objects
+arrive as they were sent, or are refused before anything is sent, with their path. torch's global settings are ignored:
+default device and dtype, determinism, inference mode.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import datetime
+import decimal
+import enum
+import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from datetime import timedelta
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -22,6 +29,7 @@ from hypothesis import strategies as st
 from holdfast import comms
 from holdfast.comms import Communicator, Recv, ReduceOp, Send, collectives
 from holdfast.comms.arithmetic import EIGHT_BIT_FLOATS
+from holdfast.comms.codecs.objects import decode_object, encode_object
 from holdfast.comms.collectives import ArgumentChecks
 from holdfast.comms.errors import HoldfastError, Unsupported
 from holdfast.comms.ops import TAGS
@@ -30,11 +38,12 @@ from holdfast.comms.quantities import integer, integer_in, seconds, seconds_or, 
 from holdfast.comms.tensors.overlap import check_outputs
 from holdfast.comms.transport.base import Transport
 from holdfast.comms.work import DONE
-from holdfast.ft import Timeouts
+from holdfast.ft import Session, Timeouts
 from holdfast.harness import LocalCluster
 from holdfast.store import WeightStore
-from support.comms.collectives import collective
-from support.comms.ranks import MPI, on_ranks, on_ranks_of, second_tier
+from support.comms.collectives import COLLECTIVES, collective
+from support.comms.ranks import MPI, on_ranks_of, second_tier
+from support.samples.tally import assert_exact, cluster, start_with_spares, tally_up
 
 NAMES = frozenset({"float32", "float16", "int64", "bool"})
 CPU = torch.device("cpu")
@@ -85,18 +94,14 @@ def test_rows_of_another_size_and_none_at_all_fill_their_own_part() -> None:
     assert checks.message(torch.ones(1), 2, "dst", TAGS - 1) == (2, TAGS - 1)
 
 
-class Odd:
-    """No integer, tensor or reduction."""
-
-
 SMALL = torch.ones(1)
 REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: checks.movable(torch.ones(1, dtype=torch.int8)), Unsupported, "moving int8 over 'stub'"),
     (lambda: checks.reducible(torch.ones(1, dtype=torch.bool), ReduceOp.MAX), Unsupported, "reducing bool over"),
     (lambda: checks.reducible(SMALL, "sum"), TypeError, "op must be a holdfast.comms.ReduceOp, not 'sum'"),
     (lambda: checks.reducible(SMALL, ReduceOp.BAND), Unsupported, "bitwise reduction of float32"),
-    (lambda: checks.operand(Odd(), "mine"), TypeError, "mine: expected a tensor, not Odd"),
-    (lambda: checks.operands([SMALL, Odd()], "mine"), TypeError, r"mine\[1\]: expected a tensor"),
+    (lambda: checks.operand(object(), "mine"), TypeError, "mine: expected a tensor, not object"),
+    (lambda: checks.operands([SMALL, object()], "mine"), TypeError, r"mine\[1\]: expected a tensor"),
     (lambda: checks.operand(torch.ones(1, device="meta"), "mine"), ValueError, "mine is on meta"),
     (lambda: checks.rank(3, "root"), ValueError, "root=3 is out of range: ranks are 0 to 2"),
     (lambda: checks.rank(-1, "root"), ValueError, "root=-1 is out of range"),
@@ -121,11 +126,7 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: checks.split_rows(torch.ones(3), [1, 1, 2], "input"), ValueError, "do not divide 3 rows"),
     (lambda: checks.split_rows(torch.ones(3), [4, 0, -1], "input"), ValueError, "do not divide 3 rows"),
     (lambda: checks.split_rows(torch.ones(3), [1, 1, True], "input"), TypeError, "a split size of input"),
-    (
-        lambda: checks.own_part(torch.ones(3), [1, 1, 1], torch.ones(4), [1, 2, 1]),
-        ValueError,
-        "rank 1 keeps 2 .* for 1",
-    ),
+    (lambda: checks.own_part(torch.ones(3), [1] * 3, torch.ones(4), [1, 2, 1]), ValueError, "rank 1 keeps 2 .* for 1"),
 ]
 
 
@@ -136,14 +137,11 @@ def test_a_wrong_argument_is_refused_by_name(call: Callable[[], object], error: 
 
 
 Tensor = torch.Tensor
-Parts = tuple[list[Tensor], list[Tensor]]
-"""Outputs and inputs."""
-Op = Callable[[Communicator, Sequence[Tensor], Sequence[Tensor]], object]
 
 RANKS = 3
 COUNTS = (3, 40_000)
 
-OPS: dict[str, Op] = {
+OPS: dict[str, Callable[[Communicator, Sequence[Tensor], Sequence[Tensor]], object]] = {
     "all_gather_single": lambda comm, outputs, inputs: comm.all_gather_single(outputs[0], inputs[0]),
     "all_gather": lambda comm, outputs, inputs: comm.all_gather(outputs, inputs[0]),
     "reduce_scatter_single": lambda comm, outputs, inputs: comm.reduce_scatter_single(outputs[0], inputs[0]),
@@ -158,8 +156,8 @@ OPS: dict[str, Op] = {
 }
 
 
-def _shared(op: str, rank: int, count: int, shift: int) -> Parts:
-    """An op's tensors in one buffer.
+def _shared(op: str, rank: int, count: int, shift: int) -> tuple[list[Tensor], list[Tensor]]:
+    """An op's outputs and inputs in one buffer.
 
     `shift` 0: where NCCL has them in place, or the same for both; else the input lies so many elements further.
     """
@@ -235,33 +233,24 @@ def test_an_output_whose_elements_share_memory_is_refused_before_anything_moves(
 
 @on_ranks_of("three_ranks")
 def test_an_input_may_be_expanded(comm: Communicator) -> None:
-    one = torch.full((1,), float(comm.rank + 1))
+    given, left = torch.full((1,), comm.rank + 1.0).expand(4), (comm.rank - 1) % comm.size
     gathered, received = torch.empty(4 * comm.size), torch.empty(4)
-    comm.all_gather_single(gathered, one.expand(4))
-    given = one.expand(4) if comm.rank == 0 else received
-    comm.broadcast(given, 0)
-    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    comm.batch_send_recv([Send(one.expand(4), right), Recv(received, left)])
+    comm.all_gather_single(gathered, given)
+    comm.broadcast(given if comm.rank == 0 else received, 0)
+    comm.batch_send_recv([Send(given, (comm.rank + 1) % comm.size), Recv(received, left)])
     assert gathered.tolist() == [rank + 1.0 for rank in range(comm.size) for _ in range(4)]
-    assert received.tolist() == [left + 1.0] * 4 and bool(given[0] >= 1)
+    assert received.tolist() == [left + 1.0] * 4
     if comm.rank == 0:
-        comm.send(one.expand(4), 1)
+        comm.send(given, 1)
     elif comm.rank == 1:
         comm.recv(received, 0)
         assert received.tolist() == [1.0] * 4
 
 
-@on_ranks(1, "inproc")
-def test_a_window_is_not_read_into_a_tensor_whose_elements_share_memory(comm: Communicator) -> None:
-    with comm.window(torch.zeros(4)) as window, pytest.raises(ValueError, match="dst share memory"):
-        window.get(torch.zeros(1).expand(4), 0)
+dims = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 6)), max_size=3)
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 6)), max_size=3),
-    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 6)), max_size=3),
-    st.integers(0, 30),
-)
+@given(dims, dims, st.integers(0, 30))
 def test_outputs_are_refused_only_if_a_byte_belongs_to_two_elements(
     first: list[tuple[int, int]], second: list[tuple[int, int]], offset: int
 ) -> None:
@@ -296,29 +285,21 @@ def _works(comm: Communicator) -> None:
     assert total.tolist() == [comm.size**2] * 4 and comm.over is None
 
 
-@contextmanager
-def refusing(comm: Communicator) -> Iterator[None]:
-    """The transport lacks one op."""
-
-    def refuse(*args: Any) -> None:
-        raise Unsupported("avg of uint64 on this device", "sum, and divide on the host")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(comm.transport), "all_reduce", refuse)
-        patch.setattr(type(comm.transport), "function", Transport.function)
-        yield
-
-
 @on_processes
 @on_ranks_of("two_ranks")
 def test_a_communicator_works_after_a_transport_refused_an_op(comm: Communicator) -> None:
+    def refuse(*args: Any) -> None:
+        raise Unsupported("avg of uint64 on this device", "sum, and divide on the host")
+
     before = comm.progress[0]
     for refused in (
         lambda: comm.all_reduce(torch.ones(4, dtype=torch.int16), ReduceOp.AVG),
         lambda: comm.all_reduce(torch.ones(4, 2)[:, 0], async_op=True).wait(),
     ):
         comm.barrier()
-        with refusing(comm):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(comm.transport), "all_reduce", refuse)
+            patch.setattr(type(comm.transport), "function", Transport.function)
             with pytest.raises(Unsupported):
                 refused()
             comm.barrier()
@@ -402,19 +383,12 @@ def test_asynchronous_ops_run_with_the_modes_of_their_caller(comm: Communicator)
     assert outside.tolist() == [4.0] * 4
 
 
-def _deep() -> list[object]:
-    nested: list[object] = []
-    for _ in range(3000):
-        nested = [nested]
-    return nested
-
-
 @fast_and_checked
 @shared_code
 @on_ranks_of("two_ranks")
 def test_an_object_that_cannot_be_sent_takes_its_turn(comm: Communicator) -> None:
     """On one rank an object is refused; every rank gets the error, and the next objects are paired rightly."""
-    for number, unsendable in enumerate(({1, 2}, 1 << 70, "\ud800", {(1, 2): 3}, torch.ones(2), _deep(), object())):
+    for number, unsendable in enumerate(({1, 2}, "\ud800", torch.ones(2))):
         odd = number % comm.size
         obj = unsendable if comm.rank == odd else "fine"
         words = "." if comm.rank == odd else f"rank {odd} could not send its object"
@@ -430,7 +404,7 @@ def test_an_object_that_cannot_be_sent_takes_its_turn(comm: Communicator) -> Non
 
 INTEGERS: list[Callable[[int], Any]] = [int, np.int64, np.uint8, np.int16, lambda value: torch.tensor(value)]
 NO_INTEGERS: list[Any] = [True, np.True_, 1.0, np.float32(1), "1", None, [1], torch.tensor(1.5), torch.ones(2)]
-TIMEOUTS: list[Any] = [5, 5.0, np.float32(5), np.int64(5), timedelta(seconds=5)]
+TIMEOUTS: list[Any] = [5, 5.0, np.float32(5), np.int64(5), datetime.timedelta(seconds=5)]
 NO_TIMEOUTS: list[Any] = [True, "5", float("nan"), float("inf"), -float("inf"), np.float64("nan")]
 NO_TIMEOUTS += [1e9, -1e9, 1e12, 10**400, -(10**400)]
 
@@ -450,9 +424,9 @@ def test_a_value_that_is_no_integer_is_a_type_error_that_names_the_argument(valu
 def test_a_timeout_is_a_number_or_a_timedelta_and_zero_if_it_is_negative() -> None:
     for value in TIMEOUTS:
         assert seconds(value) == 5.0 and type(seconds(value)) is float
-    for value in (-1, -0.1, timedelta(-1), np.float32(-2)):
+    for value in (-1, -0.1, datetime.timedelta(-1), np.float32(-2)):
         assert seconds(value) == 0.0
-    assert [seconds_or(value, 7.0) for value in (None, timedelta(seconds=5), 0)] == [7.0, 5.0, 0.0]
+    assert [seconds_or(value, 7.0) for value in (None, datetime.timedelta(seconds=5), 0)] == [7.0, 5.0, 0.0]
 
 
 @pytest.mark.parametrize("value", NO_TIMEOUTS, ids=repr)
@@ -472,7 +446,7 @@ def test_bounds_are_named() -> None:
 
 
 def test_what_is_left_of_a_timeout_falls_to_zero_and_no_timeout_has_none() -> None:
-    left, over = time_left(timedelta(seconds=60)), time_left(-1)
+    left, over = time_left(datetime.timedelta(seconds=60)), time_left(-1)
     first, later = left(), left()
     assert first is not None and later is not None and 60.0 >= first >= later > 0.0
     assert over() == 0.0 and time_left(None)() is None
@@ -485,7 +459,7 @@ def refuse(calls: list[Callable[[Any], object]], values: list[Any], error: Any =
             call(value)
 
 
-@pytest.mark.parametrize("two_ranks", ["inproc", "shm", *second_tier("gloo", "ucx", "mpi")], indirect=True)
+@pytest.mark.parametrize("two_ranks", ["inproc", "shm"], indirect=True)
 @on_ranks_of("two_ranks")
 def test_a_communicator_takes_whole_numbers_of_every_kind(comm: Communicator) -> None:
     x, peer = torch.ones(4), 1 - comm.rank
@@ -516,15 +490,15 @@ def test_a_communicator_takes_whole_numbers_of_every_kind(comm: Communicator) ->
         comm.all_reduce(x, timeout=timeout, async_op=True).wait(timeout)
 
 
-@pytest.mark.parametrize("two_ranks", ["inproc", "shm", *second_tier("ucx", "mpi")], indirect=True)
+@pytest.mark.parametrize("two_ranks", ["inproc", "shm", *second_tier("ucx")], indirect=True)
 @on_ranks_of("two_ranks")
-def test_a_window_takes_whole_numbers_of_every_kind(comm: Communicator) -> None:
+def test_a_window_takes_whole_numbers_of_every_kind_and_no_destination_that_shares_memory(comm: Communicator) -> None:
     one = torch.ones(1, dtype=torch.int64)
     with comm.window(torch.zeros(4, dtype=torch.int64)) as window:
         for kind in INTEGERS:
             peer = kind(1 - comm.rank)
             window.put(one, peer, kind(2))
-            window.get(one.clone(), peer, kind(3), timeout=timedelta(seconds=5))
+            window.get(one.clone(), peer, kind(3), timeout=datetime.timedelta(seconds=5))
             window.fetch_add(peer, kind(0), kind(1))
             window.compare_swap(peer, kind(1), kind(0), kind(3))
             window.signal(peer)
@@ -541,35 +515,33 @@ def test_a_window_takes_whole_numbers_of_every_kind(comm: Communicator) -> None:
             lambda bad: window.wait_signal(bad),
         ]
         refuse(calls, NO_INTEGERS)
+        with pytest.raises(ValueError, match="dst share memory"):
+            window.get(one.expand(4), 0)
         comm.barrier()
 
 
-def test_a_plane_takes_offsets_and_timeouts_of_every_kind() -> None:
-    one = torch.ones(1)
+def test_planes_and_stores_take_numbers_of_every_kind() -> None:
+    one, weights = torch.ones(1), {"x": torch.ones(1)}
     with comms.memory("inproc") as plane, plane.expose(torch.ones(4)) as region:
         for kind in INTEGERS:
-            plane.read(region.handle, one, kind(4), timeout=timedelta(seconds=5)).wait()
+            plane.read(region.handle, one, kind(4), timeout=datetime.timedelta(seconds=5)).wait()
         refuse([lambda bad: plane.read(region.handle, one, bad)], NO_INTEGERS)
         refuse([lambda late: plane.read(region.handle, one, timeout=late)], NO_TIMEOUTS, (TypeError, ValueError))
-
-
-def test_a_store_takes_versions_and_timeouts_of_every_kind() -> None:
-    weights = {"x": torch.ones(1)}
-    with WeightStore("memory://", keep=np.int64(20), timeout=timedelta(seconds=10)) as store:
+    with WeightStore("memory://", keep=np.int64(20), timeout=datetime.timedelta(seconds=10)) as store:
         for version, kind in enumerate(INTEGERS):
             store.publish(kind(version), weights, part=kind(0), parts=kind(1), timeout=np.float32(5))
-            assert store.get(kind(version), weights, timeout=timedelta(seconds=5)) == version
+            assert store.get(kind(version), weights, timeout=datetime.timedelta(seconds=5)) == version
         refuse([lambda bad: store.publish(bad, weights)], NO_INTEGERS, (TypeError, ValueError))
         refuse([lambda late: store.wait(0, late)], NO_TIMEOUTS, (TypeError, ValueError))
 
 
 def test_sessions_and_clusters_take_numbers_of_every_kind(tmp_path: Path) -> None:
-    quick = Timeouts(heartbeat=timedelta(milliseconds=100), suspect=np.float32(1), join=np.int64(20))  # type: ignore[arg-type]
+    quick = Timeouts(heartbeat=datetime.timedelta(milliseconds=100), suspect=np.float32(1), join=np.int64(20))  # type: ignore[arg-type]
     assert quick == Timeouts(heartbeat=0.1, suspect=1.0, join=20.0)
     for late in (*NO_TIMEOUTS, 0, -1.0):
         with pytest.raises(ValueError, match="timeout join="):
             Timeouts(join=late)
-    LocalCluster(np.int64(2), "inproc", np.int8(1), timeout=timedelta(seconds=5))  # type: ignore[arg-type]
+    LocalCluster(np.int64(2), "inproc", np.int8(1), timeout=datetime.timedelta(seconds=5))  # type: ignore[arg-type]
     refuse([lambda bad: LocalCluster(bad, "inproc")], NO_INTEGERS)
     connect: Any = partial(comms.connect, "inproc", rendezvous=f"file://{tmp_path}/meet")
     connect(rank=np.int64(0), size=np.int8(1)).close()
@@ -580,3 +552,167 @@ def test_sessions_and_clusters_take_numbers_of_every_kind(tmp_path: Path) -> Non
         DONE.wait,
     ]
     refuse(waits, ["5", float("nan")], (TypeError, ValueError))
+
+
+# -- objects
+
+
+class Colour(enum.Enum):
+    RED = "red"
+
+
+class Number(enum.IntEnum):
+    ONE = 1
+
+
+class Word(enum.StrEnum):
+    HELLO = "hello"
+
+
+class Point(msgspec.Struct):
+    x: Any
+
+
+@dataclasses.dataclass
+class Pair:
+    first: Any
+
+
+def deep(levels: int) -> list[Any]:
+    made: list[Any] = []
+    for _ in range(levels):
+        made = [made]
+    return made
+
+
+endless = list[Any]()
+endless.append(endless)
+
+scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary()
+keys = st.text() | st.integers(-(2**63), 2**63 - 1) | st.booleans() | st.binary()
+objects = st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(keys, inner), max_leaves=20)
+
+
+@given(objects)
+def test_an_accepted_object_arrives_as_it_was(obj: Any) -> None:
+    assert repr(decode_object(encode_object(obj))) == repr(obj), "a text tells all types apart, and is equal for NaN"
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {1, 2},
+        frozenset([1]),
+        decimal.Decimal("1.5"),
+        datetime.datetime(2026, 1, 1),
+        datetime.date(2026, 1, 1),
+        datetime.timedelta(1),
+        uuid.UUID(int=1),
+        Colour.RED,
+        Number.ONE,
+        Word.HELLO,
+        np.float64(1),
+        np.int64(1),
+        np.ones(2),
+        torch.ones(2),
+        bytearray(b"1"),
+        memoryview(b"1"),
+        1j,
+        object(),
+        int,
+        2**70,
+        -(2**63) - 1,
+        10**5000,
+        "\ud800",
+        {(1, 2): 3},
+        {Colour.RED: 1},
+        {1.5: {None: {1}}},
+        deep(500),
+        deep(100_000),
+        endless,
+    ],
+    ids=lambda bad: type(bad).__name__,
+)
+def test_an_object_that_would_arrive_as_another_type_is_a_type_error(bad: Any) -> None:
+    for obj in (bad, [0, {"key": bad}], Point(bad), Pair(bad)):
+        with pytest.raises(TypeError, match="msgpack"):
+            encode_object(obj)
+
+
+def test_tuples_arrive_as_lists_and_records_as_dicts_and_an_error_says_where_an_object_is() -> None:
+    sent = ((1, 2), Point([1]), Pair({"a": (3,)}))
+    assert decode_object(encode_object(sent)) == [[1, 2], {"x": [1]}, {"first": {"a": [3]}}]
+    with pytest.raises(TypeError, match=r"the object\['a'\]\[1\]\['first'\] is a set"):
+        encode_object({"a": [0, Pair({1})]})
+    with pytest.raises(TypeError, match=r"a key of the object\['a'\] is a tuple"):
+        encode_object({"a": {(1,): 2}})
+
+
+# -- global settings of torch
+
+
+@pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=pytest.mark.thorough)])
+def test_a_whole_session_runs_under_another_default_device_and_dtype(backend: str) -> None:
+    def tally_up_under_other_settings(session: Session, gate: str) -> dict[str, Any]:
+        torch.set_default_device("meta")
+        torch.set_default_dtype(torch.float64)
+        torch.use_deterministic_algorithms(True)
+        return tally_up(session, gate=gate)
+
+    with cluster(2, backend, spares=1, fault="commit.before_prepare:5:1:3") as ranks:
+        job = start_with_spares(ranks, tally_up_under_other_settings)
+        assert_exact(job, job.results(), 2)
+
+
+@contextmanager
+def set_by(call: Callable[[Any], object], value: object, default: object) -> Iterator[None]:
+    call(value)
+    yield
+    call(default)
+
+
+SETTINGS: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "default device": lambda: torch.device("meta"),
+    "inference mode": torch.inference_mode,
+    "default dtype": lambda: set_by(torch.set_default_dtype, torch.float64, torch.float32),
+    "deterministic algorithms": lambda: set_by(torch.use_deterministic_algorithms, True, False),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@on_ranks_of("two_ranks")
+def test_every_op_runs_under_every_setting(comm: Communicator, setting: str) -> None:
+    with SETTINGS[setting]():
+        peer, ones = 1 - comm.rank, torch.ones(8, device=CPU)
+        for count in (8, 40_000):
+            for op in COLLECTIVES:
+                collective(op, comm.rank, 2, count, root=1).run(comm)
+            given = torch.full((count,), comm.rank + 1.0, device=CPU)
+            comm.all_reduce(given, reproducible=count == 8)
+            comm.all_reduce(given[::2], ReduceOp.MAX)
+            comm.all_to_all_single(given, given, [count // 2] * 2, [count // 2] * 2)
+            comm.all_reduce(given, async_op=True).wait()
+        assert comm.all_gather_object({"rank": comm.rank}) == [{"rank": 0}, {"rank": 1}]
+        assert comm.broadcast_object([1, "two"], 0) == [1, "two"]
+        if comm.backend != "gloo":
+            with comm.window(torch.zeros(8, device=CPU)) as window:
+                comm.barrier()
+                window.put(ones, peer)
+                comm.barrier()
+                window.get(torch.empty(8, device=CPU), peer)
+                comm.barrier()
+        comm.barrier()  # threads share the setting
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_planes_and_the_store_run_under_every_setting(setting: str) -> None:
+    with SETTINGS[setting]():
+        weights = {"weight": torch.ones(8, device=CPU), "large": torch.ones(1 << 18, device=CPU)}
+        into = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+        with comms.memory("shm") as plane, plane.expose(weights["weight"], writable=True) as region:
+            plane.write(region.handle, weights["weight"]).wait()
+            plane.read(region.handle, into["weight"]).wait()
+        with WeightStore("memory://") as store:
+            store.publish(1, weights)
+            store.get("latest", into)
+        assert all(torch.equal(into[name], weights[name]) for name in weights)

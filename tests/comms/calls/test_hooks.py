@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Sequence
@@ -64,33 +65,22 @@ def test_every_begun_op_ends_once_with_its_time_and_its_error_though_a_hook_rais
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @on_ranks_of("ranks")
-def test_an_op_that_a_hook_refuses_is_issued_again(comm: Communicator, asynchronous: bool) -> None:
-    tensor = torch.ones(4)
+def test_an_op_that_a_hook_refuses_is_issued_again_and_later_complete(comm: Communicator, asynchronous: bool) -> None:
+    tensor, before, ended = torch.ones(4), comm.progress[0], list[OpEvent]()
+    failed = pytest.raises(ArithmeticError, match="at all_reduce")
     if comm.rank == 0:
-        ended: list[OpEvent] = []
-        refused = pytest.raises(ArithmeticError, match="at all_reduce")
-        with comm.hooks.after_op(ended.append), comm.hooks.before_op(complain), refused:
+        with comm.hooks.after_op(ended.append), comm.hooks.before_op(complain), failed:
             comm.all_reduce(tensor, async_op=asynchronous)
         assert [type(event.error) for event in ended] == [ArithmeticError]
-    before = comm.progress
     comm.all_reduce(tensor, async_op=asynchronous).wait()
-    assert comm.progress[0] == before[0] + 1 and comm.over is None
-    assert torch.equal(tensor, torch.full((4,), 2.0))
-    comm.barrier()
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-@on_ranks_of("ranks")
-def test_an_op_whose_later_hook_raises_fails_with_it_and_is_complete(comm: Communicator, asynchronous: bool) -> None:
-    tensor, called = torch.ones(4), list[int]()
-    if comm.rank == 0:
-        failed = pytest.raises(ArithmeticError, match="at all_reduce")
-        with comm.hooks.after_op(complain), comm.hooks.after_op(lambda event: called.append(event.seq)), failed:
-            comm.all_reduce(tensor, async_op=asynchronous).wait()
-        assert len(called) == 1, "one hook's error does not keep the op from the others"
-    else:
-        comm.all_reduce(tensor)
-    assert comm.over is None and torch.equal(tensor, torch.full((4,), 2.0))
+    assert comm.progress[0] == before + 1 and comm.over is None and torch.equal(tensor, torch.full((4,), 2.0))
+    with contextlib.ExitStack() as hooks:
+        if comm.rank == 0:
+            for each in (comm.hooks.after_op(complain), comm.hooks.after_op(ended.append), failed):
+                hooks.enter_context(each)
+        comm.all_reduce(tensor, async_op=asynchronous).wait()
+    assert len(ended) == (2 if comm.rank == 0 else 0), "one hook's error does not keep the op from the others"
+    assert comm.over is None and torch.equal(tensor, torch.full((4,), 4.0))
     comm.barrier()
 
 
@@ -116,7 +106,12 @@ def test_numbers_that_are_not_finite_are_named_with_op_rank_and_tensor(comm: Com
 
 @on_ranks(3, "inproc")
 def test_results_that_differ_between_ranks_name_the_odd_rank(comm: Communicator) -> None:
+    numbers = torch.full((2, 4), 1 + 2j)
+    conjugate = numbers.conj() if comm.rank == 0 else numbers.conj().resolve_conj()
     with compare_checksums(comm):
+        for view in (conjugate, numbers.conj().imag, numbers[:, ::4]):
+            comm.all_reduce(view, ReduceOp.AVG)
+        assert bool((conjugate == 1 - 2j).all()), "its checksum is of its numbers, whether torch has put off the sign"
         same = torch.ones(1000)
         comm.all_reduce(same)
         comm.broadcast(same, 1)
@@ -129,16 +124,6 @@ def test_results_that_differ_between_ranks_name_the_odd_rank(comm: Communicator)
         with pytest.raises(comms.CorruptData, match=r"all_reduce.*ranks \[2\] than on rank 0"):
             comm.all_reduce(same)
     assert comm.over is None
-
-
-@on_ranks(2, "inproc")
-def test_the_checksum_of_a_conjugate_or_negated_view_is_of_its_numbers(comm: Communicator) -> None:
-    numbers = torch.full((2, 4), 1 + 2j)
-    conjugate = numbers.conj() if comm.rank == 0 else numbers.conj().resolve_conj()
-    with compare_checksums(comm):
-        for view in (conjugate, numbers.conj().imag, numbers[:, ::4]):
-            comm.all_reduce(view, ReduceOp.AVG)
-    assert bool((conjugate == 1 - 2j).all()) and comm.over is None
 
 
 @on_ranks_of("ranks")
@@ -178,37 +163,27 @@ class Gate:
         self.work.wait()
 
 
-def test_the_thread_that_completes_a_work_calls_back(comm: Communicator) -> None:
-    gate, calls = Gate(comm), list[tuple[Work, bool, str]]()
-    called = threading.Event()
-    for _ in range(2):
-        gate.work.add_done_callback(lambda work: calls.append((work, work.done(), threading.current_thread().name)))
-    gate.work.add_done_callback(lambda work: called.set())
-    assert not calls
-    gate.open()
-    assert called.wait(20.0)
-    assert calls == [(gate.work, True, f"holdfast-ops-{comm.name}")] * 2
-
-
-def test_a_work_that_is_done_calls_back_at_once(comm: Communicator) -> None:
-    calls: list[tuple[Work, threading.Thread]] = []
-    works = [comm.all_reduce(torch.ones(2)), comm.all_reduce(torch.ones(2), async_op=True)]
-    for work in works:
-        work.wait()
-        work.add_done_callback(lambda work: calls.append((work, threading.current_thread())))
-    assert calls == [(work, threading.current_thread()) for work in works]
-
-
-def test_a_callback_learns_of_a_failure(comm: Communicator) -> None:
+def test_the_thread_that_completes_a_work_calls_back_and_a_failed_one_has_its_error(comm: Communicator) -> None:
     def fail(deadline: float) -> None:
         raise comms.PeerFailed((0,), "for this test")
 
-    gate, errors, called = Gate(comm), list[BaseException | None](), threading.Event()
+    def call(work: Work) -> None:
+        calls.append((work, work.done(), type(work.exception()), threading.current_thread().name))
+
+    done, calls, called = comm.all_reduce(torch.ones(2)), list[tuple[object, ...]](), threading.Event()
+    gate = Gate(comm)
     failing = comm._executor.issue(OpDescription("failing", 0, False), lambda: fail, True, None)
-    failing.add_done_callback(lambda work: errors.append(work.exception()))
+    for each in (gate.work, gate.work, failing):
+        each.add_done_callback(call)
     failing.add_done_callback(lambda work: called.set())
+    assert not calls
     gate.open()
-    assert called.wait(20.0) and isinstance(errors[0], comms.PeerFailed)
+    assert called.wait(20.0)
+    ends = [(gate.work, type(None))] * 2 + [(failing, comms.PeerFailed)]
+    assert calls == [(work, True, error, f"holdfast-ops-{comm.name}") for work, error in ends]
+    for number, work in enumerate((gate.work, done)):
+        work.add_done_callback(call)
+        assert len(calls) == 4 + number and calls[-1][3] == threading.current_thread().name, "it is done: at once"
 
 
 def test_what_a_callback_raises_is_logged_and_keeps_no_other_from_its_call(
@@ -284,7 +259,7 @@ def test_a_close_is_no_abort(comm: Communicator) -> None:
     assert ends == []
 
 
-@on_ranks(2, "inproc")
+@on_ranks_of("ranks")
 def test_a_failed_op_and_the_end_of_the_whole_call_back(comm: Communicator) -> None:
     ends: list[AbortEvent] = []
     with comm.split([0, 1]) as part:
