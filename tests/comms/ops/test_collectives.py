@@ -30,7 +30,7 @@ from holdfast.harness import LocalCluster
 from holdfast.harness.conformance.collectives import *  # noqa: F403
 from holdfast.harness.conformance.reductions import *  # noqa: F403
 from support.comms.collectives import COLLECTIVES, collective
-from support.comms.ranks import on_ranks, second_tier, shared_ranks
+from support.comms.ranks import on_ranks, on_ranks_of, second_tier, shared_ranks
 
 COUNTS = (4, 100_000)
 DISAGREE: dict[str, Callable[[int], torch.Tensor]] = {
@@ -46,6 +46,7 @@ DISAGREE: dict[str, Callable[[int], torch.Tensor]] = {
 
 @on_ranks(2, "inproc", "shm", "gloo", "ucx", "mpi", checks="0", timeout=120.0)
 def test_a_message_of_another_size_or_dtype_is_a_mismatch(comm: Communicator) -> None:
+    assert len(DTYPES) <= 64, "there is room for each in the tag of a message"
     for batch, what, count in product((False, True), DISAGREE, COUNTS):
         if comm.backend == "mpi" and what in ("dtype", "itemsize"):
             continue  # the tag that MPI compares has no room for a dtype
@@ -69,8 +70,11 @@ def test_only_ops_that_all_ranks_join_are_counted_as_progress(comm: Communicator
     assert comm.progress[0] == before
 
 
-@on_ranks(3, "inproc")
-def test_a_rank_may_name_the_sizes_that_it_sends_and_receive_equal_ones(comm: Communicator) -> None:
+threads = shared_ranks(3, "inproc", checks="0")
+
+
+@on_ranks_of("threads")
+def test_a_rank_may_name_the_sizes_that_it_sends_and_takes_from_itself_what_it_gives(comm: Communicator) -> None:
     sizes = {0: ([2, 1, 3], None), 1: (None, [1, 2, 2]), 2: (None, [3, 2, 2])}
     sends, receives = sizes[comm.rank]
     received = torch.empty(sum(receives or [6]))
@@ -78,14 +82,9 @@ def test_a_rank_may_name_the_sizes_that_it_sends_and_receive_equal_ones(comm: Co
     comm.all_to_all_single(received, given, receives, sends)
     expected = {0: [0, 1, 10, 11, 20, 21], 1: [2, 12, 13, 22, 23], 2: [3, 4, 5, 14, 15, 24, 25]}
     assert received.tolist() == expected[comm.rank]
-
-
-@on_ranks(2, "inproc")
-def test_what_a_rank_gives_itself_has_the_size_of_what_it_takes(comm: Communicator) -> None:
-    ours = [torch.zeros(4), torch.zeros(4)]
-    ours[comm.rank] = torch.zeros(3)
+    outputs = [torch.zeros(3 if rank == comm.rank else 4) for rank in range(3)]
     with pytest.raises(ValueError, match=rf"outputs\[{comm.rank}\]"):
-        comm.all_to_all(ours, [torch.zeros(4)] * 2)
+        comm.all_to_all(outputs, [torch.zeros(4)] * 3)
 
 
 @on_ranks(2, "inproc", "shm", "ucx", checks="0")
@@ -106,34 +105,20 @@ LONG = (1,) * 64
 """A shape whose description is longer than the first message of the checks."""
 
 DIFFER: dict[str, Callable[[Communicator], object]] = {
-    "reduction": lambda comm: comm.all_reduce(torch.ones(LONG), (ReduceOp.SUM, ReduceOp.MAX)[comm.rank]),
-    "root": lambda comm: comm.broadcast(torch.ones(LONG), comm.rank),
     "destination": lambda comm: comm.reduce(torch.ones(LONG), comm.rank),
     "shape": lambda comm: comm.all_reduce(torch.ones(LONG[: 62 + comm.rank])),
     "reproducible": lambda comm: comm.all_reduce(torch.ones(LONG), reproducible=bool(comm.rank)),
     "source of objects": lambda comm: comm.broadcast_object("x", comm.rank),
-    "op": lambda comm: comm.barrier() if comm.rank else comm.all_reduce(torch.ones(LONG)),
 }
 
 
-@on_ranks(2, checks="1", timeout=30.0)
+@on_ranks(2, "inproc", "shm", "gloo", *second_tier("ucx", "mpi"), checks="1", timeout=30.0)
 def test_with_checks_ranks_learn_whatever_they_disagree_about(comm: Communicator) -> None:
     for what, act in DIFFER.items():
         with comm.split([0, 1]) as part:
             with pytest.raises(Mismatch) as caught:
                 act(part)
             assert "rank 0 called" in str(caught.value) and "rank 1 called" in str(caught.value), what
-
-
-threads = shared_ranks(3, "inproc", checks="0")
-
-
-def _agree(comm: Communicator, words: list[str]) -> str:
-    try:
-        Agreement(comm.transport).check(words[comm.rank], time.monotonic() + 30.0)
-    except Mismatch as error:
-        return str(error)
-    return ""
 
 
 descriptions = st.builds(
@@ -146,7 +131,14 @@ descriptions = st.builds(
 
 @given(words=st.lists(descriptions, min_size=3, max_size=3))
 def test_descriptions_agree_only_if_they_are_equal(threads: LocalCluster, words: list[str]) -> None:
-    said = threads.run(_agree, words)
+    def agree(comm: Communicator) -> str:
+        try:
+            Agreement(comm.transport).check(words[comm.rank], time.monotonic() + 30.0)
+        except Mismatch as error:
+            return str(error)
+        return ""
+
+    said = threads.run(agree)
     assert len(set(said)) == 1, "all ranks raise the same"
     assert bool(said[0]) == (len(set(words)) > 1)
     if said[0]:
@@ -168,13 +160,7 @@ def test_over_shared_memory_other_roots_are_found_when_the_ranks_meet_next(comm:
             assert isinstance(caught.value, Mismatch) or re.search("Mismatch|root", str(caught.value)), (op, later)
 
 
-def test_every_dtype_has_room_in_the_tag_of_a_message() -> None:
-    assert len(DTYPES) <= 64
-
-
-# -- the conformance kit over built-in backends
-
-
+# the conformance kit runs over these
 SIZES = ["inproc-1", "inproc-3", "shm-1", "shm-2", "shm-3", "gloo-3", "ucx-3", "mpi-3"]
 ranks = shared_ranks(3, *SIZES, *second_tier("gloo-1", "ucx-1", "mpi-1"))  # alone all that send messages are the same
 
@@ -190,7 +176,7 @@ def test_a_disagreement_without_checks_neither_hangs_nor_gives_wrong_results(com
             part.all_reduce(torch.ones(counts[comm.rank]), timeout=5.0)
 
 
-# -- random programs of ops with random shapes, dtypes and layouts give equal bits on every backend
+# random programs of ops with random shapes, dtypes and layouts
 
 
 Tensor = torch.Tensor
@@ -223,19 +209,17 @@ class Step:
     seed: int
 
 
-def shapes() -> st.SearchStrategy[tuple[int, ...]]:
-    """0-d to 5-d; empty ones, and a few that no single message of a small slot holds."""
-    small = st.lists(st.integers(0, 4), max_size=5).map(tuple)
-    return st.one_of(small, small, st.sampled_from([(1,), (0, 3), (1025,), (3, 700), (20_000,), (2, 1, 3, 1, 2)]))
+small = st.lists(st.integers(0, 4), max_size=5).map(tuple)
+shapes = st.one_of(small, small, st.sampled_from([(1,), (0, 3), (1025,), (3, 700), (20_000,), (2, 1, 3, 1, 2)]))
+"""0-d to 5-d; empty ones, and a few that no single message of a small slot holds."""
 
 
-def programs(size: int, steps: int = 6) -> st.SearchStrategy[list[Step]]:
-    """Programs for `size` ranks."""
+def programs(size: int) -> st.SearchStrategy[list[Step]]:
     step = st.builds(
         Step,
         op=st.sampled_from(REDUCING + MOVING),
         dtype=st.sampled_from(DTYPE_NAMES),
-        shape=shapes(),
+        shape=shapes,
         reduction=st.sampled_from(REDUCTIONS),
         layout=st.sampled_from(LAYOUTS),
         root=st.integers(0, size - 1),
@@ -243,11 +227,11 @@ def programs(size: int, steps: int = 6) -> st.SearchStrategy[list[Step]]:
         later=st.booleans(),
         seed=st.integers(0, 1000),
     )
-    return st.lists(step, min_size=1, max_size=steps)
+    return st.lists(step, min_size=1, max_size=6)
 
 
 def run(comm: Communicator, program: list[Step]) -> list[Any]:
-    """Run a program; the result of each step on this rank: checksums of bytes, or "unsupported"."""
+    """The result of each step on this rank: checksums of bytes, or "unsupported"."""
     outcomes: list[Any] = []
     for number, step in enumerate(program):
         try:
@@ -330,9 +314,6 @@ def _step(comm: Communicator, step: Step, number: int) -> list[Tensor]:
     return results
 
 
-PROGRAMS = 4
-"""How many programs one communicator runs, since connecting takes longer than most programs."""
-
 quick = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 
 
@@ -355,10 +336,11 @@ def outcome() -> Iterator[Outcome]:
 
 
 def several(size: int) -> st.SearchStrategy[list[list[Step]]]:
-    return st.lists(programs(size), min_size=1, max_size=PROGRAMS)
+    """Of one communicator, since connecting takes longer than most programs."""
+    return st.lists(programs(size), min_size=1, max_size=4)
 
 
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.thorough), 3])
+@pytest.mark.parametrize("size", [3, *second_tier(8)])
 @settings(quick, max_examples=8)
 @given(data=st.data())
 def test_any_program_gives_the_same_on_every_backend(
@@ -367,16 +349,6 @@ def test_any_program_gives_the_same_on_every_backend(
     given_programs = data.draw(several(size))
     expected = outcome("inproc", size, given_programs)
     assert outcome(process_backend, size, given_programs) == expected
-
-
-@pytest.mark.thorough
-@settings(quick, max_examples=2)
-@given(given_programs=several(8))
-def test_any_program_gives_the_same_with_eight_processes(
-    process_backend: str, outcome: Outcome, given_programs: list[list[Step]]
-) -> None:
-    expected = outcome("inproc", 8, given_programs)
-    assert outcome(process_backend, 8, given_programs) == expected
 
 
 @settings(quick, max_examples=25)

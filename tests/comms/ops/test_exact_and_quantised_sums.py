@@ -10,6 +10,7 @@ import os
 import signal
 from fractions import Fraction
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -39,6 +40,7 @@ def nasty(contributions: int, count: int, dtype: torch.dtype) -> list[torch.Tens
     return list(rows.to(dtype))
 
 
+ranks = shared_ranks(2, "inproc-2", "inproc-3", "inproc-4")
 exact_ranks = shared_ranks(3, "inproc-1", "inproc-3", "inproc-8", "shm-3", *second_tier("gloo-3", "ucx-3", "shm-8"))
 
 
@@ -57,7 +59,7 @@ def test_a_sum_has_the_same_bits_however_its_terms_are_distributed(comm: Communi
 
 
 @on_ranks_of("three_ranks")
-def test_all_reduce_has_the_same_bits_on_every_backend_and_in_any_order(comm: Communicator) -> None:
+def test_all_reduce_has_the_same_bits_on_every_backend_in_any_order_and_for_complex_numbers(comm: Communicator) -> None:
     rows, padded = nasty(3, 5001, torch.float32), torch.zeros(5001)
     expected = bits(exact_sum(torch.stack(rows)))
     assert bits(exact_sum(torch.stack([*rows, padded, padded]))) == expected
@@ -65,20 +67,16 @@ def test_all_reduce_has_the_same_bits_on_every_backend_and_in_any_order(comm: Co
         tensor = rows[(comm.rank + turn) % 3].clone()
         comm.all_reduce(tensor, reproducible=True)
         assert bits(tensor) == expected
-
-
-@on_ranks_of("three_ranks")
-def test_complex_numbers_are_summed_exactly_too(comm: Communicator) -> None:
     numbers, third = torch.tensor([1e8, 1, -1e8]), torch.tensor(1 / 3).item()
     sums = ((ReduceOp.SUM, 1 - 1j), (ReduceOp.AVG, third - third * 1j), (ReduceOp.premul_sum(2.0), 2 - 2j))
-    for turn, (op, expected) in product(range(3), sums):
+    for turn, (op, number) in product(range(3), sums):
         mine = numbers[(comm.rank + turn) % 3]
         tensor = torch.complex(mine, -mine)
         comm.all_reduce(tensor, op, reproducible=True)
-        assert tensor.item() == expected
+        assert tensor.item() == number
 
 
-@on_ranks(2, "inproc")
+@on_ranks_of("ranks")
 def test_extremes_have_the_same_bits_in_any_order(comm: Communicator) -> None:
     """Zeros of both signs are equal, and NaNs may have any sign: the result must not depend on their order."""
     for (op, last), dtype, turn in product(((ReduceOp.MIN, 3), (ReduceOp.MAX, 4)), DTYPES, range(2)):
@@ -141,11 +139,8 @@ def test_neighbours_do_not_change_an_element(dtype: torch.dtype) -> None:
     plain = torch.randn(5, 40_000).to(dtype)
     plain[:, ::7] = -0.0
     careful = plain.clone()
-    careful[0, 5::1000], careful[1, 5::1000], careful[2, 5::1000] = (
-        torch.finfo(dtype).max,
-        -1.0,
-        torch.finfo(dtype).tiny,
-    )
+    limits = torch.finfo(dtype)
+    careful[:3, 5::1000] = torch.tensor([limits.max, -1.0, limits.tiny], dtype=torch.float64).to(dtype)[:, None]
     careful[3, 6::1000] = math.inf
     alone, beside = exact_sum(plain), exact_sum(careful)
     touched = torch.zeros(40_000, dtype=torch.bool)
@@ -153,42 +148,31 @@ def test_neighbours_do_not_change_an_element(dtype: torch.dtype) -> None:
     assert bits(alone[~touched]) == bits(beside[~touched])
 
 
-@on_ranks(2, "inproc")
-def test_dtypes_without_a_reproducible_sum_are_refused(comm: Communicator) -> None:
-    with pytest.raises(Unsupported):
-        sum_contributions(comm, [], torch.zeros(2, dtype=torch.complex64))
-    with pytest.raises(ValueError, match="with this output it must be"):
-        sum_contributions(comm, [torch.zeros(3)], torch.zeros(2))
-    elsewhere = torch.zeros(2, device="meta")
-    with pytest.raises(ValueError, match="output is on meta, which a communicator on cpu cannot use"):
-        sum_contributions(comm, [elsewhere], elsewhere)
-    with pytest.raises(ValueError, match="output is on meta"):
-        scatter_contributions(comm, [torch.zeros(4, device="meta")], elsewhere)
-    whole = torch.full((3,), comm.rank + 1)
-    comm.all_reduce(whole, reproducible=True)
-    assert whole.tolist() == [3, 3, 3]
-
-
-@on_ranks(2, "inproc")
-def test_outputs_and_contributions_that_an_exact_sum_cannot_use_are_refused_before_anything_moves(
-    comm: Communicator,
-) -> None:
+@on_ranks_of("ranks")
+def test_outputs_and_contributions_that_an_exact_sum_cannot_use_are_refused(comm: Communicator) -> None:
     ones, freed = torch.ones(4), torch.ones(4)
+    elsewhere, shares = torch.ones(4, device="meta"), torch.zeros(1).expand(4)
     freed.untyped_storage().resize_(0)
-    for bad in (torch.zeros(1).expand(4), torch.zeros(5).as_strided((2, 2), (1, 1))):
-        with pytest.raises(ValueError, match="several elements of output share memory"):
-            sum_contributions(comm, [torch.ones(bad.shape)], bad)
-        with pytest.raises(ValueError, match="several elements of output share memory"):
-            scatter_contributions(comm, [torch.ones(8)], bad)
-    with pytest.raises(Unsupported, match=r"contributions\[1\]"):
-        sum_contributions(comm, [ones, freed], torch.empty(4))
-    with pytest.raises(Unsupported, match=r"contributions\[0\]"):
-        scatter_contributions(comm, [freed], torch.empty(2))
-    with pytest.raises(TypeError, match=r"contributions\[0\]: expected a tensor, not list"):
-        sum_contributions(comm, [[1.0] * 4], torch.empty(4))  # type: ignore[list-item]
-    output = torch.empty(4)
+    parts = [torch.ones(4 * comm.size)]
+    refused: list[tuple[Any, list[Any], torch.Tensor, type[Exception], str]] = [
+        (sum_contributions, [], torch.zeros(2, dtype=torch.complex64), Unsupported, "complex64"),
+        (sum_contributions, [torch.zeros(3)], torch.zeros(2), ValueError, "with this output it must be"),
+        (sum_contributions, [elsewhere], elsewhere, ValueError, "output is on meta, which a communicator on cpu can"),
+        (scatter_contributions, [elsewhere], torch.ones(2, device="meta"), ValueError, "output is on meta"),
+        (sum_contributions, [ones], shares, ValueError, "several elements of output share memory"),
+        (sum_contributions, [ones], torch.zeros(5).as_strided((2, 2), (1, 1)), ValueError, "share memory"),
+        (scatter_contributions, parts, shares, ValueError, "several elements of output share memory"),
+        (sum_contributions, [ones, freed], torch.empty(4), Unsupported, r"contributions\[1\]"),
+        (scatter_contributions, [freed], torch.empty(2), Unsupported, r"contributions\[0\]"),
+        (sum_contributions, [[1.0] * 4], torch.empty(4), TypeError, r"contributions\[0\]: expected a tensor, not list"),
+    ]
+    for call, contributions, output, error, said in refused:
+        with pytest.raises(error, match=said):
+            call(comm, contributions, output)
+    output, whole = torch.empty(4), torch.full((3,), comm.rank + 1)
     sum_contributions(comm, [ones], output)
-    assert output.tolist() == [2.0] * 4
+    comm.all_reduce(whole, reproducible=True)
+    assert output.tolist() == [comm.size] * 4 and whole.tolist() == [comm.size * (comm.size + 1) // 2] * 3
 
 
 @on_ranks(2, "inproc")
@@ -208,13 +192,7 @@ def test_contributions_that_share_memory_with_the_output_are_read_as_they_were(c
         assert torch.equal(base[at : at + count], expected)
 
 
-# -- quantised sums
-
-
 BOUND, RESIDUAL_BOUND = 0.13, 0.15
-
-
-ranks = shared_ranks(2, "inproc-2", "inproc-3", "inproc-4")
 
 
 def numbers(rank: int, step: int, count: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
@@ -311,79 +289,63 @@ def test_what_a_reduce_scatter_loses_is_in_the_feedback(
     assert ((results + lost - everything).abs() <= steps * rounding * (most + lost.abs()) + 1e-30).all()
 
 
-def four_ops(comm: Communicator) -> bytes:
-    feedback, found = ErrorFeedback(), b""
-    for step, dtype in enumerate((torch.float32, torch.float32, torch.bfloat16, torch.float16)):
-        strided = numbers(comm.rank, step, 2 * 40_000, 7, dtype)[::2]
-        all_reduce_quantised(comm, strided, feedback)
-        found += bytes(strided.contiguous().view(torch.uint8).numpy())
-    assert feedback.residual is not None
-    assert feedback.residual.any()
-    tensor = torch.full((5,), comm.rank + 1.0)
-    tensor[2] = torch.inf
-    all_reduce_quantised(comm, tensor, spoilt := ErrorFeedback())
-    assert spoilt.residual is not None
-    assert spoilt.residual.isfinite().all()
-    assert tensor.isnan().tolist() == [False, False, True, False, False]
-    return found
+def test_all_backends_give_the_same_bits(three_ranks: LocalCluster) -> None:
+    def four_ops(comm: Communicator) -> bytes:
+        feedback, found = ErrorFeedback(), b""
+        for step, dtype in enumerate((torch.float32, torch.float32, torch.bfloat16, torch.float16)):
+            strided = numbers(comm.rank, step, 2 * 40_000, 7, dtype)[::2]
+            all_reduce_quantised(comm, strided, feedback)
+            found += bits(strided)
+        assert feedback.residual is not None and feedback.residual.any()
+        tensor = torch.full((5,), comm.rank + 1.0)
+        tensor[2] = torch.inf
+        all_reduce_quantised(comm, tensor, spoilt := ErrorFeedback())
+        assert spoilt.residual is not None and spoilt.residual.isfinite().all()
+        assert tensor.isnan().tolist() == [False, False, True, False, False]
+        return found
 
-
-def test_all_backends_give_the_same_bits(backend: str) -> None:
-    with LocalCluster(3, "inproc") as threads, LocalCluster(3, backend) as cluster:
-        assert cluster.run(four_ops) == threads.run(four_ops)
-
-
-feedback_of_the_process = ErrorFeedback()
-
-
-def fail_and_go_on(comm: Communicator) -> str:
-    """Rank 2 dies in the second op; it has no third."""
-    feedback = feedback_of_the_process
-    all_reduce_quantised(comm, numbers(comm.rank, 0, 70_000, 1, torch.float32), feedback)
-    if comm.rank == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    before, tensor = feedback.residual, numbers(comm.rank, 1, 70_000, 1, torch.float32)
-    assert before is not None
-    bits = before.clone()
-    try:
-        all_reduce_quantised(comm, tensor, feedback)
-    except (PeerFailed, Revoked) as failure:
-        assert feedback.residual is before
-        assert torch.equal(before, bits)
-        assert torch.equal(tensor, numbers(comm.rank, 1, 70_000, 1, torch.float32))
-        return type(failure).__name__
-    return "nothing"
+    with LocalCluster(3, "inproc") as threads:
+        assert three_ranks.run(four_ops) == threads.run(four_ops)
 
 
 @pytest.mark.parametrize("backend_name", ["shm", "gloo"])
 def test_an_op_that_fails_leaves_tensor_and_feedback_as_they_were(backend_name: str) -> None:
+    """Rank 2 dies in the second op."""
+
+    def body(comm: Communicator) -> str:
+        feedback = ErrorFeedback()
+        all_reduce_quantised(comm, numbers(comm.rank, 0, 70_000, 1, torch.float32), feedback)
+        if comm.rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        before, tensor = feedback.residual, numbers(comm.rank, 1, 70_000, 1, torch.float32)
+        assert before is not None
+        bits = before.clone()
+        with pytest.raises((PeerFailed, Revoked)) as failure:
+            all_reduce_quantised(comm, tensor, feedback)
+        assert feedback.residual is before
+        assert torch.equal(before, bits)
+        assert torch.equal(tensor, numbers(comm.rank, 1, 70_000, 1, torch.float32))
+        return failure.type.__name__
+
     with LocalCluster(3, backend_name) as cluster:
-        ends = [outcome.value for outcome in cluster.outcomes(fail_and_go_on)[:2]]
-        assert set(ends) <= {"PeerFailed", "Revoked"}, ends
-        assert "PeerFailed" in ends
+        ends = cluster.outcomes(body)[:2]
+        assert [end.error for end in ends] == [None, None] and "PeerFailed" in [end.value for end in ends]
 
 
 @on_ranks_of("ranks")
-def test_a_discarded_result_is_undone_and_tried_again(comm: Communicator) -> None:
-    feedback = ErrorFeedback()
+def test_a_discarded_result_is_undone_and_what_cannot_be_quantised_is_refused(comm: Communicator) -> None:
+    feedback, results = ErrorFeedback(), list[torch.Tensor]()
     all_reduce_quantised(comm, numbers(comm.rank, 0, 500, 2, torch.float32), feedback)
-    results = []
     for _ in range(2):
         tensor = numbers(comm.rank, 1, 500, 2, torch.float32)
         all_reduce_quantised(comm, tensor, feedback)
         results.append(tensor)
         feedback.undo()
     assert torch.equal(*results)
-
-
-@on_ranks_of("ranks")
-def test_what_cannot_be_quantised_is_refused_before_a_byte_moves(comm: Communicator) -> None:
     with pytest.raises(Unsupported, match="float64"):
         all_reduce_quantised(comm, torch.zeros(3, dtype=torch.float64))
     with pytest.raises(Unsupported, match="only sums and averages"):
         all_reduce_quantised(comm, torch.zeros(3), op=ReduceOp.MAX)
-    feedback = ErrorFeedback()
-    all_reduce_quantised(comm, torch.ones(3), feedback)
     with pytest.raises(ValueError, match="keep one for each tensor"):
         all_reduce_quantised(comm, torch.ones(4), feedback)
     comm.barrier()

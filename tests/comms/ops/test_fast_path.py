@@ -5,17 +5,16 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import os
 import random
-import re
 import sys
 import threading
 import time
 import tomllib
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from itertools import product
+from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,10 +22,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast import comms
-from holdfast.comms import Communicator, OpTimeout, PreparedOp, ReduceOp, Revoked, Unsupported, UsedAfterFork, Work
+from holdfast import comms, ft
+from holdfast.comms import Communicator, OpTimeout, PreparedOp, ReduceOp, Revoked, Unsupported, Work, hooks, quantised
 from holdfast.comms._native import FastPath, OpCall, Order
 from holdfast.comms.collectives import PREPARABLE
+from holdfast.comms.plugins import spec
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.tensors.packing import DTYPES
 from holdfast.comms.work import DONE
@@ -34,7 +34,7 @@ from holdfast.harness import LocalCluster
 from holdfast.harness.cli.app import app
 from support.comms.collectives import COLLECTIVES, collective
 from support.comms.python_calls import functions_entered
-from support.comms.ranks import on_ranks, on_ranks_of, second_tier, shared_ranks
+from support.comms.ranks import on_ranks_of, second_tier, shared_ranks
 from support.source_tree import ROOT
 
 OPS = ("all_reduce", "reduce_scatter_single", "broadcast", "all_gather_single", "all_to_all_single", "barrier")
@@ -43,7 +43,7 @@ ranks = shared_ranks(RANKS, "inproc", "shm", "gloo", "ucx", "mpi", checks="0")
 
 
 def perform(comm: Communicator, op: str, count: int, usual: bool, turn: int = 0) -> None:
-    """Run one op and check its result; `usual`: by the fast path."""
+    """`usual`: by the fast path."""
     call = collective(op, comm.rank, comm.size, count, turn % comm.size, turn, torch.int64)
     call.run(comm, timeout=None if usual else 30.0)
 
@@ -208,14 +208,13 @@ class _RecordingJournal:
         """Do nothing."""
 
 
-@pytest.mark.parametrize("late", [False, True])
 @on_ranks_of("ranks")
-def test_both_paths_make_the_same_journal_calls(comm: Communicator, late: bool) -> None:
+def test_both_paths_make_the_same_journal_calls(comm: Communicator) -> None:
     log = _RecordingJournal()
     comm._recorder = log
     with comm.split(range(comm.size)) as part:
         told = []
-        for usual in (True, False):
+        for usual, late in product((True, False), (True, False)):
             log.lines.clear()
             for turn, op in enumerate(OPS):
                 if late and turn % comm.size == comm.rank:
@@ -226,7 +225,7 @@ def test_both_paths_make_the_same_journal_calls(comm: Communicator, late: bool) 
             assert isinstance(first, int)
             assert [line[1] for line in log.lines[::2]] == list(range(first, first + len(OPS)))
             assert log.lines[1::2] == [("left", "NoneType")] * len(OPS)
-        assert told[0] == told[1]
+        assert all(each == told[0] for each in told)
 
 
 @pytest.mark.parametrize("ranks", ["shm", "gloo"], indirect=True)
@@ -250,25 +249,12 @@ def test_the_journal_gets_the_error_that_ended_an_op(whole: Communicator) -> Non
 
 @on_ranks_of("ranks")
 def test_an_op_does_not_overtake_those_before_it(comm: Communicator) -> None:
-    """The fast path waits until earlier asynchronous ops are done."""
     for turn in range(20):
         value = torch.tensor([1])
         work = comm.all_reduce(value, async_op=True)
         comm.all_reduce(value)
         work.wait()
         assert value.item() == comm.size**2, turn
-
-
-def test_an_order_admits_one_thread_at_a_time() -> None:
-    order = Order()
-    with order as entered:
-        assert entered and order.busy
-        with order as again:
-            assert not again and order.busy
-        assert order.busy
-    assert not order.busy
-    with order as entered:
-        assert entered
 
 
 def function_path(plan: Callable[..., Any], failed: Callable[..., Any] = print) -> tuple[FastPath, Order]:
@@ -297,7 +283,7 @@ def test_an_op_is_planned_once_and_called_with_a_deadline() -> None:
     assert (order.seq, order.joint, order.busy) == (6, 6, False)
 
 
-def test_the_fast_path_raises_the_error_of_its_failure_callback() -> None:
+def test_the_fast_path_raises_the_error_of_its_failure_callback_and_one_of_planning() -> None:
     def fails(deadline: float) -> None:
         raise ConnectionError("cut")
 
@@ -309,6 +295,15 @@ def test_the_fast_path_raises_the_error_of_its_failure_callback() -> None:
         fast.barrier(False)
     assert isinstance(caught.value.__cause__, ConnectionError) and not order.busy
 
+    def interrupted(*form: object) -> None:
+        raise KeyboardInterrupt  # by a signal's handler: no other call would raise it again
+
+    fast, order = function_path(interrupted)
+    for op in (partial(fast.barrier, False), partial(fast.broadcast, torch.ones(2), 0, False)) * 2:
+        with pytest.raises(KeyboardInterrupt):
+            op()
+    assert (order.seq, order.busy) == (0, False)
+
 
 def test_the_fast_path_does_nothing_where_no_op_may_run_and_for_an_op_without_a_plan() -> None:
     for shut in ("over", "queued"):
@@ -316,24 +311,16 @@ def test_the_fast_path_does_nothing_where_no_op_may_run_and_for_an_op_without_a_
         setattr(order, shut, True)
         assert not fast.barrier(False)
     fast, order = function_path(pytest.fail)
-    with order:
-        assert not fast.barrier(False)
+    for _ in range(2):
+        with order as entered:
+            assert entered and order.busy and not fast.barrier(False)
+            with order as again:
+                assert not again
+            assert order.busy
+        assert not order.busy
     assert order.seq == 0
     fast, order = function_path(lambda *form: None)
     assert not fast.barrier(False) and (order.seq, order.busy) == (0, False)
-
-
-def test_an_error_during_planning_reaches_the_caller() -> None:
-    """It may be that of a signal's handler, which no other call would raise again."""
-
-    def interrupted(*form: object) -> None:
-        raise KeyboardInterrupt
-
-    fast, order = function_path(interrupted)
-    for op in (partial(fast.barrier, False), partial(fast.broadcast, torch.ones(2), 0, False)) * 2:
-        with pytest.raises(KeyboardInterrupt):
-            op()
-    assert (order.seq, order.busy) == (0, False)
 
 
 class Library:
@@ -375,22 +362,16 @@ def stage(request: pytest.FixtureRequest) -> bytearray | None:
     return bytearray(12) if request.param else None
 
 
-def test_a_call_of_a_library_is_polled_until_it_is_complete(stage: bytearray | None) -> None:
-    for late in range(3):
+def test_a_call_of_a_library_is_polled_and_finished_by_the_slow_path(stage: bytearray | None) -> None:
+    for late in (0, 1, 2, 5):
         library = Library(late, stage=stage)
         for needs_grad in (False, True):
             tensor = torch.full((3,), 2.0, requires_grad=needs_grad)
             assert library.call(tensor, 5.0) is None
             assert tensor.tolist() == [4.0] * 3
-        assert library.begun[-1][0] is tensor and library.begun[-1][1] == 5.0 and not library.finished
-
-
-def test_a_call_that_takes_longer_is_finished_by_the_slow_path(stage: bytearray | None) -> None:
-    library, tensor = Library(late=5, stage=stage), torch.ones(3)
-    library.call(tensor, 5.0)
-    assert tensor.tolist() == [2.0] * 3
-    ((request, error, of, deadline),) = library.finished
-    assert (request, error, deadline) == ("request", None, 5.0) and of is tensor
+        assert library.begun[-1][0] is tensor and library.begun[-1][1] == 5.0
+        assert [each[:2] + each[3:] for each in library.finished] == [("request", None, 5.0)] * (2 if late == 5 else 0)
+        assert late < 5 or library.finished[-1][2] is tensor
 
 
 def test_a_failed_call_is_explained_by_the_slow_path(stage: bytearray | None) -> None:
@@ -403,16 +384,7 @@ def test_a_failed_call_is_explained_by_the_slow_path(stage: bytearray | None) ->
         assert library.finished[0][0] == (None if moment == "begin_fails" else "request")
 
 
-def test_a_call_passes_on_what_is_no_failure_of_its_library() -> None:
-    def starts(*arguments: object) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        OpCall(starts, pytest.fail, pytest.fail)(0.0)
-    assert OpCall(lambda *arguments: None, pytest.fail, pytest.fail)(0.0) is None, "complete at once"
-
-
-def test_what_an_op_accesses_is_kept_until_it_is_complete() -> None:
+def test_what_an_op_accesses_is_kept_until_it_is_complete_and_what_is_no_failure_of_its_library_is_passed_on() -> None:
     under_way: list[object] = []
     kept: list[int] = []
 
@@ -424,12 +396,14 @@ def test_what_an_op_accesses_is_kept_until_it_is_complete() -> None:
         kept.append(len(under_way))
         return True
 
-    OpCall(start, is_complete, pytest.fail, under_way=under_way)(torch.ones(1), 0.0)
-    assert kept == [1] and not under_way
-
-    def interrupted(request: str) -> bool:
+    def interrupted(*arguments: object) -> Any:
         raise KeyboardInterrupt
 
+    OpCall(start, is_complete, pytest.fail, under_way=under_way)(torch.ones(1), 0.0)
+    assert kept == [1] and not under_way
+    assert OpCall(lambda *arguments: None, pytest.fail, pytest.fail)(0.0) is None, "complete at once"
+    with pytest.raises(KeyboardInterrupt):
+        OpCall(interrupted, pytest.fail, pytest.fail)(0.0)
     with pytest.raises(KeyboardInterrupt):
         OpCall(start, interrupted, pytest.fail, under_way=under_way)(torch.ones(1), 0.0)
     assert len(under_way) == 1, "the library may still write there"
@@ -456,14 +430,12 @@ def test_a_staged_call_takes_tensors_of_its_size_only() -> None:
     assert sys.getrefcount(library) == held
 
 
-# -- prepared ops
-
-
 two_unchecked_ranks = shared_ranks(2, "inproc", "shm", "gloo", *second_tier("ucx", "mpi"), checks="0")
 
 
 @on_ranks_of("two_unchecked_ranks")
 def test_a_prepared_op_does_what_the_plain_call_does(comm: Communicator) -> None:
+    assert set(PREPARABLE) == {*COLLECTIVES, "send", "recv"}
     numbers, got = torch.arange(4.0) + comm.rank, torch.zeros(4)
     message = ("send", numbers, 1) if comm.rank == 0 else ("recv", got, 0)
     for start in (
@@ -485,10 +457,6 @@ def test_a_prepared_op_does_what_the_plain_call_does(comm: Communicator) -> None
         start(comm.prepare("reduce_scatter_single", least, numbers, ReduceOp.MIN)).wait()
         assert largest.tolist() == [1, 2, 3, 4] and least.tolist() == [[0, 1], [2, 3]][comm.rank]
         got.zero_()
-
-
-def test_every_op_can_be_prepared() -> None:
-    assert set(PREPARABLE) == {*COLLECTIVES, "send", "recv"}
 
 
 @on_ranks_of("two_unchecked_ranks")
@@ -525,7 +493,8 @@ def test_a_handle_of_a_communicator_that_is_over_raises_as_its_ops_do(comm: Comm
         comm.barrier()
 
 
-alone_and_unchecked = on_ranks(1, "inproc", checks="0")
+alone = shared_ranks(1, "inproc", checks="0")
+alone_and_unchecked = on_ranks_of("alone")
 
 
 @alone_and_unchecked
@@ -560,21 +529,6 @@ def test_a_start_costs_less_than_the_plain_call(comm: Communicator) -> None:
 
 
 @alone_and_unchecked
-def test_a_forked_child_cannot_start_the_ops_of_its_parent(comm: Communicator) -> None:
-    handle = comm.prepare("barrier")
-    handle()
-    if (child := os.fork()) == 0:
-        try:
-            handle()
-        except UsedAfterFork:
-            os._exit(7)
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    handle()
-
-
-@on_ranks(1, "shm", checks="0")
 def test_a_handle_follows_its_communicator_through_reconfigure(comm: Communicator) -> None:
     tensor = torch.ones(2)
     handles = [comm.prepare("all_reduce", tensor), comm.prepare("reduce", tensor, 0), comm.prepare("barrier")]
@@ -586,43 +540,20 @@ def test_a_handle_follows_its_communicator_through_reconfigure(comm: Communicato
         assert comm.progress == (number, False)
 
 
-COLUMNS = {"what", "holdfast", "torchcomms", "c10d", "mpi4py", "nccl", "nixl"}
-HOMES = {
-    "comms": "holdfast.comms",
-    "ft": "holdfast.ft",
-    "hooks": "holdfast.comms.hooks",
-    "quantised": "holdfast.comms.quantised",
-    "spec": "holdfast.comms.plugins.spec",
-}
-
-
-def find(name: str) -> Any:
-    """The object of a name: `Class.method` of holdfast.comms, or `module.name`; a backend, or a command."""
-    first, _, rest = name.partition(" ")
-    if first == "backend":
-        return registry().backend(rest)
-    if first == "command":
-        return next(
-            each for each in app.registered_commands if rest in (each.name, each.callback and each.callback.__name__)
-        )
-    first, _, rest = name.partition(".")
-    if first in HOMES:
-        return getattr(importlib.import_module(HOMES[first]), rest)
-    place = getattr(comms, first, None) or getattr(importlib.import_module("holdfast.comms.hooks"), first)
-    if rest and not hasattr(place, rest):  # an attribute that __init__ sets
-        source = "".join(inspect.getsource(kind) for kind in place.__mro__[:-1])
-        assert re.search(rf"^        self\.{rest}\b.* = ", source, re.M), name
-        return rest
-    return getattr(place, rest) if rest else place
-
-
-def test_each_name_in_the_comparison_of_libraries_is_there_and_each_op_is_compared() -> None:
+def test_each_name_in_the_comparison_of_libraries_is_there_and_each_op_is_compared(comm: Communicator) -> None:
     groups = tomllib.loads((ROOT / "docs/reference/compared.toml").read_text())["group"]
+    places = SimpleNamespace(**{**vars(hooks), **vars(comms)}, comms=comms, ft=ft, spec=spec)
+    places.quantised, places.Communicator, places.Work = quantised, comm, Work("all_reduce")
+    commands = {each.name or (each.callback and each.callback.__name__) for each in app.registered_commands}
     named: set[str] = set()
     for row in (row for group in groups for row in group["rows"]):
-        assert {"what", "holdfast"} <= set(row) <= COLUMNS, row
+        assert {"what", "holdfast"} <= set(row) <= {"what", "holdfast", "torchcomms", "c10d", "mpi4py", "nccl", "nixl"}
         if not row["holdfast"].startswith("Unsupported: "):
             named.update(row["holdfast"].split(", "))
     for name in sorted(named):
-        assert find(name) is not None, name
+        kind, _, rest = name.partition(" ")
+        if rest:
+            assert rest in commands if kind == "command" else registry().backend(rest), name
+        else:
+            attrgetter(name)(places)
     assert {f"Communicator.{op}" for op in PREPARABLE} <= named, "add them to docs/reference/compared.toml"
