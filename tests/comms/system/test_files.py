@@ -8,9 +8,9 @@ import os
 import re
 import socket
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -81,8 +81,7 @@ def test_close_closes_once() -> None:
 
 @pytest.mark.parametrize("other", [*OTHERS, "nothing"])
 def test_a_living_process_is_not_dead_because_its_pidfd_was_closed(other: str) -> None:
-    """Its end is noticed all the same."""
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:
         liveness = Liveness([this_process(), Peer(this_host(), child.pid, start_time(child.pid))], rank=0)
         assert liveness.dead() == ()
         (pidfd,) = liveness._ranks
@@ -219,7 +218,7 @@ with ft.Session() as session:
 """
 
 
-@pytest.mark.parametrize("backend", ["shm", "ucx", *second_tier("gloo", "mpi")])
+@pytest.mark.parametrize("backend", ["shm", *second_tier("gloo", "ucx", "mpi")])
 def test_a_job_runs_without_a_home_in_a_temporary_folder_with_an_odd_and_long_name(
     tmp_path: Path, backend: str
 ) -> None:
@@ -243,11 +242,8 @@ def test_a_cluster_runs_in_a_temporary_folder_with_an_odd_name(tmp_path: Path, m
 def test_a_job_runs_with_a_home_that_cannot_hold_the_optional_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str
 ) -> None:
-    def refuse(path: Path) -> bytes:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    def no_home() -> Path:
-        raise RuntimeError("no home")
+    def refuse(path: object = None) -> Any:
+        raise RuntimeError("no home") if home == "unset" else PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     (tmp_path / "file").touch()
@@ -256,26 +252,20 @@ def test_a_job_runs_with_a_home_that_cannot_hold_the_optional_cache(
         monkeypatch.setattr(Path, "read_bytes", refuse)
     if home == "unset":
         monkeypatch.delenv("HOME")
-        monkeypatch.setattr(Path, "home", no_home)
+        monkeypatch.setattr(Path, "home", refuse)
     assert tuning.load() == tuning.Tuning()
 
 
 @given(st.lists(st.binary(max_size=40), max_size=8), st.integers(1, 50))
 def test_a_partial_copy_is_continued(pieces: list[bytes], most: int) -> None:
     sources = [ctypes.create_string_buffer(piece, len(piece) or 1) for piece in pieces]
-    targets = [ctypes.create_string_buffer(len(piece) or 1) for piece in pieces]
-    reads: list[int] = []
-    for source, target, piece in zip(sources, targets, pieces, strict=True):
-        reads += ctypes.addressof(target), ctypes.addressof(source), len(piece)
-    assert read_process(os.getpid(), *reads, most=most) == sum(map(len, pieces))
-    assert [target.raw[: len(piece)] for target, piece in zip(targets, pieces, strict=True)] == pieces
-
-
-def test_a_short_write_is_continued() -> None:
-    source, target = ctypes.create_string_buffer(b"twelve bytes"), ctypes.create_string_buffer(13)
-    addresses = ctypes.addressof(source), ctypes.addressof(target)
-    assert write_process(os.getpid(), *addresses, 13, most=5) == 13
-    assert target.value == b"twelve bytes"
+    for copy in (read_process, write_process):
+        targets, addresses = [ctypes.create_string_buffer(len(piece) or 1) for piece in pieces], list[int]()
+        for source, target, piece in zip(sources, targets, pieces, strict=True):
+            local, remote = (target, source) if copy is read_process else (source, target)
+            addresses += ctypes.addressof(local), ctypes.addressof(remote), len(piece)
+        assert copy(os.getpid(), *addresses, most=most) == sum(map(len, pieces))
+        assert [target.raw[: len(piece)] for target, piece in zip(targets, pieces, strict=True)] == pieces
 
 
 def test_a_copy_stops_at_inaccessible_memory_and_returns_its_length() -> None:

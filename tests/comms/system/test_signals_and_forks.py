@@ -35,9 +35,6 @@ from support.comms.ranks import MPI, on_ranks, on_ranks_of
 from support.rpc_servers import RpcThread
 from support.waiting import PROGRAM_SECONDS
 
-LOCAL = ("split",)
-"""Calls that need no other rank."""
-
 CALLS: dict[str, Callable[[Communicator, int], object]] = {
     **{op: lambda comm, turn, op=op: getattr(comm, op)(*_arguments(op, comm.rank, turn % 8)) for op in COLLECTIVES},
     "all_reduce of another size": lambda comm, turn: comm.all_reduce(torch.zeros(100_000)),
@@ -63,11 +60,20 @@ def _window(comm: Communicator) -> None:
             window.wait_signal(1 - comm.rank)
 
 
-def _rounds(
-    whole: Communicator, calls: list[str], rounds: int, on_signal: Callable[[Communicator, int], None]
-) -> list[str]:
+def end(part: Communicator, number: int) -> None:
+    (part.abort if number % 2 else part.close)()
+
+
+def press_ctrl_c(part: Communicator, number: int) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("act", [end, press_ctrl_c])
+@on_ranks(2, of="process_backend", checks="0", timeout=120.0)
+def test_a_signal_at_any_point_of_any_call(whole: Communicator, act: Callable[[Communicator, int], None]) -> None:
     """Rank 0 gets a signal at a random point of its calls, over and over. Rank 1 makes the same calls."""
     assert threading.current_thread() is threading.main_thread()
+    calls = [call for call in CALLS if call != "window" or whole.backend != "gloo"]
     draw, wrong, unraisable = random.Random(whole.rank), list[str](), list[str]()
     handled, lost = [0], list[str]()
 
@@ -80,13 +86,12 @@ def _rounds(
 
     def handle(number: int, frame: object) -> None:
         handled[0] += 1
-        on_signal(part, handled[0])
+        act(part, handled[0])
 
     before = signal.signal(signal.SIGALRM, handle)
     gc.disable()  # the collector calls such callbacks, too
     gc.freeze()
-    for turn in range(rounds):
-        call = calls[turn % len(calls)]
+    for turn, call in enumerate(calls * 2):
         part = whole.split([0, 1], timeout=30.0)
         handled[0], ended, count, first = 0, "", 0, None
         lost.clear()
@@ -97,7 +102,7 @@ def _rounds(
         try:
             if whole.rank == 0:
                 signal.setitimer(signal.ITIMER_REAL, draw.uniform(2e-5, 4e-3))
-            for count in range(1_000_000 if whole.rank == 0 or call not in LOCAL else 0):
+            for count in range(1_000_000 if whole.rank == 0 or call != "split" else 0):
                 CALLS[call](part, count)
                 first = first if first is not None or not handled[0] else count
                 if first is not None and count > first + 100:
@@ -121,22 +126,7 @@ def _rounds(
     signal.signal(signal.SIGALRM, before)
     gc.unfreeze()
     gc.enable()
-    return wrong + unraisable
-
-
-def end(part: Communicator, number: int) -> None:
-    (part.abort if number % 2 else part.close)()
-
-
-def press_ctrl_c(part: Communicator, number: int) -> None:
-    raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize("act", [end, press_ctrl_c])
-@on_ranks(2, of="process_backend", checks="0", timeout=120.0)
-def test_a_signal_at_any_point_of_any_call(comm: Communicator, act: Callable[[Communicator, int], None]) -> None:
-    calls = [call for call in CALLS if call != "window" or comm.backend != "gloo"]
-    assert _rounds(comm, calls, 2 * len(calls), act) == []
+    assert wrong + unraisable == []
 
 
 def test_what_a_handler_asks_for_below_the_lock_is_done_right_after() -> None:
@@ -198,20 +188,13 @@ def test_a_shielded_call_runs_at_once_below_a_handler_that_came_under_a_shared_l
     assert threads[0] is threading.main_thread() and threads[1] is not threading.main_thread()
 
 
-# -- a forked child cannot use or close its parent's communicators, and ends without a warning
-
-
+checks = pytest.fixture(lambda: "0", scope="module")  # usual ops take the fast path, others the slow one
 on_processes = pytest.mark.parametrize("two_ranks", ["shm", "gloo", "ucx", MPI], indirect=True)
 
 
 def in_child(body: Callable[[], Any]) -> Any:
-    """The result of `body()` in a forked child."""
-
-    def run(pipe: Any) -> None:
-        pipe.send(body())
-
     with children() as start:
-        child = start(run)
+        child = start(lambda pipe: pipe.send(body()))
         heard = child.hear()
         child.end()
         return heard
@@ -229,14 +212,16 @@ def refusal(call: Callable[[], object]) -> str:
 @on_processes
 @on_ranks_of("two_ranks")
 def test_a_forked_child_cannot_use_its_parents_communicator(comm: Communicator) -> None:
-    tensor = torch.ones(8)
+    tensor, prepared = torch.ones(8), comm.prepare("barrier")
     comm.all_reduce(tensor)
+    prepared()
     calls: list[Callable[[], object]] = [
         lambda: comm.all_reduce(torch.full((8,), 100.0)),
         lambda: comm.all_reduce(torch.full((8,), 100.0), async_op=True),
         lambda: comm.send(tensor, 1 - comm.rank),
         lambda: comm.broadcast_object({"a": 1}, 0),
         lambda: comm.barrier(),
+        prepared,
         lambda: comm.split([comm.rank]),
         lambda: comm.window(tensor),
         lambda: comm.announce(b"word"),
@@ -321,8 +306,6 @@ def test_data_loader_workers_run_and_exit_without_output(
 ) -> None:
     def body(comm: Communicator) -> float:
         class Samples(torch.utils.data.Dataset[torch.Tensor]):
-            """A user's dataset that reads the communicator's rank."""
-
             def __len__(self) -> int:
                 return 8
 
