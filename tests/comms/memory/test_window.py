@@ -248,6 +248,7 @@ def test_what_was_put_arrives_before_the_ranks_meet_to_withdraw_their_tensors() 
 
 
 ROOM = 32
+INTEGERS = st.integers(-(2**63), 2**63 - 1)
 
 
 class Wire(requests.Channel):
@@ -320,6 +321,18 @@ def test_a_request_outside_the_memory_is_refused(
     fits = fits and (writable or kind == GET)
     assert (request.fault(exposed, body) == "") == (fits and body == (nbytes if kind == PUT else 0))
     assert Head.decode(request.encode()) == request
+
+
+@given(st.sampled_from([ADD, SWAP]), st.sampled_from([4, 8]), st.integers(0, ROOM - 8), st.tuples(INTEGERS, INTEGERS))
+def test_an_integer_is_added_to_and_swapped_as_in_a_model(
+    kind: int, width: int, offset: int, values: tuple[int, int]
+) -> None:
+    memory, (first, second) = torch.zeros(ROOM, dtype=torch.uint8), values
+    request = Head(kind, 1, 1, width, offset, 0, first, second)
+    assert Exposed(ExposedMemory(memory), size=1).carry_out(0, Head.decode(request.encode()), b"") == (0, b"")
+    becomes = first if kind == ADD else second if first == 0 else 0
+    integer = (becomes % 2 ** (8 * width)).to_bytes(width, "little")
+    assert bytes(memory.tolist()) == bytes(offset) + integer + bytes(ROOM - offset - width)
 
 
 def test_a_put_that_arrives_in_the_memory_leaves_it_when_the_window_is_closed(pair: Pair) -> None:
