@@ -78,7 +78,7 @@ def test_dtensor_redistribution(rank: int, size: int) -> None:
 
 
 @on_each_rank_of("four")
-def test_a_mesh_of_two_by_two_has_groups_of_its_rows_and_columns(rank: int, size: int) -> None:
+def test_a_mesh_of_two_by_two_shards_in_rows_and_columns_and_subgroups_overlap(rank: int, size: int) -> None:
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     for name, sums in (("replicas", [2, 4, 2, 4]), ("shards", [1, 1, 5, 5])):
         total = torch.tensor([float(rank)])
@@ -87,23 +87,14 @@ def test_a_mesh_of_two_by_two_has_groups_of_its_rows_and_columns(rank: int, size
     whole = torch.arange(24.0).reshape(4, 6)
     spread = distribute_tensor(whole, mesh, [Replicate(), Shard(0)])
     assert torch.equal(spread.redistribute(placements=[Shard(0), Shard(1)]).full_tensor(), whole)
-
-
-@on_each_rank_of("four")
-def test_hybrid_sharded_fsdp_and_overlapping_subgroups(rank: int, size: int) -> None:
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
-    model = fully_shard(torch_groups.tiny_model(), mesh=mesh)
     losses: list[object] = [None] * size
-    dist.all_gather_object(losses, torch_groups.losses_of(model, 0)[-1])
+    dist.all_gather_object(losses, torch_groups.losses_of(fully_shard(torch_groups.tiny_model(), mesh=mesh), 0)[-1])
     assert len(set(losses)) == 1
-    low, high = dist.new_group([0, 1, 2]), dist.new_group([2, 3])
-    total = torch.ones(1)
-    if rank <= 2:
-        dist.all_reduce(total, group=low)
-        assert total.item() == 3
-    if rank >= 2:
-        dist.all_reduce(total, group=high)
-        assert total.item() == 4
+    for members in ([0, 1, 2], [2, 3]):
+        group, total = dist.new_group(members), torch.ones(1)
+        if rank in members:
+            dist.all_reduce(total, group=group)
+            assert total.item() == len(members)
 
 
 @on_each_rank_of("pair")
@@ -133,6 +124,8 @@ def test_functional_collectives_plain_and_traced(rank: int, size: int) -> None:
     assert [each.tolist() for each in several] == [[2, 2], [2, 2]]
     gathered = functional.all_gather_into_tensor_coalesced([mine, mine[:1]], group)
     assert [each.tolist() for each in gathered] == [[1, 1, 2, 2], [1, 2]]
+    if os.environ["HOLDFAST_BACKEND"] != "shm":  # a trace is the same over all
+        return
 
     @torch.compile(backend="aot_eager", fullgraph=True)
     def traced(x: torch.Tensor) -> torch.Tensor:
@@ -183,28 +176,19 @@ def test_coalesced_ops_and_async_handles(rank: int, size: int) -> None:
 
 @on_each_rank_of("pair")
 def test_sends_and_receives_run_concurrently(rank: int, size: int) -> None:
-    """Both ranks send first, payloads too large to buffer; with tags, and with any-source receives."""
+    """Both ranks send first, payloads too large to buffer, and receive in another order."""
     peer = 1 - rank
     for count in (1, 300_000):
-        mine, theirs = torch.full((count,), float(rank)), torch.empty(count)
-        for work in [dist.isend(mine, peer), dist.irecv(theirs, peer)]:
+        theirs = torch.empty(count)
+        works = [dist.isend(torch.full((count,), 10.0 * rank + tag), peer, tag=tag) for tag in (5, 6)]
+        for tag in (6, 5):
+            dist.recv(theirs, peer, tag=tag)
+            assert bool((theirs == 10 * peer + tag).all())
+        mine = torch.full((count,), float(rank))
+        operations = [dist.P2POp(dist.irecv, theirs, peer), dist.P2POp(dist.isend, mine, peer)]
+        for work in [*works, *dist.batch_isend_irecv(operations)]:
             work.wait()
         assert bool((theirs == peer).all())
-        operations = [dist.P2POp(dist.irecv, theirs, peer), dist.P2POp(dist.isend, mine, peer)]
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
-    if rank == 0:
-        late = [dist.isend(torch.full((300_000,), float(tag)), 1, tag=tag) for tag in (5, 6)]
-        for work in late:
-            work.wait()
-        dist.send(torch.tensor([42.0]), 1)
-    else:
-        for tag in (6, 5):
-            got = torch.empty(300_000)
-            dist.recv(got, 0, tag=tag)
-            assert got[0].item() == tag
-        anything = torch.empty(1)
-        assert dist.recv(anything) == 0 and anything.item() == 42
 
 
 @on_each_rank_of("four")
@@ -226,18 +210,6 @@ def test_a_missing_rank_raises_holdfasts_op_timeout(rank: int, size: int) -> Non
             dist.all_reduce(torch.ones(1), group=group)
     else:
         time.sleep(1.0)
-
-
-@on_ranks(3, of="process_backend", killed=(1,), environ=ENVIRON)
-def test_a_killed_rank_raises_in_the_others_even_inside_backward(comm: Communicator, tmp_path: Path) -> None:
-    with default_group(comm, tmp_path, pg_options=Options(comm.backend)):
-        model, other = DistributedDataParallel(torch_groups.tiny_model()), torch.ones(1)
-        with pytest.raises(RuntimeError, match=r"rank 1|lost a connection"):
-            for step in range(100):
-                if comm.rank == 1 and step == 2:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                nn.functional.mse_loss(model(torch.randn(4, 8)), torch.zeros(4, 1)).backward()
-                dist.all_reduce(other)
 
 
 @on_each_rank_of("pair")
@@ -517,21 +489,23 @@ def test_shrink_group_goes_on_without_the_excluded(outer: Communicator, tmp_path
         assert (dist.get_rank(), dist.get_world_size(), sum_of_ranks()) == (outer.rank // 2, 2, 3)
 
 
-@on_ranks(3, of="process_backend", killed=(1,))
-def test_survivors_of_a_kill_reconfigure_and_continue(outer: Communicator, tmp_path: Path) -> None:
+@on_ranks(3, "shm", "gloo", *second_tier("ucx", "mpi"), killed=(1,), environ=ENVIRON)
+def test_a_kill_raises_in_the_others_even_inside_backward_and_they_reconfigure_and_continue(
+    outer: Communicator, tmp_path: Path
+) -> None:
     with group_and_handles(outer, tmp_path, pg_options=Options(outer.backend)) as (group, handles):
-        assert sum_of_ranks() == 6
-        if outer.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        with pytest.raises((PeerFailed, Revoked)):
-            for _ in range(1000):
-                sum_of_ranks()
+        model, other = DistributedDataParallel(torch_groups.tiny_model()), torch.ones(1)
+        with pytest.raises(RuntimeError, match=r"rank 1|lost a connection"):
+            for step in range(100):
+                if outer.rank == 1 and step == 2:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                model(torch.randn(4, 8)).sum().backward()
+                dist.all_reduce(other)
         assert group.get_error().name == "COMM_ERROR"
         group.reconfigure(7, [handles[0], handles[2]])
         assert (dist.get_rank(), dist.get_world_size(), sum_of_ranks()) == (outer.rank // 2, 2, 3)
         if outer.backend == "shm":
-            torch.manual_seed(0)
-            model = DistributedDataParallel(torch.nn.Linear(4, 1))
+            model = DistributedDataParallel(nn.Linear(4, 1))
             model(torch.full((2, 4), float(dist.get_rank()))).sum().backward()
             weight = model.module.weight.grad
             assert weight is not None
