@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -23,6 +21,7 @@ from holdfast.comms import Communicator, HoldfastError, Revoked
 from holdfast.comms.transport.base import Context
 from holdfast.comms.transport.liveness import Liveness
 from support.comms.ranks import on_ranks, on_ranks_of, shared_ranks
+from support.programs.forked_programs import ForkedProgram, run_python
 from support.waiting import PROGRAM_SECONDS
 
 FORGETFUL = """
@@ -42,13 +41,11 @@ pair = shared_ranks(2, "gloo")
 
 def test_a_process_that_never_closed_ends_well_with_ops_pending(tmp_path: Path) -> None:
     """A transport thread that is inside gloo when the interpreter ends would end the process with SIGABRT."""
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", FORGETFUL, str(rank), str(tmp_path / "meet")], stderr=subprocess.PIPE)
-        for rank in range(2)
-    ]
-    for process in ranks:
-        _, said = process.communicate(timeout=PROGRAM_SECONDS)
-        assert process.returncode == 0, said.decode()
+    meet = str(tmp_path / "meet")
+    with ForkedProgram(FORGETFUL, ["forgetful.py", "1", meet], None, os.environ) as other:
+        run_python("-c", FORGETFUL, "0", meet)
+        done = other.communicate(PROGRAM_SECONDS)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("op", ["collective", "message"])

@@ -107,27 +107,38 @@ def test_a_script_runs_under_plain_mpirun(tmp_path: Path) -> None:
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["[0.0, 1.0]"] * 2
 
 
-def test_survivors_of_a_kill_build_the_next_communicator_again_and_again(tmp_path: Path) -> None:
+def test_survivors_of_a_kill_build_the_next_communicator_again_and_again_and_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the end no session directory and no shared memory is left either, nor a process."""
+    before, temporary = set(Path("/dev/shm").iterdir()), tmp_path / "t"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setattr("tempfile.tempdir", None)
+
     def body(comm: Communicator) -> None:
         comm.barrier()
-        if comm.rank == 1:
+        if comm.rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         killed = time.monotonic()
-        with pytest.raises((PeerFailed, Revoked), match="rank 1"):
+        with pytest.raises((PeerFailed, Revoked), match="rank 0"):
             comm.all_reduce(torch.ones(100))
-        members = [2, 0]
+        members = [2, 1]
         for turn in range(25):
             with next_communicator(comm, members, tmp_path / "next", f"turn {turn}") as after:
                 x = torch.full((3,), float(comm.rank + turn))
                 after.all_reduce(x)
-                assert (after.rank, x[0].item()) == (members.index(comm.rank), 2 + 2 * turn)
+                assert (after.rank, x[0].item()) == (members.index(comm.rank), 3 + 2 * turn)
                 assert turn or time.monotonic() - killed < PATIENCE
         assert len(list(Path("/proc/self/fd").iterdir())) < 60
         assert threading.active_count() <= 3
 
     with LocalCluster(3, "mpi", timeout=60.0) as cluster:
-        assert [outcome.error for outcome in cluster.outcomes(body) if outcome.rank != 1] == [None, None]
+        assert [outcome.error for outcome in cluster.outcomes(body) if outcome.rank] == [None, None]
         assert cluster.run(lambda comm: comm.size) == [3, 3, 3], "the next run has all ranks again"
+    assert not list(temporary.iterdir())
+    mine = [path for path in set(Path("/dev/shm").iterdir()) - before if path.name.startswith("sm_segment")]
+    assert not [path for path in mine if path.exists()]
 
 
 @on_ranks(3, "mpi", killed=(1,), timeout=2 * PATIENCE)
@@ -315,24 +326,6 @@ def test_windows_between_hosts_are_reached_by_messages(comm: Communicator) -> No
         comm.barrier()
         assert window.fetch_add(peer, 0, 1) == comm.rank + 5
         comm.barrier()
-
-
-def test_a_job_leaves_no_process_and_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No process, session directory or shared memory is left, even after a kill."""
-    before = set(Path("/dev/shm").iterdir())
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
-
-    def body(comm: Communicator) -> None:
-        if comm.rank == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        comm.barrier(timeout=5.0)
-
-    with LocalCluster(2, "mpi") as cluster:
-        cluster.outcomes(body)
-    assert not list(tmp_path.iterdir())
-    mine = [path for path in set(Path("/dev/shm").iterdir()) - before if path.name.startswith("sm_segment")]
-    assert not [path for path in mine if path.exists()]
 
 
 def test_an_unknown_launcher_is_refused() -> None:

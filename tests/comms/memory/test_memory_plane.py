@@ -487,9 +487,8 @@ COUNT = 1 << 16
 planes = pytest.mark.parametrize(
     ("plane", "rounds"),
     [
-        ("shm", 10),
-        ("ucx", 5),
         ("nixl", 3),
+        pytest.param("ucx", 10, marks=pytest.mark.thorough),
         pytest.param("nixl", 100, marks=[pytest.mark.thorough, pytest.mark.timeout(600)]),
     ],
 )

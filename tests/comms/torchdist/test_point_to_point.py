@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -38,23 +37,16 @@ BACKENDS = ["shm", "gloo", *second_tier("ucx")]
 three = shared_groups(3, *BACKENDS)
 
 
-def take_one_of_each(rank: int, group: dist.ProcessGroup | None = None) -> None:
-    """Rank 0 receives from rank 1 and then from rank 2, both by any-source receives.
-
-    While the second receive is pending, the channel from rank 1 waits for messages, too.
-    """
+@on_each_rank_of("three")
+def test_a_receive_after_an_any_source_receive_may_have_another_shape(rank: int, size: int) -> None:
+    """While the second any-source receive is pending, the channel from rank 1 waits for messages, too."""
     for sender in (1, 2):
         if rank == 0:
             got = torch.empty(1)
-            assert dist.recv(got, group=group) == sender and got.item() == sender
+            assert dist.recv(got) == sender and got.item() == sender
         if rank == sender:
-            dist.send(torch.tensor([float(rank)]), 0, group=group)
+            dist.send(torch.tensor([float(rank)]), 0)
         dist.barrier()
-
-
-@on_each_rank_of("three")
-def test_a_receive_after_an_any_source_receive_may_have_another_shape(rank: int, size: int) -> None:
-    take_one_of_each(rank)
     if rank == 1:
         dist.send(torch.arange(300_000), 0)
         dist.send(torch.tensor([7.0]), 0)
@@ -128,59 +120,6 @@ def test_a_thousand_tags_use_no_more_descriptors_and_threads_than_one(rank: int,
     dist.barrier()
 
 
-@on_each_rank_of("three")
-def test_a_message_of_another_size_or_dtype_is_an_error_and_the_next_one_arrives(rank: int, size: int) -> None:
-    for sent, taken in (
-        (torch.ones(2), torch.ones(5)),
-        (torch.ones(300_000), torch.ones(2)),
-        (torch.ones(2), torch.ones(2, dtype=torch.int32)),
-    ):
-        if rank == 1:
-            dist.send(sent, 0)
-            dist.send(torch.tensor([3.0]), 0)
-        if rank == 0:
-            with pytest.raises(Mismatch, match=f"rank 1 sent {sent.nbytes} bytes of {sent.dtype} under tag 0"):
-                dist.recv(taken, src=1)
-            after = torch.zeros(1)
-            dist.recv(after, src=1)
-            assert after.item() == 3
-    dist.barrier()
-
-
-@on_each_rank_of("three")
-def test_a_receive_into_a_tensor_that_cannot_hold_a_message_takes_none(rank: int, size: int) -> None:
-    repeated, missing = torch.zeros(1).expand(4), torch.zeros(4, device="meta")
-    if rank == 1:
-        dist.send(torch.ones(4), 0)
-    if rank == 0:
-        for source in (1, None):
-            for refused, why in ((repeated, "share memory"), (missing, "is on meta")):
-                with pytest.raises(ValueError, match=why):
-                    dist.recv(refused, src=source)
-        got = torch.zeros(4)
-        dist.recv(got, src=1)
-        assert got.eq(1).all()
-    dist.barrier()
-
-
-@on_each_rank_of("three")
-def test_a_receive_times_out_by_itself_and_leaves_the_channel_as_it_was(rank: int, size: int) -> None:
-    """On a new channel, and again after receives from any source."""
-    group, got = dist.new_group(timeout=timedelta(seconds=1)), torch.zeros(1)
-    for _ in range(2):
-        if rank == 0:
-            with pytest.raises(OpTimeout, match="rank 1"):
-                dist.recv(got, src=1, group=group)
-        dist.barrier()
-        if rank == 1:
-            dist.send(torch.ones(1), 0, group=group)
-        if rank == 0:
-            dist.recv(got, src=1, group=group)
-            assert got.item() == 1
-        take_one_of_each(rank, group)
-        got.zero_()
-
-
 @pytest.mark.parametrize("met", [True, False], ids=["connected", "not connected"])
 @on_ranks(2, *BACKENDS, killed=(1,), environ=ENVIRON)
 def test_a_dead_peer_ends_sends_and_receives_at_once(comm: Communicator, met: bool, tmp_path: Path) -> None:
@@ -225,25 +164,66 @@ def test_a_living_pair_exchanges_its_first_message_after_the_stores_process_died
                 needs_the_store()
 
 
-# -- connections that take long, or fail: both ends in this process
+# -- the ends of a channel, both in this process: receives that get no message, and connections that take long, or fail
 
 
-@contextmanager
-def ends_of_a_channel() -> Iterator[tuple[P2PChannels, P2PChannels]]:
+Ends = tuple[P2PChannels, P2PChannels]
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
     """The channels of ranks 0 and 1."""
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as both:
         pair = list(both.map(lambda rank: comms.connect("inproc", rank=rank, size=2, rendezvous=store), (0, 1)))
         first, second = both.map(lambda comm: P2PChannels(comm, PATIENCE), pair)
-        try:
-            yield first, second
-        finally:
-            for each in (first, second, *pair):
-                each.close()
+        yield first, second
+        for each in (first, second, *pair):
+            each.close()
+
+
+def test_a_receive_of_another_size_or_dtype_is_an_error_and_the_next_message_arrives(ends: Ends) -> None:
+    sender, receiver = ends
+    for sent, taken in (
+        (torch.ones(2), torch.ones(5)),
+        (torch.ones(300_000), torch.ones(2)),
+        (torch.ones(2), torch.ones(2, dtype=torch.int32)),
+    ):
+        works, after = [sender.send(each, 1, 0, PATIENCE) for each in (sent, torch.tensor([3.0]))], torch.zeros(1)
+        with pytest.raises(Mismatch, match=f"rank 0 sent {sent.nbytes} bytes of {sent.dtype} under tag 0"):
+            receiver.recv(taken, 0, 0, PATIENCE).wait()
+        for work in (receiver.recv(after, 0, 0, PATIENCE), *works):
+            work.wait()
+        assert after.item() == 3
+
+
+def test_a_receive_into_a_tensor_that_cannot_hold_a_message_takes_none(ends: Ends) -> None:
+    sender, receiver = ends
+    sent, got = sender.send(torch.ones(4), 1, 0, PATIENCE), torch.zeros(4)
+    for source in (0, None):
+        for refused, why in ((torch.zeros(1).expand(4), "share memory"), (torch.zeros(4, device="meta"), "is on meta")):
+            with pytest.raises(ValueError, match=why):
+                receiver.recv(refused, source, 0, PATIENCE)
+    receiver.recv(got, 0, 0, PATIENCE).wait()
+    sent.wait()
+    assert got.eq(1).all()
+
+
+def test_a_receive_times_out_by_itself_and_leaves_the_channel_as_it_was(ends: Ends) -> None:
+    """On a new channel, and again after a receive from any rank."""
+    sender, receiver = ends
+    for source in (0, None, 0):
+        got = torch.zeros(1)
+        with pytest.raises(OpTimeout, match="rank 0"):
+            receiver.recv(got, 0, 0, 0.05).wait()
+        sent = sender.send(torch.ones(1), 1, 0, PATIENCE)
+        receiver.recv(got, source, 0, PATIENCE).wait()
+        sent.wait()
+        assert got.item() == 1
 
 
 def test_a_send_times_out_by_itself_while_its_peer_connects_and_leaves_the_channel_as_it_was(
-    monkeypatch: pytest.MonkeyPatch,
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The peer has come to the channel, and is stopped before it connects."""
     goes_on = threading.Event()
@@ -253,20 +233,19 @@ def test_a_send_times_out_by_itself_while_its_peer_connects_and_leaves_the_chann
         return connect_members(backend, members, **options)
 
     monkeypatch.setattr(p2p_channels, "connect_members", connect)
-    with ends_of_a_channel() as (sender, receiver):
-        got = torch.zeros(1)
-        received = receiver.recv(got, 0, 0, PATIENCE)
-        late = [sender.send(torch.tensor([1.0]), 1, 0, 0.5) for _ in range(2)]
-        for work in late:
-            with pytest.raises(OpTimeout, match=r"send .* timed out after 0.5 s waiting for rank 1"):
-                work.wait()
-        goes_on.set()
-        sender.send(torch.tensor([2.0]), 1, 0, PATIENCE).wait()
-        received.wait()
-        assert got.item() == 2, "the others were not sent"
+    (sender, receiver), got = ends, torch.zeros(1)
+    received = receiver.recv(got, 0, 0, PATIENCE)
+    late = [sender.send(torch.tensor([1.0]), 1, 0, 0.5) for _ in range(2)]
+    for work in late:
+        with pytest.raises(OpTimeout, match=r"send .* timed out after 0.5 s waiting for rank 1"):
+            work.wait()
+    goes_on.set()
+    sender.send(torch.tensor([2.0]), 1, 0, PATIENCE).wait()
+    received.wait()
+    assert got.item() == 2, "the others were not sent"
 
 
-def test_a_channel_that_cannot_be_connected_fails_all_its_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_channel_that_cannot_be_connected_fails_all_its_messages(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its ends have met in vain, and each attempt needs keys of its own: another would wait for nobody."""
     attempts = []
 
@@ -275,13 +254,13 @@ def test_a_channel_that_cannot_be_connected_fails_all_its_messages(monkeypatch: 
         raise OpTimeout("connect", 0, 60.0, (1 - members.rank,))
 
     monkeypatch.setattr(p2p_channels, "connect_members", connect)
-    with ends_of_a_channel() as (sender, receiver):
-        received = receiver.recv(torch.zeros(1), 0, 0, PATIENCE)
-        for _ in range(3):
-            with pytest.raises(OpTimeout, match=r"send .* timed out after 60 s waiting for rank 1"):
-                sender.send(torch.ones(1), 1, 0, PATIENCE).wait()
-        with pytest.raises(OpTimeout, match=r"recv .* timed out after 60 s waiting for rank 0"):
-            received.wait()
+    sender, receiver = ends
+    received = receiver.recv(torch.zeros(1), 0, 0, PATIENCE)
+    for _ in range(3):
+        with pytest.raises(OpTimeout, match=r"send .* timed out after 60 s waiting for rank 1"):
+            sender.send(torch.ones(1), 1, 0, PATIENCE).wait()
+    with pytest.raises(OpTimeout, match=r"recv .* timed out after 60 s waiting for rank 0"):
+        received.wait()
     assert sorted(attempts) == [0, 1]
 
 

@@ -1,9 +1,12 @@
-"""What torch's process groups, backends and works offer: each of it works over holdfast, or is refused by name."""
+"""What torch's process groups, works, windows and transports offer works over holdfast, or is refused by name."""
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import json
+import os
+import signal
 import time
 import tomllib
 from collections.abc import Callable, Iterator
@@ -17,15 +20,29 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from packaging.requirements import Requirement
 
-from holdfast.comms import BackendUnavailable, Communicator, HoldfastError, NotConnected, Revoked, Unsupported
+from holdfast.comms import (
+    BackendUnavailable,
+    Communicator,
+    CorruptData,
+    HoldfastError,
+    Mismatch,
+    NotConnected,
+    PeerFailed,
+    RegionGone,
+    Revoked,
+    Unsupported,
+)
 from holdfast.comms.torchdist import Options
 from holdfast.comms.torchdist.process_group import AVAILABLE, HoldfastBackend, HoldfastProcessGroup
 from holdfast.comms.torchdist.works import TorchWork
 from support.comms import nccl_stand_in as stand_in
 from support.comms.meeting import registered
-from support.comms.torch_groups import default_group, group_cluster
+from support.comms.ranks import on_ranks, second_tier
+from support.comms.torch_groups import default_group, group_cluster, on_each_rank_of, shared_groups
 from support.programs import torch_suite
 from support.programs.torch_names import table, uses
 from support.source_tree import ROOT
@@ -222,6 +239,153 @@ def test_the_check_for_nan_refuses_inputs_and_no_outputs(group: Any) -> None:
     dist.all_reduce(torch.ones(2, dtype=torch.int8))
 
 
+# -- one-sided access: windows of a process group, and torch 2.15's transport over a plane
+
+
+two = shared_groups(2, "shm", "gloo", *second_tier("ucx", "mpi"))
+
+
+@on_each_rank_of("two")
+def test_a_put_signals_and_a_window_is_registered_again(rank: int, size: int) -> None:
+    group: Any = dist.group.WORLD
+    assert group.supports_window
+    peer, exposed, later = 1 - rank, torch.full((8,), -1.0), torch.zeros(3, 2)
+    halves = [-1.0] * 4 + [1.0] * 4, [0.0] * 4 + [-1.0] * 4
+    window = group.new_window(exposed)
+    window.put(torch.full((4,), float(rank)), peer, 4 * rank, False).wait()
+    window.wait_signal(peer, True).wait()
+    got = torch.empty(8)
+    window.get(got, peer, 0, True).wait()
+    window.signal(peer)
+    window.wait_signal(peer)  # the peer has read what this rank holds
+    assert (exposed.tolist(), got.tolist()) == (halves[rank], halves[peer])
+    with pytest.raises(ValueError, match="7"):
+        window.put(torch.ones(2), peer, 7, False)
+    window.tensor_deregister()
+    with pytest.raises(RegionGone):
+        window.put(torch.ones(1), peer, 0, False)
+    window.tensor_register(later, owning=False)
+    window.put(torch.ones(3, 2) * (rank + 1), peer, 0, True).wait()
+    window.wait_signal(peer, False).wait()
+    dist.barrier()
+    window.close()
+    assert later.view(-1).tolist() == [peer + 1.0] * 6
+
+
+@on_each_rank_of("two")
+def test_a_mapped_tensor_is_the_peers_own_or_is_refused_by_name(rank: int, size: int) -> None:
+    group: Any = dist.group.WORLD
+    exposed = torch.zeros(2, 2)
+    window = group.new_window(exposed)
+    mapped = window.info.access == "mapped"
+    window.map_remote_tensor(rank)[0, 0] = 7.0
+    if mapped:
+        window.map_remote_tensor(1 - rank)[1, 0] = 40.0 + rank
+    else:
+        with pytest.raises(Unsupported, match="map"):
+            window.map_remote_tensor(1 - rank)
+    if hasattr(torch._C._distributed_c10d, "WindowAttr"):
+        assert window.get_attr(1 - rank).access_type.name == ("UNIFIED" if mapped else "SEPARATE")
+    else:
+        with pytest.raises(Unsupported, match="get_attr"):
+            window.get_attr(1 - rank)
+    dist.barrier()
+    window.close()
+    assert exposed.view(-1).tolist() == [7.0, 0.0, 41.0 - rank if mapped else 0.0, 0.0]
+
+
+NEWEST = pytest.mark.skipif(
+    find_spec("torch.distributed._transport") is None, reason="torch has transports, and the table, from 2.15 on"
+)
+
+
+def new_transport(**options: Any) -> Any:
+    return importlib.import_module("torch.distributed._transport").new_transport("holdfast", "cpu", **options)
+
+
+@NEWEST
+@pytest.mark.parametrize("plane", ["shm", "ucx"])
+@on_ranks(2, "shm")
+def test_two_processes_write_and_read_each_others_memory(comm: Communicator, plane: str) -> None:
+    with new_transport(plane=plane) as transport:
+        exposed, source, back = torch.zeros(8), torch.arange(8.0) + comm.rank, torch.zeros(8)
+        memory = transport.register_memory(exposed)
+        told = comm.all_gather_object((transport.bind(), memory.to_remote_buffer().serialize()))
+        url, descriptor = told[1 - comm.rank]
+        assert transport.connect(url) == 0 and transport.connected()
+        remote = type(memory.to_remote_buffer()).deserialize(descriptor)
+        here, into = transport.register_memory(source), transport.register_memory(back)
+        transport.write(here.to_view(8, 16), remote, async_op=True).wait()
+        comm.barrier()
+        first = 3.0 - comm.rank
+        assert exposed.tolist() == [first, first + 1, first + 2, first + 3, 0.0, 0.0, 0.0, 0.0]
+        assert transport.read(into.to_mutable_view(0, 12), remote) == 0
+        asyncio.run(transport.read_async(into.to_mutable_view(12, 4), remote))
+        first = 2.0 + comm.rank
+        assert back[:4].tolist() == [first, first + 1, first + 2, first]
+        with pytest.raises(ValueError, match="mutable"):
+            transport.read(into.to_view(), remote)
+        with pytest.raises(ValueError, match="not within"):
+            into.to_view(16, 17)
+        comm.barrier()
+        transport.unregister_memory(memory)
+        transport.unregister_memory(memory)
+        comm.barrier()
+        with pytest.raises(RegionGone):
+            transport.read(into.to_mutable_view(), remote)
+
+
+@NEWEST
+@on_ranks(2, "shm", killed=(1,))
+def test_memory_of_a_process_that_was_killed_is_gone(comm: Communicator) -> None:
+    with new_transport(plane="shm") as transport:
+        memory = transport.register_memory(torch.ones(1024))
+        told = comm.all_gather_object((transport.bind(), memory.to_remote_buffer().serialize()))
+        if comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        transport.connect(told[1][0])
+        remote = type(memory.to_remote_buffer()).deserialize(told[1][1])
+        with pytest.raises(PeerFailed):
+            comm.barrier()
+        with pytest.raises(RegionGone):
+            transport.read(memory.to_mutable_view(), remote)
+
+
+@NEWEST
+def test_ends_that_do_not_fit_are_refused() -> None:
+    with new_transport(plane="shm") as transport:
+        memory = transport.register_memory(torch.zeros(4))
+        remote = memory.to_remote_buffer()
+        with pytest.raises(Mismatch, match="not connected"):
+            transport.read(memory.to_mutable_view(), remote)
+        with pytest.raises(CorruptData, match="URL"):
+            transport.connect(b"https://elsewhere")
+        with pytest.raises(Mismatch, match="plane"):
+            transport.connect(b"holdfast-plane 1 other")
+        with pytest.raises(ValueError, match="contiguous"):
+            transport.register_memory(torch.zeros(4, 4).t())
+        transport.connect(transport.bind())
+        with pytest.raises(ValueError, match="bytes"):
+            transport.read(transport.register_memory(torch.zeros(5)).to_mutable_view(), remote)
+    for call in (transport.bind, lambda: transport.register_memory(torch.zeros(1))):
+        with pytest.raises(RegionGone, match="closed"):
+            call()
+
+
+@NEWEST
+@given(data=st.binary(max_size=80))
+def test_no_bytes_make_a_descriptor_raise_anything_but_our_error(data: bytes) -> None:
+    remote = importlib.import_module("holdfast.comms.torchdist.transport").RemoteMemory
+    try:
+        found = remote.deserialize(data)
+    except CorruptData:
+        return
+    assert remote.deserialize(found.serialize()) == found
+
+
+# -- the names that torch's versions have
+
+
 TABLE = table()
 
 
@@ -304,16 +468,14 @@ def supports_window(case: Case) -> None:
 
 
 def window(case: Case) -> None:
-    with case.window():
-        pass
-
-
-def put_and_signal(case: Case) -> None:
     with case.window() as window:
         window.put(torch.ones(2), case.peer, 1, False)
         window.wait_signal(case.peer, False)
         window.signal(case.peer, True).wait()
         assert window.wait_signal(case.peer, True).wait()
+        assert window.get_attr(case.peer).access_type.name in ("UNIFIED", "SEPARATE")
+        window.tensor_deregister()
+        window.tensor_register(torch.zeros(2), owning=False)
 
 
 def map_remote_tensor(case: Case) -> None:
@@ -324,33 +486,17 @@ def map_remote_tensor(case: Case) -> None:
             dist.barrier()
 
 
-def get_attr(case: Case) -> None:
-    with case.window() as window:
-        assert window.get_attr(case.peer).access_type.name in ("UNIFIED", "SEPARATE")
-
-
-def register(case: Case) -> None:
-    with case.window() as window:
-        window.tensor_deregister()
-        window.tensor_register(torch.zeros(2), owning=False)
-
-
-def op_hooks(case: Case) -> None:
+def hooks(case: Case) -> None:
     seen: list[Any] = []
     case.group.register_pre_hook(1, seen.append)
     case.group.register_post_hook(1, seen.append)
     case.group._register_on_completion_hook(seen.append)
+    case.group.register_abort_hook(1, lambda: seen.append("aborted"))
     assert case.total() == 3
     case.group._wait_for_pending_works()
-    assert len(seen) == 3
-
-
-def abort_hook(case: Case) -> None:
-    seen: list[int] = []
-    case.group.register_abort_hook(1, lambda: seen.append(1))
     case.outer.barrier()
     case.group.abort()
-    assert seen == [1]
+    assert len(seen) == 4 and seen[3] == "aborted"
 
 
 def nan_check(case: Case) -> None:
@@ -460,32 +606,23 @@ def mesh_abort(case: Case) -> None:
 
 
 def transport(case: Case) -> None:
-    new_transport = importlib.import_module("torch.distributed._transport").new_transport
     try:
-        made = new_transport("holdfast", "cpu", plane=case.transport)
+        made = new_transport(plane=case.transport)
     except RuntimeError as error:  # torch's own, of the error that says why
         assert isinstance(error.__cause__, BackendUnavailable)
         raise Unsupported("it has no memory plane") from error
     with made:
-        memory = made.register_memory(torch.arange(2.0))
-        url, descriptor = case.outer.all_gather_object((made.bind(), memory.to_remote_buffer().serialize()))[case.peer]
-        assert made.connect(url) == 0
-        into = torch.empty(2)
-        remote = type(memory.to_remote_buffer()).deserialize(descriptor)
-        made.read(made.register_memory(into).to_mutable_view(), remote)
-        assert into.tolist() == [0, 1]
-        case.outer.barrier()
+        assert made.connect(made.bind()) == 0
 
 
 CHECKS: dict[Callable[[Case], None], tuple[str, ...]] = {
     supports_window: ("_supports_window",),
-    window: ("_new_window",),
-    put_and_signal: ("Window.put", "Window.signal", "Window.wait_signal"),
+    window: (
+        "_new_window", "Window.put", "Window.signal", "Window.wait_signal", "Window.get_attr",
+        "Window.tensor_register", "Window.tensor_deregister",
+    ),
     map_remote_tensor: ("Window.map_remote_tensor",),
-    get_attr: ("Window.get_attr",),
-    register: ("Window.tensor_register", "Window.tensor_deregister"),
-    op_hooks: ("register_pre_hook", "register_post_hook", "_register_on_completion_hook"),
-    abort_hook: ("register_abort_hook",),
+    hooks: ("register_pre_hook", "register_post_hook", "_register_on_completion_hook", "register_abort_hook"),
     nan_check: ("NanCheckHook",),
     health_check: ("HealthCheckHook",),
     flight_recorder: ("FlightRecorderHook",),
@@ -529,7 +666,7 @@ def all_checks(outer: Communicator, transport: str, folder: Path) -> dict[str, s
     return found
 
 
-@pytest.mark.skipif(find_spec("torch.distributed._transport") is None, reason="the table is of torch 2.15")
+@NEWEST
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_each_name_does_what_the_table_says(transport: str, tmp_path: Path) -> None:
     # "works", or words of the error
