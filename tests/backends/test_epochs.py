@@ -275,15 +275,13 @@ def test_an_announcement_is_left_on_the_board_where_others_wait(epochs: Epochs) 
 # -- a segment of shm
 
 
-def a_segment(rows: int = 2) -> tuple[SharedSegment, Any]:
-    peers = [this_process()] * rows
-    return SharedSegment.make("test", peers), peers
-
-
-def test_the_segment_ends_with_the_last_of_its_board_slots() -> None:
-    segment, peers = a_segment()
+def test_the_segment_ends_with_the_last_of_its_board_slots_of_which_no_boards_share_one() -> None:
+    peers = [this_process()] * 2
+    segment = SharedSegment.make("test", peers)
     descriptor = segment.address.descriptor
     first, second = segment.take(1, peers), segment.take(2, peers)
+    with pytest.raises(ValueError, match="earlier epoch"):
+        segment.take(1 + BOARD_SLOTS, peers)
     assert not segment.has_room(1 + BOARD_SLOTS, 2)
     assert not segment.has_room(3, 3)
     assert segment.has_room(3, 2)
@@ -297,22 +295,10 @@ def test_the_segment_ends_with_the_last_of_its_board_slots() -> None:
         os.fstat(descriptor)
 
 
-def test_two_boards_never_share_a_slot() -> None:
-    segment, peers = a_segment()
-    slot = segment.take(1, peers)
-    with pytest.raises(ValueError, match="earlier epoch"):
-        segment.take(1 + BOARD_SLOTS, peers)
-    slot.release()
-    segment.release_slot(1)
-
-
-@pytest.mark.parametrize("said", [b"", b"7", b'[1,2,"x"]', b"\xff", b"[1,2]"])
-def test_an_offer_of_an_impossible_slot_is_corrupt(said: bytes) -> None:
-    with pytest.raises(CorruptData, match="cannot be read"):
-        decode_address(said)
-
-
-def test_a_rank_maps_no_memory_of_another_job(tmp_path: Path) -> None:
+def test_an_impossible_offer_is_corrupt_and_a_rank_maps_no_memory_of_another_job(tmp_path: Path) -> None:
+    for said in (b"", b"7", b'[1,2,"x"]', b"\xff", b"[1,2]"):
+        with pytest.raises(CorruptData, match="cannot be read"):
+            decode_address(said)
     me = this_process()
     other = (tmp_path / "file").open("w+b")
     with other:

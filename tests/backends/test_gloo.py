@@ -20,7 +20,7 @@ from holdfast.backends.gloo.connecting import sockets
 from holdfast.comms import Communicator, HoldfastError, Revoked
 from holdfast.comms.transport.base import Context
 from holdfast.comms.transport.liveness import Liveness
-from support.comms.ranks import on_ranks, on_ranks_of, shared_ranks
+from support.comms.ranks import on_ranks_of, shared_ranks
 from support.programs.forked_programs import ForkedProgram, run_python
 from support.waiting import PROGRAM_SECONDS
 
@@ -136,7 +136,7 @@ def test_a_rank_that_aborts_leaves_its_reason_to_those_that_lose_its_connection(
         comm.all_reduce(torch.ones(2), timeout=20.0)
 
 
-@on_ranks(2, "gloo", timeout=30.0)
+@on_ranks_of("pair")
 def test_a_connected_group_accepts_no_connection(comm: Communicator) -> None:
     """A flood of its ports takes no descriptors."""
     doors = []
@@ -172,26 +172,18 @@ def test_all_messages_of_a_batch_have_one_timeout(monkeypatch: pytest.MonkeyPatc
     clock, limits = [100.0], list[float]()
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
 
-    class OneSecond:
-        """A send or a receive that is complete after that."""
+    def wait(limit: timedelta) -> None:
+        limits.append(limit.total_seconds())
+        clock[0] += 1.0
 
-        def wait(self, limit: timedelta) -> None:
-            limits.append(limit.total_seconds())
-            clock[0] += 1.0
-
-    class Group:
-        """torch's group, as far as messages use it; every message has the header of `tensor`."""
-
-        def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> OneSecond:
-            return OneSecond()
-
-        def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> OneSecond:
-            if tensors[0].dtype == torch.int64:
-                tensors[0].copy_(_header_of(tensor))
-            return OneSecond()
+    def start(tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        """Torch's send or receive; every message has the header of `tensor`."""
+        if tensors[0].dtype == torch.int64:
+            tensors[0].copy_(_header_of(tensor))
+        return SimpleNamespace(wait=wait)
 
     transport, tensor = object.__new__(GlooTransport), torch.ones(4)
     transport.rank, transport._seq, transport._error = 0, 0, None
-    transport._group, transport._sockets = Group(), []
+    transport._group, transport._sockets = SimpleNamespace(send=start, recv=start), []
     transport.batch_send_recv([(tensor, 1, 0)], [(tensor, 1, 0), (tensor, 2, 0)], clock[0] + 60.0)
     assert limits == [60.0 - number for number in range(6)], "of two headers, a header and a message sent, two messages"

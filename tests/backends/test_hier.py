@@ -215,68 +215,44 @@ def test_nccl_in_layers_is_for_gpus_and_says_which_layers_lack_one() -> None:
         connect("nccl", "nccl", context)
 
 
+def over_parts(kind: type[HierarchicalTransport], flat: Any, inner: Any, rail: Any, rank: int = 0) -> Any:
+    """A transport of a rank of two hosts of two, over these parts."""
+    peers = tuple(Peer(host, 1, 1) for host in "aabb")
+    context = Context(rank, 4, "hosts", 0, torch.device("cuda"), dist.HashStore(), peers, 0.0)
+    choice = Choice("nccl", HostLayout.of(peers), Link(15e-6, 20e9), WITHIN_DEVICES, None)
+    return kind(context, HostLayout.of(peers), flat, inner, rail, choice)
+
+
 def test_ops_of_a_device_are_launched_on_its_stream_and_settled_with_all_their_layers() -> None:
-    launched: list[str] = []
-    flat = SimpleNamespace(device=torch.device("cuda", 0), streams=True)
-    flat.launch = lambda name, op: launched.append(name) or op()
-    layout = HostLayout(((0, 1), (2, 3)))
-    context = Context(0, 4, "hosts", 0, torch.device("cuda"), dist.HashStore(), (), 0.0)
-    choice = Choice("nccl", layout, Link(15e-6, 20e9), WITHIN_DEVICES, 20e9)
-    transport = StreamedHierarchy(context, layout, cast(Any, flat), None, None, choice)
-    transport.launch("all_reduce", lambda: launched.append("inside"))
-    assert launched == ["all_reduce", "inside"]
+    happened: list[str] = []
+    flat, inner, rail = (
+        SimpleNamespace(settle=lambda end, name=name: happened.append(name)) for name in ("flat", "inner", "rail")
+    )
+    flat.device, flat.launch = torch.device("cuda", 0), lambda name, op: happened.append(name) or op()
+    transport = over_parts(StreamedHierarchy, flat, inner, rail)
+    transport.launch("all_reduce", lambda: happened.append("inside"))
+    transport.settle(0.0)
+    assert happened == ["all_reduce", "inside", "flat", "inner", "rail"]
     assert (transport.streams, transport.device) == (True, flat.device)
-    settled: list[str] = []
-    inner, rail = (SimpleNamespace(settle=lambda end, name=name: settled.append(name)) for name in ("inner", "rail"))
-    flat.settle = lambda end: settled.append("flat")
-    whole = StreamedHierarchy(context, layout, cast(Any, flat), cast(Any, inner), cast(Any, rail), choice)
-    whole.settle(0.0)
-    assert settled == ["flat", "inner", "rail"]
 
 
-class Layer:
-    """A transport with ranks of its own. Its ops fail once it was aborted."""
+class EqualRanks:
+    """A part of two ranks that pass the same, on host memory. It adds in the dtype of the tensors, as a device does.
 
-    size, streams, ended = 2, True, None
+    Its ops fail once it was aborted.
+    """
+
+    size, streams, device, ended = 2, True, torch.device("cpu"), None
 
     def __init__(self) -> None:
-        self.device, self.errors = torch.device("cuda", 0), list[HoldfastError]()
+        self.errors: list[HoldfastError] = []
 
     def abort(self, error: HoldfastError) -> None:
         self.errors.append(error)
 
-    def all_reduce(self, *arguments: Any) -> None:
+    def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp, _: float) -> None:
         if self.errors:
             raise PeerFailed((0,), "this rank has left it")
-
-    reduce_scatter = all_gather = all_reduce
-
-
-def test_the_layers_of_a_device_end_when_the_flat_transport_finds_a_rank_of_another_layer_dead(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Rank 2 has no layer in common with rank 1. It queued ops for 20 s, since no rank of its own layers had died."""
-    always_in_layers(monkeypatch.setattr)
-    flat, inner, rail = (cast(Any, Layer()) for _ in range(3))
-    peers = tuple(Peer(host, 1, 1) for host in "aabb")
-    context = Context(2, 4, "hosts", 0, torch.device("cuda"), dist.HashStore(), peers, 0.0)
-    choice = Choice("nccl", HostLayout.of(peers), Link(15e-6, 20e9), WITHIN_DEVICES, None)
-    transport = StreamedHierarchy(context, HostLayout.of(peers), flat, inner, rail, choice)
-    transport.all_reduce(torch.ones(8), ReduceOp.SUM, 0.0)
-    flat.ended = PeerFailed((1,), "the kernel says that the process is gone")
-    flat.on_end(flat.ended)
-    assert inner.errors == rail.errors == [flat.ended], "what they have queued ends, too"
-    with pytest.raises(PeerFailed) as caught:
-        transport.all_reduce(torch.ones(8), ReduceOp.SUM, 0.0)
-    assert caught.value.ranks == (1,)
-
-
-class EqualRanks:
-    """A part of two ranks that pass the same, on host memory. It adds in the dtype of the tensors, as a device does."""
-
-    size, streams, device = 2, True, torch.device("cpu")
-
-    def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp, _: float) -> None:
         assert op.name == "sum"
         output.copy_(inputs[0] + inputs[0])
 
@@ -287,6 +263,22 @@ class EqualRanks:
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, _: float) -> None:
         for output in outputs:
             output.copy_(tensor[: output.numel()])
+
+
+def test_the_layers_of_a_device_end_when_the_flat_transport_finds_a_rank_of_another_layer_dead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 2 has no layer in common with rank 1. It queued ops for 20 s, since no rank of its own layers had died."""
+    always_in_layers(monkeypatch.setattr)
+    flat, inner, rail = (cast(Any, EqualRanks()) for _ in range(3))
+    transport = over_parts(StreamedHierarchy, flat, inner, rail, rank=2)
+    transport.all_reduce(torch.ones(8), ReduceOp.SUM, 0.0)
+    flat.ended = PeerFailed((1,), "the kernel says that the process is gone")
+    flat.on_end(flat.ended)
+    assert inner.errors == rail.errors == [flat.ended], "what they have queued ends, too"
+    with pytest.raises(PeerFailed) as caught:
+        transport.all_reduce(torch.ones(8), ReduceOp.SUM, 0.0)
+    assert caught.value.ranks == (1,)
 
 
 class AveragesItself(EqualRanks):
@@ -318,11 +310,7 @@ def test_averages_on_a_device_are_right_where_the_dtype_does_not_hold_the_sum(
 ) -> None:
     """A transport gets a device's tensors as they are: of a CPU's, the communicator has widened these dtypes."""
     always_in_layers(monkeypatch.setattr)
-    flat, inner, rail = cast(Any, AveragesItself()), cast(Any, EqualRanks()), cast(Any, EqualRanks())
-    layout = HostLayout(((0, 1), (2, 3)))
-    context = Context(0, 4, "hosts", 0, torch.device("cuda"), dist.HashStore(), (), 0.0)
-    choice = Choice("nccl", layout, Link(15e-6, 20e9), WITHIN_DEVICES, None)
-    transport = HierarchicalTransport(context, layout, flat, inner, rail, choice)
+    transport = over_parts(HierarchicalTransport, AveragesItself(), EqualRanks(), EqualRanks())
     tensor = torch.full((8,), value, dtype=dtype)
     transport.all_reduce(tensor, ReduceOp.AVG, 0.0)
     assert tensor.tolist() == [value] * 8

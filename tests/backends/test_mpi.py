@@ -29,7 +29,7 @@ from holdfast.comms import (
     Unsupported,
 )
 from holdfast.comms.plugins.registry import registry
-from holdfast.comms.plugins.spec import OpEvent, hookimpl
+from holdfast.comms.plugins.spec import hookimpl
 from holdfast.ft.launch.launcher import launch, mpirun_path
 from holdfast.harness import LocalCluster
 from support.comms.collectives import COLLECTIVES, collective
@@ -196,38 +196,29 @@ def test_an_abort_at_once_does_not_harm_ranks_that_still_connect(comm: Communica
         part.close()
 
 
-def test_small_sums_are_right_for_more_kinds_than_are_prepared() -> None:
+@on_ranks(2, "mpi", checks="0", timeout=60.0)
+def test_small_sums_are_right_for_more_kinds_than_are_prepared(comm: Communicator) -> None:
     """Sums are prepared on first use; too many kinds, or an observer, change no result."""
+    from holdfast.backends.mpi.transport import MOST_PREPARED
 
-    class Watcher:
-        """An observer: ops of an observed rank take the slow path."""
-
-        @hookimpl
-        def before_op(self, event: OpEvent) -> None:
-            assert event.op == "all_reduce"
-
-    def body(comm: Communicator, watched: bool) -> tuple[int, int]:
-        from holdfast.backends.mpi.transport import MOST_PREPARED
-
+    seen: list[str] = []
+    for watched in (False, True):  # all the same way, then one rank the long way
         if watched and comm.rank == 1:
-            registry().register(Watcher())
-        for turn in range(3):
-            for count in range(1, 31):
-                for dtype in (torch.int32, torch.float64, torch.complex64):
-                    x = torch.full((count,), comm.rank + turn).to(dtype)
-                    comm.all_reduce(x)
-                    assert x.tolist() == [1 + 2 * turn] * count
-        for op, expected in [(ReduceOp.AVG, 2.5), (ReduceOp.PRODUCT, 6.0), (ReduceOp.premul_sum(3.0), 15.0)]:
-            y = torch.full((5,), 2.0 + comm.rank)
-            comm.all_reduce(y, op)
-            assert y.tolist() == [expected] * 5
-        transport: Any = comm.transport
-        return len(transport._prepared), MOST_PREPARED
-
-    with LocalCluster(2, "mpi", environ={"HOLDFAST_CHECK": "0"}, timeout=60.0) as cluster:
-        for watched in (False, True):  # all the same way, then one rank the long way
-            for prepared, most in cluster.run(body, watched):
-                assert prepared == most
+            registry().register(SimpleNamespace(before_op=hookimpl(lambda event: seen.append(event.op))))
+        with comm.split([0, 1]) as part:
+            for turn in range(3):
+                for count in range(1, 31):
+                    for dtype in (torch.int32, torch.float64, torch.complex64):
+                        x = torch.full((count,), comm.rank + turn).to(dtype)
+                        part.all_reduce(x)
+                        assert x.tolist() == [1 + 2 * turn] * count
+            for op, expected in [(ReduceOp.AVG, 2.5), (ReduceOp.PRODUCT, 6.0), (ReduceOp.premul_sum(3.0), 15.0)]:
+                y = torch.full((5,), 2.0 + comm.rank)
+                part.all_reduce(y, op)
+                assert y.tolist() == [expected] * 5
+            transport: Any = part.transport
+            assert len(transport._prepared) == MOST_PREPARED
+    assert seen.count("all_reduce") == (273 if comm.rank == 1 else 0)
 
 
 @on_ranks(2, "mpi", checks="0", timeout=90.0)

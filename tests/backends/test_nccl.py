@@ -245,42 +245,40 @@ def test_an_op_that_torchs_group_takes_as_it_is_costs_few_calls_of_python(fast_p
         assert tensor.tolist() == [1, 1] and comm.progress[0] == 5
 
 
-@pytest.mark.parametrize(
-    ("how", "reason"),
-    [("abort", r"enough"), ("kill", r"rank 1.* the process is gone"), ("timeout", r"timed out")],
-)
 @on_ranks(2, "gloo", killed=(1,), timeout=60.0, threads=1)
-def test_an_asynchronous_op_that_hangs_ends_as_a_synchronous_one_does(
-    outer: Communicator, how: str, reason: str, tmp_path: Path
-) -> None:
+def test_an_asynchronous_op_that_hangs_ends_as_a_synchronous_one_does(outer: Communicator, tmp_path: Path) -> None:
     """Over the stand-in, and on the usual path: without a timeout of its own, hooks and checks."""
     comms.register(stand_in)
-    comm = comms.connect(stand_in.NAME, rank=outer.rank, size=2, rendezvous=f"file://{tmp_path}/meet", timeout=20.0)
-    outer.barrier()
-    waits = tmp_path / "waits"
-    if outer.rank == 1:
-        if how == "kill":
-            eventually(waits.exists)
-            os.kill(os.getpid(), signal.SIGKILL)
-        outer.barrier()
-    else:
-        if how == "timeout":
-            comm._executor.timeout = 0.3
-        unchecked(comm)
-        work = comm.all_reduce(torch.ones(2), async_op=True)
-        assert isinstance(work, HostWork) and comm.progress[0] == 1
-        with pytest.raises(comms.StillRunning):
-            work.wait(0.01)
-        waits.touch()
-        if how == "abort":
-            comm.abort("enough")
-        with pytest.raises(HoldfastError, match=reason):
-            work.wait()
-        with pytest.raises(HoldfastError, match=reason):
-            comm.all_reduce(torch.ones(2), async_op=True)
-        if how != "kill":
+    for how, reason in (
+        ("abort", r"enough"),
+        ("timeout", r"timed out"),
+        ("kill", r"rank 1.* the process is gone"),
+    ):
+        meeting, waits = f"file://{tmp_path}/{how}", tmp_path / f"{how} waits"
+        with comms.connect(stand_in.NAME, rank=outer.rank, size=2, rendezvous=meeting, timeout=20.0) as comm:
             outer.barrier()
-    comm.close()
+            if outer.rank == 1:
+                if how == "kill":
+                    eventually(waits.exists)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                outer.barrier()
+                continue
+            if how == "timeout":
+                comm._executor.timeout = 0.3
+            unchecked(comm)
+            work = comm.all_reduce(torch.ones(2), async_op=True)
+            assert isinstance(work, HostWork) and comm.progress[0] == 1
+            with pytest.raises(comms.StillRunning):
+                work.wait(0.01)
+            waits.touch()
+            if how == "abort":
+                comm.abort("enough")
+            with pytest.raises(HoldfastError, match=reason):
+                work.wait()
+            with pytest.raises(HoldfastError, match=reason):
+                comm.all_reduce(torch.ones(2), async_op=True)
+            if how != "kill":
+                outer.barrier()
 
 
 def test_an_abort_reaches_torchs_group_once_and_names_its_reason_in_later_ops() -> None:

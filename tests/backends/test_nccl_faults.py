@@ -619,27 +619,14 @@ def test_streams_are_those_of_the_communicators_device_whatever_device_is_curren
         def __exit__(self, *error: object) -> None:
             cuda.at = self.before
 
-    class Cuda:
-        """CUDA with the first GPU current."""
-
-        Stream = Queue
-        Event = staticmethod(lambda: SimpleNamespace(record=lambda stream: None, query=lambda: True))
-
-        def __init__(self) -> None:
-            self.at = torch.device("cuda", 0)
-            self.current = {number: Queue(torch.device("cuda", number)) for number in (0, 1)}
-            self.asked: list[torch.device] = []
-
-        def current_stream(self, number: int | None = None) -> Queue:
-            return self.current[self.at.index if number is None else number]
-
-        def is_current_stream_capturing(self) -> bool:
-            self.asked.append(self.at)
-            return False
-
-    cuda, second = Cuda(), torch.device("cuda", 1)
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    current, asked = [Queue(first), Queue(second)], list[torch.device]()
+    cuda: Any = SimpleNamespace(at=first, Stream=Queue)
+    cuda.Event = lambda: SimpleNamespace(record=lambda stream: None, query=lambda: True)
+    cuda.current_stream = lambda number=None: current[cuda.at.index if number is None else number]
+    cuda.is_current_stream_capturing = lambda: bool(asked.append(cuda.at))
     monkeypatch.setattr(streams, "_cuda", cuda)
     work = streams.SideStream(second, lambda: None).launch("all_reduce", lambda: None)
     work.wait()
-    assert len(cuda.current[1].after) == 1 and cuda.current[0].after == []
-    assert cuda.asked == [second] and cuda.at.index == 0
+    assert len(current[1].after) == 1 and current[0].after == []
+    assert asked == [second] and cuda.at == first

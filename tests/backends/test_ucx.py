@@ -280,13 +280,14 @@ def test_an_owner_survives_answering_dead_users(start: Start) -> None:
     owner.end()
 
 
-@on_ranks(2, "ucx", timeout=30.0, environ={"UCX_TLS": TCP})
+@on_ranks_of("two")
 def test_over_tcp_ranks_of_one_host_listen_on_loopback_alone(comm: Communicator) -> None:
     """By default UCX listens on the outside interface, and accepts any connection."""
-    inodes = {str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()}
-    comm.barrier()
-    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    comm.all_reduce(torch.ones(1 << 16))
+    with over(comm, TCP) as part:
+        inodes = {str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()}
+        part.barrier()
+        lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        part.all_reduce(torch.ones(1 << 16))
     addresses = {f[1].partition(":")[0] for f in lines if f[3] == "0A" and f"socket:[{f[9]}]" in inodes}
     assert addresses == {"0100007F"}
 
@@ -322,12 +323,6 @@ SIZE, REGION, READ_ONLY, NO_REGION = 64, 7, 8, 9
 DONE = 0
 
 
-class Refused(HoldfastError):
-    def __init__(self, outcome: int) -> None:
-        super().__init__(str(outcome))
-        self.outcome = outcome
-
-
 class Itself(requests.Owner):
     """A worker that is connected to itself, so that it answers its own requests."""
 
@@ -342,7 +337,8 @@ class Itself(requests.Owner):
     def check_live(self) -> None: ...
 
     def error(self, outcome: int, op: str) -> HoldfastError:
-        return Refused(outcome)
+        self.said = outcome
+        return HoldfastError(op)
 
     def late(self, op: str, seconds: float) -> OpTimeout:
         return OpTimeout(op, 0, seconds)
@@ -350,8 +346,8 @@ class Itself(requests.Owner):
     def outcome(self, pending: requests.Pending) -> int:
         try:
             self.requests.finish(pending, time.monotonic() + 10.0, "request")
-        except Refused as error:
-            return error.outcome
+        except HoldfastError:
+            return self.said
         return DONE
 
 
@@ -417,7 +413,7 @@ def test_where_the_network_reads_memory_a_large_body_stays_with_its_sender_until
     got, zeros = torch.zeros_like(source), torch.zeros_like(source)
     owner.requests.read(owner, 12, 0, span(got), got, deadline, "get")
     assert torch.equal(got, source)
-    with pytest.raises(Refused):
+    with pytest.raises(HoldfastError):
         owner.requests.write(owner, 12, 2000, span(zeros), zeros, deadline, "put")
-    assert torch.equal(memory, source)
+    assert owner.said == requests.REFUSED and torch.equal(memory, source)
     owner.worker.close()
