@@ -45,26 +45,22 @@ three = shared_ranks(3, "mpi")
 
 
 @on_ranks_of("two")
-def test_ctrl_c_loses_no_request_that_has_begun(comm: Communicator) -> None:
+def test_a_request_that_has_begun_is_neither_lost_to_ctrl_c_nor_tested_by_another_than_its_owner(
+    comm: Communicator,
+) -> None:
     """MPI would go on to write to memory that is free."""
     import _thread
 
-    from holdfast.backends.mpi.under_way import UnderWay
-
-    under_way = UnderWay()
-    with pytest.raises(KeyboardInterrupt):
-        under_way.begin(_thread.interrupt_main, (), b"memory")  # the handler runs at the next bytecode
-    assert len(under_way.requests) == 1
-
-
-@on_ranks_of("two")
-def test_a_request_that_has_an_owner_is_not_tested_by_another(comm: Communicator) -> None:
     from mpi4py import MPI
 
     from holdfast.backends.mpi.under_way import UnderWay
 
-    failing = SimpleNamespace(Test=lambda: pytest.fail("its owner would take the failed receive for a complete one"))
     under_way: Any = UnderWay()
+    with pytest.raises(KeyboardInterrupt):
+        under_way.begin(_thread.interrupt_main, (), b"memory")  # the handler runs at the next bytecode
+    assert len(under_way.requests) == 1
+    under_way.requests.clear()
+    failing = SimpleNamespace(Test=lambda: pytest.fail("its owner would take the failed receive for a complete one"))
     under_way.keep(failing, b"memory")
     under_way.forget_completed()
     assert len(under_way.requests) == 1

@@ -103,6 +103,12 @@ def test_each_op_has_its_own_timeout_which_torch_takes_from_the_group_when_it_st
     transport.all_reduce(ones, ReduceOp.SUM, soon(2.0))
     assert isinstance(transport._group, LikeNccl)
     assert transport._group.options._timeout == timedelta(seconds=2)
+    nccl2, limits = Recording(), list[float]()  # it has `set_timeout` alone, which torch 2.14 gave to all groups
+    nccl2.set_timeout = lambda limit: limits.append(limit.total_seconds())  # type: ignore[attr-defined]
+    nccl2._set_default_timeout = None  # type: ignore[attr-defined]
+    over(nccl2).all_reduce(ones, ReduceOp.SUM, soon(2.0))
+    over(nccl2).send(ones, 1, 0, soon(3.0))
+    assert limits == [2.0, 3.0]
 
 
 # Connecting ---------------------------------------------------------------------------------------------------------
@@ -506,18 +512,6 @@ def test_the_group_is_the_one_that_torch_takes_for_nccl(
         if taken == "nccl2":
             assert group.device == (torch.device("cuda", 1) if torch_has == "2.15" else None)
             assert getattr(group.made, "lazy_init", None) == (True if torch_has == "2.15" else None)
-
-
-def test_an_op_of_nccl2_has_its_timeout_from_the_group_or_its_options() -> None:
-    """nccl2 has `set_timeout` alone, which torch 2.14 gave to all groups."""
-    group = Recording()
-    limits: list[float] = []
-    group.set_timeout = lambda limit: limits.append(limit.total_seconds())  # type: ignore[attr-defined]
-    group._set_default_timeout = None  # type: ignore[attr-defined]
-    transport = over(group)
-    transport.all_reduce(torch.ones(2), ReduceOp.SUM, soon(2.0))
-    transport.send(torch.ones(2), 1, 0, soon(3.0))
-    assert limits == [2.0, 3.0]
 
 
 PROGRAM = """
