@@ -16,11 +16,12 @@ import torch
 
 from holdfast import comms
 from holdfast.backends.common import tcp_channel
-from holdfast.backends.gloo.connecting import sockets
+from holdfast.backends.gloo import connecting
+from holdfast.backends.gloo.transport import GlooTransport, _header_of
 from holdfast.comms import Communicator, HoldfastError, Revoked
 from holdfast.comms.transport.base import Context
 from holdfast.comms.transport.liveness import Liveness
-from support.comms.ranks import on_ranks_of, shared_ranks
+from support.comms.ranks import on_ranks, on_ranks_of, shared_ranks
 from support.programs.forked_programs import ForkedProgram, run_python
 from support.waiting import PROGRAM_SECONDS
 
@@ -52,7 +53,6 @@ def test_a_process_that_never_closed_ends_well_with_ops_pending(tmp_path: Path) 
 @on_ranks_of("pair")
 def test_an_op_that_gloo_forgets_ends_when_all_peers_are_gone(comm: Communicator, op: str, tmp_path: Path) -> None:
     """Gloo may forget an op if its peers close their connections as it starts; here, one that never ends."""
-    from holdfast.backends.gloo.transport import GlooTransport
 
     def wait(_: object) -> None:
         time.sleep(0.01)
@@ -85,8 +85,6 @@ def connect_again(comm: Communicator, folder: Path) -> Communicator:
 @on_ranks_of("pair")
 def test_connecting_outlasts_a_rank_that_is_slower_than_one_attempt(comm: Communicator, tmp_path: Path) -> None:
     """The caller's timeout counts, not the limit of an attempt: all ranks begin the next attempt together."""
-    from holdfast.backends.gloo import connecting
-
     longest, meet = connecting.ATTEMPT_SECONDS, connecting.wait_for_ranks
 
     def slowly(context: Context, liveness: Liveness, prefix: str) -> None:
@@ -107,8 +105,6 @@ def test_connecting_outlasts_a_rank_that_is_slower_than_one_attempt(comm: Commun
 @on_ranks_of("pair")
 def test_a_listener_that_another_thread_opens_meanwhile_accepts(comm: Communicator, tmp_path: Path) -> None:
     """A group takes the sockets at the addresses that gloo published, and no others."""
-    from holdfast.backends.gloo import connecting
-
     opened = [socket.create_server(("127.0.0.1", 0))]
     construct = connecting._Attempt._construct
 
@@ -136,11 +132,11 @@ def test_a_rank_that_aborts_leaves_its_reason_to_those_that_lose_its_connection(
         comm.all_reduce(torch.ones(2), timeout=20.0)
 
 
-@on_ranks_of("pair")
+@on_ranks(2, "gloo", timeout=30.0)
 def test_a_connected_group_accepts_no_connection(comm: Communicator) -> None:
     """A flood of its ports takes no descriptors."""
     doors = []
-    for number, _ in sockets():
+    for number, _ in connecting.sockets():
         with socket.socket(fileno=os.dup(number)) as each:
             internet = each.family in (socket.AF_INET, socket.AF_INET6)
             if internet and each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
@@ -167,8 +163,6 @@ def test_a_rank_whose_address_cannot_be_reached_for_a_window_is_named() -> None:
 
 def test_all_messages_of_a_batch_have_one_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each takes a second: the next has one less."""
-    from holdfast.backends.gloo.transport import GlooTransport, _header_of
-
     clock, limits = [100.0], list[float]()
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -34,14 +32,11 @@ from holdfast.comms.plugins.registry import registry
 from holdfast.comms.plugins.spec import Unavailable, hookimpl
 from holdfast.comms.transport.base import Context, Link, Peer
 from holdfast.comms.transport.liveness import HOST, this_host
-from holdfast.ft.processes.channel import ProcessChannel
-from holdfast.ft.processes.zygote_client import zygote
 from holdfast.harness import LocalCluster, RankDied
 from holdfast.harness.conformance.helpers import wait_for_files
 from holdfast.harness.testbed import netns
 from holdfast.harness.testbed.netns import EnterNamespace, Network
 from support.comms import nccl_stand_in as stand_in
-from support.waiting import PROGRAM_SECONDS
 
 OVER_NCCL = f"hier-{stand_in.NAME}"
 
@@ -437,33 +432,23 @@ def op_bytes(comm: Communicator, op: str, nbytes: int) -> int:
 @pytest.mark.thorough
 @pytest.mark.skipif(netns.missing() is not None, reason=f"network namespaces: {netns.missing()}")
 @pytest.mark.parametrize("outer", ["gloo", "ucx"])
-def test_the_links_of_hosts_carry_what_the_plans_say(outer: str) -> None:
+def test_the_links_of_hosts_carry_what_the_plans_say(outer: str, tmp_path: Path) -> None:
     hosts, ranks, nbytes, rate = 3, 2, 3 * MIB, 200 * MEGABIT
-    size, names = hosts * ranks, (outer, f"hier-{outer}")
+    names = outer, f"hier-{outer}"
 
-    with Network(hosts) as network, tempfile.TemporaryDirectory() as folder:
+    def count(comm: Communicator, entries: list[EnterNamespace]) -> dict[tuple[str, str], int]:
+        entries[comm.rank // ranks]()
+        os.environ["GLOO_SOCKET_IFNAME"], counts = "eth0", {}
+        for name in names:
+            hints = {"megabits": 200} if name.startswith("hier-") else None
+            meet: dict[str, Any] = {"rank": comm.rank, "size": comm.size, "rendezvous": f"file://{tmp_path}/{name}"}
+            with comms.connect(name, hints=hints, timeout=60.0, **meet) as whole:
+                counts.update({(name, op): op_bytes(whole, op, nbytes) for op in OPS})
+        return counts
 
-        def body_of(rank: int, entry: EnterNamespace) -> Callable[[ProcessChannel], None]:
-            def body(channel: ProcessChannel) -> None:
-                entry()
-                counts = {}
-                for name in names:
-                    hints = {"megabits": 200} if name.startswith("hier-") else None
-                    meet: dict[str, Any] = {"rank": rank, "size": size, "rendezvous": f"file://{folder}/{name}"}
-                    with comms.connect(name, hints=hints, timeout=60.0, **meet) as comm:
-                        counts.update({(name, op): op_bytes(comm, op, nbytes) for op in OPS})
-                channel.send(counts)
-
-            return body
-
-        environ = {"HOLDFAST_CHECK": "0", "GLOO_SOCKET_IFNAME": "eth0", "UCX_TLS": "tcp,self"}
-        with ExitStack() as stack:
-            processes = []
-            for rank in range(size):
-                body, log = body_of(rank, network.entry(rank // ranks)), Path(folder, f"log-{rank}")
-                process = zygote().spawn(body, name=f"rank {rank}", output=log, environ=environ)
-                processes.append(stack.enter_context(closing(process)))
-            counted = [process.channel.recv(PROGRAM_SECONDS) for process in processes]
+    environ = {"HOLDFAST_CHECK": "0", "UCX_TLS": "tcp,self"}
+    with Network(hosts) as network, LocalCluster(hosts * ranks, "shm", timeout=60.0, environ=environ) as cluster:
+        counted = cluster.run(count, [network.entry(host) for host in range(hosts)])
     choice = choice_of(hosts, ranks, in_turns=False, rate=rate, outer=outer)
     for op in OPS:
         flat, layers = (max(counts[name, op] for counts in counted) for name in names)
