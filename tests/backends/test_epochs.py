@@ -58,13 +58,7 @@ class Epochs:
         self._barriers = 0
 
     def enter(
-        self,
-        epoch: int,
-        processes: Sequence[int],
-        *,
-        alone: bool = False,
-        anew: bool = False,
-        timeout: float = 20.0,
+        self, epoch: int, processes: Sequence[int], *, alone: bool = False, anew: bool = False, timeout: float = 20.0
     ) -> Communicator:
         """Take part in an epoch as one of these processes, in this order; aborts the communicator before.
 

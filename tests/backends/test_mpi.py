@@ -18,16 +18,7 @@ import torch
 from msgspec.structs import replace
 
 from holdfast import comms
-from holdfast.comms import (
-    Communicator,
-    HoldfastError,
-    Mismatch,
-    OpTimeout,
-    PeerFailed,
-    ReduceOp,
-    Revoked,
-    Unsupported,
-)
+from holdfast.comms import Communicator, HoldfastError, Mismatch, OpTimeout, PeerFailed, ReduceOp, Revoked, Unsupported
 from holdfast.comms.plugins.registry import registry
 from holdfast.comms.plugins.spec import hookimpl
 from holdfast.ft.launch.launcher import launch, mpirun_path

@@ -249,11 +249,7 @@ def test_an_op_that_torchs_group_takes_as_it_is_costs_few_calls_of_python(fast_p
 def test_an_asynchronous_op_that_hangs_ends_as_a_synchronous_one_does(outer: Communicator, tmp_path: Path) -> None:
     """Over the stand-in, and on the usual path: without a timeout of its own, hooks and checks."""
     comms.register(stand_in)
-    for how, reason in (
-        ("abort", r"enough"),
-        ("timeout", r"timed out"),
-        ("kill", r"rank 1.* the process is gone"),
-    ):
+    for how, reason in (("abort", r"enough"), ("timeout", r"timed out"), ("kill", r"rank 1.* the process is gone")):
         meeting, waits = f"file://{tmp_path}/{how}", tmp_path / f"{how} waits"
         with comms.connect(stand_in.NAME, rank=outer.rank, size=2, rendezvous=meeting, timeout=20.0) as comm:
             outer.barrier()

@@ -148,18 +148,11 @@ def test_large_memory_from_empty_lies_on_huge_pages(plane: MemoryPlane) -> None:
     assert {each.shape for each in small} == {(100,)}
 
 
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    """Let torch use two threads, which share a large copy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("two_threads")
-def test_a_large_read_is_shared_among_threads_and_ends_with_them(plane: MemoryPlane) -> None:
+def test_a_large_read_is_shared_among_threads_and_ends_with_them(
+    plane: MemoryPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Sizes and offset are odd. If the region closes during the read, all threads stop."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     tensor = torch.arange(2 * shareable_memory.SHARE_BYTES + 12_345, dtype=torch.int32).view(torch.uint8)
     into = torch.zeros(tensor.nbytes - 7, dtype=torch.uint8)
     with plane.expose(tensor) as region:
@@ -202,8 +195,10 @@ def asked(child: Child, message: object) -> object:
     return child.hear()
 
 
-@pytest.mark.usefixtures("two_threads")
-def test_a_read_by_several_threads_notices_that_its_owner_was_killed_meanwhile(start: Callable[..., Child]) -> None:
+def test_a_read_by_several_threads_notices_that_its_owner_was_killed_meanwhile(
+    start: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     owner = start(_owner, "shm", 64 << 20)
     (handle, *_), into = owner.hear(), torch.zeros(64 << 20, dtype=torch.uint8)
     with HostPlane() as plane:
