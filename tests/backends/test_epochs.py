@@ -34,10 +34,13 @@ from support.waiting import eventually
 
 SHM, UCX, UCX_TCP = ("shm", ""), ("ucx", "posix,cma,self"), ("ucx", "tcp,self")
 over_ucx = pytest.mark.parametrize("cluster", [UCX, UCX_TCP], indirect=True, scope="module")
+over_each = pytest.mark.parametrize(
+    "cluster", [SHM, UCX, pytest.param(UCX_TCP, marks=pytest.mark.thorough)], indirect=True, scope="module"
+)
 over_shm = pytest.mark.parametrize("cluster", [SHM], indirect=True, scope="module")
 
 
-@pytest.fixture(scope="module", params=[SHM, UCX, UCX_TCP], ids=" ".join)
+@pytest.fixture(scope="module")
 def cluster(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
     """Four processes; ucx with shared memory, and with TCP, as its transports."""
     backend, tls = request.param
@@ -180,6 +183,7 @@ STORIES: dict[str, tuple[list[Epoch], bool | None]] = {
 """Epochs, and whether survivors keep their segment of shm: False if it is the first rank that does not know it."""
 
 
+@over_each
 @pytest.mark.parametrize("name", STORIES)
 @on_processes(4)
 def test_survivors_go_on_with_what_they_have_and_the_others_find_them(epochs: Epochs, name: str) -> None:
@@ -217,6 +221,7 @@ def test_survivors_go_on_with_what_they_have_and_the_others_find_them(epochs: Ep
         epochs.leave_barrier(comm)
 
 
+@over_each
 @pytest.mark.parametrize("count", [3, 2_000_000])
 @on_processes(2)
 def test_no_epoch_receives_messages_of_an_earlier_one(epochs: Epochs, count: int) -> None:

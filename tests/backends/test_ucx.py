@@ -87,8 +87,11 @@ def test_a_joining_process_loads_ucx_in_the_background(comm: Communicator) -> No
 
 @pytest.mark.parametrize(
     ("tls", "checks"),
-    [(AS_IN_HARDWARE, ONE_SIDED), (TCP, f"{ONE_SIDED} or named_to or payloads or abort_ or all_others[1] or hundred")],
-    ids=["as in hardware", "tcp"],
+    [
+        pytest.param(AS_IN_HARDWARE, ONE_SIDED, id="as in hardware"),
+        pytest.param(TCP, f"{ONE_SIDED} or named_to or abort_ or all_others[1]", id="tcp"),
+        pytest.param(TCP, "payloads or hundred or gather or objects", marks=pytest.mark.thorough, id="tcp, more"),
+    ],
 )
 def test_the_conformance_kit_passes_over_transports_that_ucx_does_not_take_on_one_host(tls: str, checks: str) -> None:
     environ = {**os.environ, "UCX_TLS": tls}

@@ -32,7 +32,7 @@ from holdfast.ft.state.codec import encode_state
 from holdfast.store import WeightStore
 from holdfast.store.data.state_dicts import flatten
 from support.comms.collectives import COLLECTIVES, collective
-from support.comms.ranks import MPI, on_ranks, on_ranks_of, second_tier, shared_ranks
+from support.comms.ranks import on_ranks, on_ranks_of, second_tier, shared_ranks
 
 COUNT = 4
 
@@ -165,7 +165,7 @@ def _calls(comm: Communicator, bad: torch.Tensor) -> Iterator[tuple[str, Callabl
 
 
 fast_paths = pytest.mark.parametrize("checks", ["0"], indirect=True)
-shared_code = pytest.mark.parametrize("two_ranks", ["inproc", "shm", "gloo", *second_tier("ucx", "mpi")], indirect=True)
+shared_code = pytest.mark.parametrize("two_ranks", ["shm", "gloo", *second_tier("inproc", "ucx", "mpi")], indirect=True)
 
 
 @fast_paths
@@ -196,7 +196,7 @@ def test_every_tensor_with_plain_memory_is_taken(comm: Communicator) -> None:
 
 
 @fast_paths
-@pytest.mark.parametrize("two_ranks", ["inproc", "shm", "ucx", MPI], indirect=True)
+@pytest.mark.parametrize("two_ranks", ["shm", *second_tier("inproc", "ucx", "mpi")], indirect=True)
 @on_ranks_of("two_ranks")
 def test_a_window_refuses_tensors_without_memory_and_takes_all_others(comm: Communicator) -> None:
     peer = 1 - comm.rank

@@ -28,15 +28,15 @@ from holdfast.comms.transport.base import WindowMemory, closed_there
 from holdfast.comms.transport.liveness import Liveness, PeerWatch, is_gone, is_stopped
 from holdfast.harness.conformance.windows import *  # noqa: F403
 from support.comms.meeting import run_in_threads, soon
-from support.comms.ranks import each_of, on_ranks, second_tier, shared_ranks
+from support.comms.ranks import MPI, each_of, on_ranks, second_tier, shared_ranks
 from support.waiting import PATIENCE, eventually
 
 SIZED = ["inproc-1", "inproc-3", "shm-1", "shm-3", "ucx-3", "mpi-3", "gloo-3"]
 ranks = shared_ranks(3, *SIZED, *second_tier("ucx-1", "mpi-1", "gloo-1"), timeout=30.0)
 
 
-windowed = each_of("inproc", "shm", "ucx", "mpi", "gloo")
-windowed_processes = each_of("shm", "ucx", "mpi", "gloo")
+windowed = each_of("inproc", "shm", "ucx", MPI, "gloo")
+windowed_processes = each_of("shm", "ucx", MPI, "gloo")
 
 
 @on_ranks(2, "shm")

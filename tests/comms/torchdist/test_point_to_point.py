@@ -31,7 +31,7 @@ from holdfast.comms.torchdist.works import TorchWork
 from holdfast.comms.transport.liveness import is_gone
 from support.comms.ranks import on_ranks, second_tier
 from support.comms.torch_groups import ENVIRON, default_group, on_each_rank_of, shared_groups
-from support.waiting import PATIENCE
+from support.waiting import PATIENCE, eventually
 
 BACKENDS = ["shm", "gloo", *second_tier("ucx")]
 three = shared_groups(3, *BACKENDS)
@@ -95,7 +95,7 @@ def test_pending_receives_end_with_the_group(rank: int, size: int, met: bool) ->
 
 
 @on_each_rank_of("three")
-def test_a_thousand_tags_use_no_more_descriptors_and_threads_than_one(rank: int, size: int) -> None:
+def test_many_tags_use_no_more_descriptors_and_threads_than_one(rank: int, size: int) -> None:
     def exchange(tags: Sequence[int]) -> None:
         """Ranks 0 and 1 send each other a message of each tag, and receive them in the opposite order."""
         peer = 1 - rank
@@ -113,7 +113,7 @@ def test_a_thousand_tags_use_no_more_descriptors_and_threads_than_one(rank: int,
         threads = threading.active_count()
         resource.setrlimit(resource.RLIMIT_NOFILE, (most + 8, limits[1]))
         try:
-            exchange(range(1000))
+            exchange(range(200))
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         assert threading.active_count() <= threads
@@ -151,8 +151,7 @@ def test_a_living_pair_exchanges_its_first_message_after_the_stores_process_died
         dist.barrier()
         if comm.rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
-        while not is_gone(comm.peers[0]):
-            pass
+        eventually(lambda: is_gone(comm.peers[0]))
         peer, got = 3 - comm.rank, torch.zeros(1)
         for work in [dist.isend(torch.tensor([float(comm.rank)]), peer), dist.irecv(got, peer)]:
             work.wait()
