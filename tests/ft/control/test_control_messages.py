@@ -65,29 +65,20 @@ def test_a_notice_is_received_as_it_was_sent(kind: str, data: st.DataObject) -> 
 
 
 @pytest.mark.parametrize("kind", SENT)
-@given(data=st.data(), damage=damages)
-def test_a_damaged_notice_is_decoded_or_refused(kind: str, data: st.DataObject, damage: tuple[str, int, int]) -> None:
+@given(data=st.data(), damage=damages | st.binary(max_size=100))
+def test_a_damaged_notice_and_any_bytes_are_decoded_or_refused(
+    kind: str, data: st.DataObject, damage: tuple[str, int, int] | bytes
+) -> None:
     sent = data.draw(SENT[kind])
-    name, body = messages.notice(sent)
+    body = damage if isinstance(damage, bytes) else b"".join(mutated([messages.notice(sent)[1]], *damage))
     heard: list[Any] = []
     try:
-        listening(heard)[name]("p9", b"".join(mutated([body], *damage)))
+        listening(heard)[kind]("p9", body)
     except CorruptData as error:
         assert not heard
         assert "p9" in str(error)
         return
     assert [type(message) for _, message in heard] == [type(sent)]
-
-
-@given(name=st.sampled_from(sorted(listening([]))), body=st.binary(max_size=100))
-def test_any_bytes_are_a_notice_or_corrupt(name: str, body: bytes) -> None:
-    heard: list[Any] = []
-    try:
-        listening(heard)[name]("p9", body)
-    except CorruptData:
-        assert not heard
-    else:
-        assert heard
 
 
 # -- messages between detectors
@@ -174,17 +165,6 @@ any_body = st.one_of(
 )
 
 
-def hears(peer: str, body: bytes) -> None:
-    """The body is accepted or raises `CorruptData`, which changes nothing, and the detectors continue."""
-    with closing(DetectorSet(0)) as listener:
-        before = listener.state()
-        if not listener.hear(peer, body):
-            assert listener.state() == before
-        listener.detectors.beat()
-        for good in SAYINGS:
-            assert listener.hear("p3", good)
-
-
 def test_an_example_of_every_message_is_accepted() -> None:
     routes = [msgspec.msgpack.decode(body)[0] for body in SAYINGS]
     assert sorted(routes) == ["", "heartbeat", "heartbeat", "progress"]
@@ -194,42 +174,43 @@ def test_an_example_of_every_message_is_accepted() -> None:
         assert listener.state() != before
 
 
-@given(peers, any_body)
-def test_any_bytes_are_accepted_or_refused(peer: str, body: bytes) -> None:
-    hears(peer, body)
-
-
-@given(peers, st.sampled_from(SAYINGS), st.lists(damages, min_size=1, max_size=3))
-def test_any_change_of_a_message_is_accepted_or_refused(
-    peer: str, body: bytes, changes: list[tuple[str, int, int]]
+@given(peers, any_body | st.tuples(st.sampled_from(SAYINGS), st.lists(damages, min_size=1, max_size=3)))
+def test_any_bytes_and_any_change_of_a_message_are_accepted_or_refused_and_the_detectors_continue(
+    peer: str, message: bytes | tuple[bytes, list[tuple[str, int, int]]]
 ) -> None:
+    body, changes = message if isinstance(message, tuple) else (message, [])
     for damage in changes:
         body = mutated([body], *damage)[0] if body else body
-    hears(peer, body)
+    with closing(DetectorSet(0)) as listener:
+        before = listener.state()
+        if not listener.hear(peer, body):
+            assert listener.state() == before
+        listener.detectors.beat()
+        for good in SAYINGS:
+            assert listener.hear("p3", good)
+
+
+def said_to(route: str, said: Any) -> bytes:
+    return msgspec.msgpack.encode((route, msgspec.msgpack.encode(said)))
 
 
 @pytest.mark.parametrize(
-    ("route", "said"),
+    "body",
     [
-        ("heartbeat", -1),
-        ("heartbeat", ["p1", 7]),
-        ("heartbeat", None),
-        ("progress", (True, 3, -1, True)),
-        ("progress", (True, -3, 1, True)),
-        ("progress", (1, 3, 1, True)),
-        ("", (0, "p1", "why")),
-        ("", (3, "p1")),
+        said_to("heartbeat", -1),
+        said_to("heartbeat", ["p1", 7]),
+        said_to("heartbeat", None),
+        said_to("progress", (True, 3, -1, True)),
+        said_to("progress", (True, -3, 1, True)),
+        said_to("progress", (1, 3, 1, True)),
+        said_to("", (0, "p1", "why")),
+        said_to("", (3, "p1")),
+        b"\x92\xa2\xff\xfe\xc4\x00",
+        said_to("heartbeat", ["p2", "p3"]).replace(b"p2", b"p\xff"),
     ],
 )
-def test_an_unknown_message_is_refused(route: str, said: Any) -> None:
+def test_an_unknown_message_and_text_that_is_not_utf8_are_refused(body: bytes) -> None:
     with closing(DetectorSet(0)) as listener:
         before = listener.state()
-        assert not listener.hear("p1", msgspec.msgpack.encode((route, msgspec.msgpack.encode(said))))
+        assert not listener.hear("p1", body)
         assert listener.state() == before
-
-
-def test_text_that_is_not_utf8_is_refused() -> None:
-    (confirming,) = [body for body in SAYINGS if b"p2" in body and b"p3" in body]
-    with closing(DetectorSet(0)) as listener:
-        assert not listener.hear("p1", b"\x92\xa2\xff\xfe\xc4\x00")
-        assert not listener.hear("p1", confirming.replace(b"p2", b"p\xff"))
