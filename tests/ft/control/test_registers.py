@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import grp
-import os
-import pwd
+import shutil
 import socket
-import sqlite3
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,16 +16,18 @@ from typing import Any
 
 import etcd3gw
 import pytest
+import requests
 from msgspec import structs
 
 from holdfast.comms.errors import CorruptData, UsedAfterFork
 from holdfast.comms.plugins.spec import hookimpl
 from holdfast.ft.membership.view import View
 from holdfast.ft.node.register import Register
-from holdfast.ft.registers import Cell, RegisterAway, open_cell, schemes, sqlite, tcp
+from holdfast.ft.registers import Cell, RegisterAway, open_cell, schemes, tcp
 from holdfast.ft.registers import etcd as etcd_register
-from holdfast.harness.testbed.etcd import EtcdCluster
-from support.children import Child, children
+from holdfast.ft.registers.etcd import Unauthorised
+from holdfast.harness.testbed.etcd import Certificates, EtcdCluster
+from support.children import Child
 from support.comms.meeting import in_threads, registered
 from support.linearizability import OperationRecorder, RegisterOperation, unexplained
 from support.views import view_of
@@ -55,11 +55,6 @@ def url(
         yield f"{etcd.url}/{tmp_path.name}"
     else:
         yield f"memory://{tmp_path.name}" if request.param == "memory" else f"sqlite://{tmp_path}/job.sqlite"
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    return tmp_path / "job.sqlite"
 
 
 @contextlib.contextmanager
@@ -246,16 +241,32 @@ BAD_URLS = {
         "etcd://a:1,,b:2",
         "etcd://u@a:1",
         "etcd://a:1/x?y",
+        "etcds://a:1/x?cacert=",
+        "etcds://a:1/x?cacert=/a&cacert=/b",
+        "etcds://a:1/x?verify=no",
+        "etcds://a:1/x#y",
+        "etcd://a:1/x?cacert=/a",
     ],
+    "holds a password": ["etcds://user:secret@a:1/x", "etcd://user:secret@a:1/x"],
+    "a user and a password_file go together": ["etcds://user@a:1/x", "etcds://a:1/x?password_file=/p"],
+    "cert and key go together": ["etcds://a:1/x?cert=/c"],
+    "relative paths": ["etcds://a:1/x?cacert=relative"],
     "twice": ["etcd://a:1,a:1/job"],
 }
 
 
 @pytest.mark.parametrize("words", BAD_URLS)
-def test_a_url_that_names_no_register_is_refused_with_what_it_must_be(words: str) -> None:
+def test_a_url_that_names_no_register_is_refused_with_what_it_must_be_and_tells_no_secret(words: str) -> None:
     for bad in BAD_URLS[words]:
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match=words) as caught:
             open_cell(bad, "view")
+        assert "secret" not in str(caught.value)
+
+
+def test_a_url_of_etcd_gives_user_password_and_files() -> None:
+    access = etcd_register.parse("etcds://me%40home@a:1,[::1]:2/job?cacert=/ca&cert=/c&key=/k&password_file=/p%23")
+    assert (access.user, access.endpoints, access.name) == ("me@home", (("a", 1), ("::1", 2)), "job")
+    assert (access.cacert, access.client_certificate, access.password_file) == ("/ca", ("/c", "/k"), "/p#")
 
 
 def test_a_cell_needs_a_name() -> None:
@@ -277,224 +288,6 @@ def test_a_plugin_adds_a_scheme_and_a_broken_plugin_is_left_out() -> None:
         with cells("postcard://home", "view") as [cell]:
             assert cell.compare_and_set(0, b"wish you were here")
     assert "postcard" not in schemes()
-
-
-# Registers in a file.
-
-
-def test_the_file_is_the_owners_alone_and_nothing_else_stays(file: Path) -> None:
-    """Files of a killed creator are removed."""
-    file.with_name(f".{file.name}.12345.67.new").write_bytes(b"half a templ")
-    with cells(f"sqlite://{file}", "view") as [cell]:
-        cell.compare_and_set(0, b"x")
-        assert {path.stat().st_mode & 0o777 for path in file.parent.iterdir()} == {0o600}
-    assert list(file.parent.iterdir()) == [file]
-
-
-def test_many_processes_may_create_it_at_the_same_moment(file: Path, start: Callable[..., Child]) -> None:
-    def body(pipe: Connection) -> None:
-        pipe.send("ready")
-        pipe.recv()
-        with cells(f"sqlite://{file}", "view") as [cell]:
-            pipe.send(cell.compare_and_set(0, str(os.getpid()).encode()))
-            pipe.recv()
-
-    for _ in range(3):
-        openers = [start(body) for _ in range(8)]
-        for opener in openers:
-            assert opener.hear() == "ready"
-        for opener in openers:
-            opener.tell("go")
-        assert sorted(opener.hear() for opener in openers) == [False] * 7 + [True]
-        for opener in openers:
-            opener.tell("done")
-            opener.end()
-        assert list(file.parent.iterdir()) == [file]
-        file.unlink()
-
-
-@pytest.mark.parametrize("reopen", [False, True], ids=["one handle", "a handle a write"])
-def test_killing_writers_at_any_moment_loses_no_write_and_leaves_a_good_file(file: Path, reopen: bool) -> None:
-    def body(pipe: Connection) -> None:
-        while True:
-            with cells(f"sqlite://{file}", "view") as [cell]:
-                while True:
-                    version, _ = cell.read()
-                    if cell.compare_and_set(version, b"%d" % (version + 1)):
-                        pipe.send(version + 1)
-                    if reopen:
-                        break
-
-    survived = 0
-    for round_ in range(20):
-        with children() as start:
-            writers = [start(body), start(body)]
-            for writer in writers:
-                writer.hear()
-            time.sleep(0.001 * (round_ % 7))
-            for writer in writers:
-                writer.kill()
-            reported = survived
-            for writer in writers:
-                while writer.pipe.poll():
-                    try:
-                        reported = max(reported, writer.pipe.recv())
-                    except EOFError:
-                        break
-        with cells(f"sqlite://{file}", "view") as [cell]:
-            survived, value = cell.read()
-            assert survived >= reported, "a write that was confirmed is lost"
-            assert value == b"%d" % survived
-            assert cell.compare_and_set(survived, b"%d" % (survived + 1))
-            survived += 1
-    with contextlib.closing(sqlite3.connect(file)) as database:
-        assert database.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
-
-
-def other_database(path: Path, journal: str) -> None:
-    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as database:
-        database.execute(f"PRAGMA journal_mode={journal}")
-        database.execute("CREATE TABLE cell(somebody, elses)")
-
-
-def newer_register(path: Path) -> None:
-    open_cell(f"sqlite://{path}", "view").close()
-    with contextlib.closing(sqlite3.connect(path)) as database:
-        database.execute("PRAGMA user_version=99")
-
-
-BAD_FILES: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
-    "text": (lambda path: path.write_text("steps: 17\n" * 50), CorruptData, "not an sqlite file"),
-    "empty": (lambda path: path.write_bytes(b""), CorruptData, "not an sqlite file"),
-    "other database": (lambda path: other_database(path, "delete"), CorruptData, "not a register"),
-    "other database in WAL mode": (lambda path: other_database(path, "wal"), CorruptData, "not a register"),
-    "newer": (newer_register, CorruptData, "schema 99"),
-    "folder": (Path.mkdir, CorruptData, "regular file"),
-    "shorn": (lambda path: path.write_bytes(sqlite._template()[:300]), CorruptData, "damaged"),
-}
-
-
-@pytest.mark.parametrize("kind", BAD_FILES)
-def test_a_file_that_is_no_register_is_refused_at_once_and_left_as_it_is(
-    file: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sqlite, "BUSY_SECONDS", 2 * PATIENCE)
-    make, error, words = BAD_FILES[kind]
-    make(file)
-    if file.is_file():
-        file.chmod(0o600)
-    before = state_of(file.parent)
-    started = time.monotonic()
-    with pytest.raises(error, match=words):
-        open_cell(f"sqlite://{file}", "view")
-    assert time.monotonic() - started < PATIENCE
-    assert state_of(file.parent) == before
-
-
-def state_of(folder: Path) -> dict[str, tuple[bytes, int]]:
-    return {
-        path.name: (path.read_bytes() if path.is_file() else b"", path.stat().st_mtime_ns) for path in folder.iterdir()
-    }
-
-
-def belongs_to_another_user(path: Path) -> None:
-    if os.geteuid():
-        pytest.skip("root alone can give files away")
-    os.chown(path, 65534, 65534)
-
-
-def is_a_link(path: Path) -> None:
-    path.rename(path.with_name("elsewhere"))
-    path.symlink_to("elsewhere")
-
-
-def is_a_fifo(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path, 0o600)
-
-
-FORGERIES: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
-    "others can read it": (lambda path: path.chmod(0o644), RegisterAway, "mode 0644"),
-    "others can write to it": (lambda path: path.chmod(0o666), RegisterAway, "mode 0666"),
-    "another user's": (belongs_to_another_user, RegisterAway, "owner 65534"),
-    "a link": (is_a_link, CorruptData, "regular file"),
-    "a FIFO": (is_a_fifo, CorruptData, "regular file"),
-}
-
-
-@pytest.mark.parametrize("forgery", FORGERIES)
-@pytest.mark.parametrize("suffix", sqlite._SUFFIXES[1:])
-def test_a_file_beside_the_register_that_is_not_ours_alone_is_refused_before_it_is_read(
-    file: Path, suffix: str, forgery: str
-) -> None:
-    make, error, words = FORGERIES[forgery]
-    open_cell(f"sqlite://{file}", "view").close()
-    beside = file.with_name(file.name + suffix)
-    beside.write_bytes(b"forged")
-    beside.chmod(0o600)
-    make(beside)
-    before = state_of(file.parent)
-    with pytest.raises(error, match=words):
-        open_cell(f"sqlite://{file}", "view")
-    assert state_of(file.parent) == before, "nothing has read it, or written to it"
-
-
-@pytest.mark.parametrize("forgery", ["others can read it", "another user's"])
-def test_a_register_that_is_not_ours_alone_is_refused(file: Path, forgery: str) -> None:
-    make, error, words = FORGERIES[forgery]
-    open_cell(f"sqlite://{file}", "view").close()
-    make(file)
-    with pytest.raises(error, match=words):
-        open_cell(f"sqlite://{file}", "view")
-
-
-def test_a_file_that_another_user_slips_in_while_it_is_opened_is_refused(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    connect = sqlite.SqliteCell._connect
-
-    def late(cell: sqlite.SqliteCell) -> sqlite3.Connection:
-        database = connect(cell)
-        file.with_name(file.name + "-wal").chmod(0o666)
-        return database
-
-    monkeypatch.setattr(sqlite.SqliteCell, "_connect", late)
-    with pytest.raises(RegisterAway, match="mode 0666"):
-        open_cell(f"sqlite://{file}", "view")
-
-
-@pytest.mark.parametrize("mode", [0o1777, 0o777, 0o772, 0])
-def test_a_folder_in_which_others_can_put_files_or_of_another_user_is_refused(file: Path, mode: int) -> None:
-    words = f"others can put files into its folder .*mode {mode:04o}.*of your own" if mode else "owner 65534"
-    file.parent.chmod(mode) if mode else belongs_to_another_user(file.parent)
-    with pytest.raises(RegisterAway, match=words):
-        open_cell(f"sqlite://{file}", "view")
-    assert not list(file.parent.iterdir())
-
-
-def test_a_folder_of_a_group_is_refused_unless_the_group_is_the_users_own(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file.parent.chmod(0o775)
-    name = pwd.getpwuid(os.geteuid()).pw_name
-    for members, private in [([], True), (["somebody"], False)]:
-        group = grp.struct_group((name, "x", 0, members))
-        monkeypatch.setattr(grp, "getgrgid", {file.parent.stat().st_gid: group}.__getitem__)
-        with contextlib.nullcontext() if private else pytest.raises(RegisterAway, match="mode 0775"):
-            open_cell(f"sqlite://{file}", "view").close()
-
-
-@pytest.mark.parametrize("replaced", [False, True], ids=["removed", "replaced"])
-def test_a_file_removed_during_a_job_never_makes_two_registers(file: Path, replaced: bool) -> None:
-    with cells(f"sqlite://{file}", "view") as [cell]:
-        cell.compare_and_set(0, b"ours")
-        for path in file.parent.iterdir():
-            path.unlink()
-        if replaced:
-            open_cell(f"sqlite://{file}", "view").close()
-        for use in (cell.read, lambda: cell.compare_and_set(1, b"alone"), lambda: cell.wait(1, 1.0)):
-            with pytest.raises(RegisterAway, match=r"gone|replaced"):
-                use()
 
 
 # The register of views.
@@ -676,22 +469,124 @@ def test_an_answer_from_before_the_key_was_made_is_no_deletion(etcd: EtcdCluster
         assert cell.read() == (0, b"")
 
 
-def test_endpoints_of_two_clusters_are_refused(etcd: EtcdCluster, tmp_path: Path) -> None:
-    with EtcdCluster(1, tmp_path) as another:
-        first, second = another.endpoints[0], etcd.endpoints[0]
-        with cells(f"etcd://{first},{second}/two", "view") as [cell]:
-            assert cell.compare_and_set(0, b"first")
-            another.kill(0)
-            with pytest.raises(RegisterAway, match="belongs to another cluster"):
-                cell.read()
-
-
-def test_an_etcd_that_is_away_raises_register_away_and_can_return(tmp_path: Path) -> None:
+def test_an_etcd_that_is_away_can_return_and_one_of_another_cluster_does_not_take_its_place(
+    etcd: EtcdCluster, tmp_path: Path
+) -> None:
     with EtcdCluster(1, tmp_path) as node, cells(f"{node.url}/job", "view") as [cell]:
-        assert cell.compare_and_set(0, b"first")
-        node.kill(0)
+        with cells(f"etcd://{node.endpoints[0]},{etcd.endpoints[0]}/two", "view") as [mixed]:
+            assert cell.compare_and_set(0, b"first") and mixed.compare_and_set(0, b"first")
+            node.kill(0)
+            with pytest.raises(RegisterAway, match="belongs to another cluster"):
+                mixed.read()
         with pytest.raises(RegisterAway, match="cannot be reached"):
             cell.compare_and_set(1, b"second")
         node.start(0)
         node.leader()
         assert cell.compare_and_set(1, b"second")
+
+
+# An etcd with certificates, a user and a password.
+
+
+CURVE = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+
+
+def openssl(*words: str | Path) -> None:
+    subprocess.run(["openssl", *map(str, words)], check=True, capture_output=True)
+
+
+def authority(folder: Path, name: str) -> tuple[Path, Path]:
+    """The certificate and key of a new certificate authority."""
+    cert, key = folder / f"{name}.pem", folder / f"{name}.key"
+    openssl("req", "-x509", *CURVE, "-keyout", key, "-out", cert, "-subj", f"/CN={name}", "-days", "2")
+    return cert, key
+
+
+def issued(folder: Path, name: str, by: tuple[Path, Path]) -> Certificates:
+    """A certificate for 127.0.0.1, for servers and clients."""
+    key, request, cert, more = (folder / f"{name}.{end}" for end in ("key", "csr", "pem", "ext"))
+    more.write_text("subjectAltName=IP:127.0.0.1\nextendedKeyUsage=serverAuth,clientAuth\n")
+    openssl("req", *CURVE, "-keyout", key, "-out", request, "-subj", f"/O={name}")
+    signing = ("-CA", by[0], "-CAkey", by[1], "-CAcreateserial", "-days", "2", "-extfile", more)
+    openssl("x509", "-req", "-in", request, "-out", cert, *signing)
+    return Certificates(by[0], cert, key)
+
+
+class Guarded:
+    """A real etcd with TLS and the users root and holdfast; the key space belongs to holdfast."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        ours, theirs = authority(folder, "ours"), authority(folder, "theirs")
+        self.client, self.stranger = issued(folder, "client", ours), issued(folder, "stranger", theirs)
+        self.cluster = EtcdCluster(1, folder / "etcd", tls=issued(folder, "server", ours))
+        self.password, self.wrong = folder / "password", folder / "wrong"
+        self.password.write_text("correct horse\n")
+        self.wrong.write_text("battery staple\n")
+
+    def url(self, client: Certificates, *, ca: Path | None = None, password: Path | None = None) -> str:
+        host = self.cluster.endpoints[0]
+        user = "holdfast@" if password else ""
+        more = f"&password_file={password}" if password else ""
+        cert = f"&cert={client.cert}&key={client.key}"
+        return f"etcds://{user}{host}/job?cacert={ca or self.client.ca}{cert}{more}"
+
+    def ask(self, what: str, **said: object) -> dict[str, str]:
+        """A request to etcd's own interface."""
+        with requests.Session() as session:
+            session.trust_env, session.verify = False, str(self.client.ca)
+            session.cert = (str(self.client.cert), str(self.client.key))
+            answer = session.post(f"https://{self.cluster.endpoints[0]}/v3/{what}", json=said, timeout=10)
+            answer.raise_for_status()
+            return dict(answer.json())
+
+    def begin_to_ask_for_passwords(self) -> None:
+        self.ask("auth/user/add", name="root", password="root")
+        self.ask("auth/user/grant", user="root", role="root")
+        self.ask("auth/user/add", name="holdfast", password="correct horse")
+        self.ask("auth/role/add", name="jobs")
+        everything = {"key": "AA==", "range_end": "AA==", "permType": "READWRITE"}
+        self.ask("auth/role/grant", name="jobs", perm=everything)
+        self.ask("auth/user/grant", user="holdfast", role="jobs")
+        self.ask("auth/enable")
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl: apt-get install openssl")
+    server = Guarded(tmp_path_factory.mktemp("guarded"))
+    with server.cluster, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(etcd_register, "ANSWER_SECONDS", PATIENCE)  # it takes etcd long to check a password
+        server.begin_to_ask_for_passwords()
+        yield server
+
+
+def test_certificates_a_user_and_a_password_open_the_register(guarded: Guarded) -> None:
+    """A token that has expired is replaced."""
+    with cells(guarded.url(guarded.client, password=guarded.password), "view") as [cell]:
+        assert cell.compare_and_set(0, b"first")
+        assert cell.read() == (1, b"first")
+        assert cell.wait(1, 0.2) is None
+        cell._session.headers["Authorization"] = "of.before"  # type: ignore[attr-defined]
+        assert cell.compare_and_set(1, b"second")
+
+
+def test_what_is_wrong_is_reported(guarded: Guarded, tmp_path: Path) -> None:
+    """A password, the user, an authority, a client's certificate, no TLS; files that are missing, and that are none."""
+    spoilt = Certificates(tmp_path / "ca", tmp_path / "cert", tmp_path / "key")
+    with pytest.raises(Unauthorised, match=r"cert .*/cert cannot be read"):
+        open_cell(guarded.url(spoilt, password=guarded.password), "view")
+    spoilt.cert.write_text("nonsense")
+    spoilt.key.write_text("nonsense")
+    client, password, untrusted = guarded.client, guarded.password, "its certificate is not trusted; check cacert"
+    for url, error, words in (
+        (guarded.url(client, password=guarded.wrong), Unauthorised, "authentication failed"),
+        (guarded.url(client), Unauthorised, "user name is empty"),
+        (guarded.url(client, ca=guarded.stranger.ca, password=password), Unauthorised, untrusted),
+        (guarded.url(guarded.stranger, password=password), RegisterAway, "check cert and key|cannot be reached"),
+        (f"etcd://{guarded.cluster.endpoints[0]}/job", RegisterAway, None),
+        (guarded.url(spoilt, password=password), RegisterAway, None),
+    ):
+        with pytest.raises(error, match=words):
+            open_cell(url, "view")

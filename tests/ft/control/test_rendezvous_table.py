@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
@@ -31,16 +30,6 @@ async def here(epoch: int, method: str, body: bytes) -> None:
     """Calls are answered in this process."""
 
 
-@contextlib.contextmanager
-def served(table: RendezvousTable) -> Iterator[RpcThread]:
-    """A client of a server of this table."""
-    with (
-        rpc_server_thread(key=KEY, job="job", identity="host", handlers=handlers(table, here)) as server,
-        RpcThread(server.address, key=KEY, job="job", identity="guest") as client,
-    ):
-        yield client
-
-
 class Copies:
     """Two copies of a table, each of which gets at once what is set in the other."""
 
@@ -55,19 +44,21 @@ def copies() -> Copies:
 
 
 @pytest.fixture
-def table(copies: Copies) -> RendezvousTable:
-    """The table of the first member."""
-    return copies.first
+def client(copies: Copies) -> Iterator[RpcThread]:
+    """A client of a server of the first member's table."""
+    with (
+        rpc_server_thread(key=KEY, job="job", identity="host", handlers=handlers(copies.first, here)) as server,
+        RpcThread(server.address, key=KEY, job="job", identity="guest") as connected,
+    ):
+        yield connected
 
 
 @pytest.fixture(params=["first", "other"])
-def seen(request: pytest.FixtureRequest, copies: Copies) -> Iterator[tuple[RendezvousTable, Ask]]:
+def seen(request: pytest.FixtureRequest, copies: Copies) -> tuple[RendezvousTable, Ask]:
     """The copy of the first member and of another one, and how each asks the first."""
     if request.param == "first":
-        yield copies.first, ask_here(copies.first)
-    else:
-        with served(copies.first) as client:
-            yield copies.second, ask_remotely(client.call, 5.0)
+        return copies.first, ask_here(copies.first)
+    return copies.second, ask_remotely(request.getfixturevalue("client").call, 5.0)
 
 
 @pytest.fixture
@@ -121,7 +112,8 @@ def test_deletions_and_counts_of_keys_are_refused_by_name(store: RendezvousStore
 
 
 @pytest.mark.parametrize("how", ["add", "append", "compare_set", "set", "multi_set"])
-def test_every_way_to_set_wakes_waiting_threads(store: RendezvousStore, table: RendezvousTable, how: str) -> None:
+def test_every_way_to_set_wakes_waiting_threads(store: RendezvousStore, copies: Copies, how: str) -> None:
+    table = copies.first
     ways: dict[str, Callable[[], object]] = {
         "add": lambda: table.add(EPOCH, "b", 1),
         "append": lambda: table.append(EPOCH, "b", b"1"),
@@ -198,22 +190,18 @@ def test_no_member_is_sent_an_older_value_after_a_newer_one() -> None:
         table.values(1, ("n",))
 
 
-def test_adding_to_a_value_that_is_no_number_is_refused(copies: Copies) -> None:
-    with served(copies.first) as client:
-        other = RendezvousStore(copies.second, EPOCH, ask=ask_remotely(client.call, 5.0))
-        for store, error in ((RendezvousStore(copies.first, EPOCH), ValueError), (other, RemoteError)):
-            store.set("word", "seven")
-            with pytest.raises(error, match="invalid literal"):
-                store.add("word", 1)
+def test_adding_to_a_value_that_is_no_number_is_refused(store: RendezvousStore) -> None:
+    store.set("word", "seven")
+    with pytest.raises((ValueError, RemoteError), match="invalid literal"):
+        store.add("word", 1)
 
 
-def test_a_malformed_request_is_refused_and_changes_nothing(table: RendezvousTable) -> None:
-    with served(table) as client:
-        for method in handlers(table, here):
-            for body in (b"", b"\x90", b"\x91\xa1x", b"\x93\1\2\3", bytes(9)):
-                with pytest.raises(RemoteError, match="Error"):
-                    client.call(method, body)
-    assert table.items(EPOCH) == {}
+def test_a_malformed_request_is_refused_and_changes_nothing(client: RpcThread, copies: Copies) -> None:
+    for method in handlers(copies.first, here):
+        for body in (b"", b"\x90", b"\x91\xa1x", b"\x93\1\2\3", bytes(9)):
+            with pytest.raises(RemoteError, match="Error"):
+                client.call(method, body)
+    assert copies.first.items(EPOCH) == {}
 
 
 def all_reduce(store: dist.Store, rank: int) -> list[float]:
@@ -223,24 +211,23 @@ def all_reduce(store: dist.Store, rank: int) -> list[float]:
     return tensor.tolist()
 
 
-def test_gloo_builds_a_group_over_two_copies(copies: Copies) -> None:
-    with served(copies.first) as client, ThreadPoolExecutor(1) as pool:
-        other = RendezvousStore(copies.second, EPOCH, ask=ask_remotely(client.call, 5.0))
+def test_gloo_builds_a_group_over_two_copies_and_fails_at_once_when_its_epoch_is_over(
+    copies: Copies, client: RpcThread
+) -> None:
+    first, following = RendezvousStore(copies.first, EPOCH), EPOCH + 1
+    other, late = (
+        RendezvousStore(copies.second, each, ask=ask_remotely(client.call, 5.0)) for each in (EPOCH, following)
+    )
+    with ThreadPoolExecutor(1) as pool:
         theirs = pool.submit(all_reduce, other, 1)
-        assert all_reduce(RendezvousStore(copies.first, EPOCH), 0) == [3.0, 3.0, 3.0]
-        assert theirs.result(20.0) == [3.0, 3.0, 3.0]
-
-
-def test_building_a_group_fails_at_once_when_its_epoch_is_over(copies: Copies) -> None:
-    with served(copies.first) as client, ThreadPoolExecutor(1) as pool:
-        other = RendezvousStore(copies.second, EPOCH, ask=ask_remotely(client.call, 5.0))
-        builder = pool.submit(all_reduce, other, 1)
-        eventually(lambda: bool(copies.first.items(EPOCH)))  # rank 1 has set its key, and waits for rank 0 now
-        over = time.monotonic()
-        copies.second.drop_before(EPOCH + 1)
+        assert all_reduce(first, 0) == theirs.result(PATIENCE) == [3.0, 3.0, 3.0]
+        builder = pool.submit(all_reduce, late, 1)
+        eventually(lambda: bool(copies.first.items(following)))  # rank 1 has set its key, and waits for rank 0 now
+        began = time.monotonic()
+        copies.second.drop_before(following + 1)
         with pytest.raises(Revoked):
             builder.result(2 * PATIENCE)
-        assert time.monotonic() - over < PATIENCE
+        assert time.monotonic() - began < PATIENCE
 
 
 # The key file.
