@@ -119,12 +119,13 @@ def test_a_member_that_may_live_or_too_few_others_make_no_degraded_epoch() -> No
     assert [each.view.degraded_from for each in effects if isinstance(each, events.Propose)] == [0]
 
 
-def test_later_ranks_propose_in_order_if_the_proposer_is_silent() -> None:
+def test_later_ranks_propose_in_order_if_the_proposer_is_silent_and_without_delay_if_it_is_dead() -> None:
     state, effects = core(2).on(dead(0), 10.0)
     assert kinds(effects) == [events.Revoke]
     assert state.wake_at == pytest.approx(10.1)
     assert state.on(events.Tick(), 10.05)[1] == ()
     assert isinstance(state.on(events.Tick(), 10.1)[1][0], events.Propose)
+    assert proposed(state.on(dead(1), 10.001)[1]).members == (member(2),)
 
 
 def test_a_failed_op_without_a_failed_member_costs_an_epoch_and_no_member() -> None:
@@ -137,15 +138,6 @@ def test_a_failed_op_without_a_failed_member_costs_an_epoch_and_no_member() -> N
     assert state.on(events.EpochBroken(3, "a connection was lost"), 10.1)[1] == ()
 
 
-def test_a_dead_proposer_makes_the_next_one_propose_without_delay() -> None:
-    state, _ = core(2).on(dead(0), 10.0)
-    assert proposed(state.on(dead(1), 10.001)[1]).members == (member(2),)
-
-
-def test_deaths_seen_together_are_one_epoch() -> None:
-    assert proposed(core(0).on(dead(1, 2), 10.0)[1]).members == (member(0),)
-
-
 def test_a_spare_takes_the_place_of_the_dead_and_joiners_come_last() -> None:
     small = structs.replace(RUNNING, members=(member(0), member(1)))
     state, effects = core(1, small).on(events.SpareAnnounced(member(7)), 10.0)
@@ -156,14 +148,18 @@ def test_a_spare_takes_the_place_of_the_dead_and_joiners_come_last() -> None:
     assert both.reason == "rank 0 (p0) is gone: gone; spare p7 takes its place; p8 joins as rank 2"
 
 
-def test_a_dead_spare_is_not_promoted() -> None:
-    state = core(1, spares=(member(7), member(8)))
-    state, effects = state.on(events.ProvenDeaths((events.Death("p7", "its process ended"),)), 1.0)
+def test_a_spare_is_kept_once_beside_others_and_a_dead_one_is_not_promoted() -> None:
+    state = core(1, spares=(member(7),))
+    for at in (1.0, 1.1):
+        state = state.on(events.SpareAnnounced(member(8)), at)[0]
+    assert state.spares == (member(7), member(8))
+    state, effects = state.on(dead(7), 2.0)
     assert effects == () and state.spares == (member(8),)
     assert proposed(state.on(dead(0), 10.0)[1]).members == (member(8), member(1), member(2))
 
 
-def test_a_death_during_a_rebuild_leads_to_the_next_epoch() -> None:
+def test_deaths_seen_together_are_one_epoch_and_one_during_a_rebuild_leads_to_the_next() -> None:
+    assert proposed(core(0).on(dead(1, 2), 10.0)[1]).members == (member(0),)
     state, effects = core(0).on(dead(1), 10.0)
     view = proposed(effects)
     state, effects = state.on(dead(2), 10.001)
@@ -228,11 +224,12 @@ def test_a_spare_ends_the_job_when_every_member_is_dead() -> None:
     assert (last.phase, last.reason) == ("failed", "every member died, and the state of the job with them")
 
 
-def test_a_finished_job_releases_its_spares() -> None:
-    done = proposed(core(0).on(events.LocalFinished(3), 10.0)[1])
-    assert done.phase == "finished"
-    state, effects = core(7).on(events.ViewRead(done), 10.1)
-    assert effects == (events.Install(done),) and state.ended == "finished"
+def test_a_job_that_is_finished_or_that_all_stopped_early_releases_its_spares() -> None:
+    for end in (events.LocalFinished(3), events.LocalFinished(3, "all stopped", stopped=True)):
+        done = proposed(core(0).on(end, 10.0)[1])
+        assert (done.phase, done.reason, done.stopped) == ("finished", end.reason, end.stopped)
+        state, effects = core(7).on(events.ViewRead(done), 10.1)
+        assert effects == (events.Install(done),) and state.ended == "finished"
 
 
 def test_a_finished_member_does_not_end_the_job_before_a_newcomer_has_its_state() -> None:
@@ -243,11 +240,6 @@ def test_a_finished_member_does_not_end_the_job_before_a_newcomer_has_its_state(
     assert effects == () and state.wake_at is None
     state, _ = state.on(events.LocalFinished(4), 10.3)
     assert proposed(state.on(events.Tick(), 10.6)[1]).phase == "finished"
-
-
-def test_members_that_all_stop_early_finish_the_job() -> None:
-    done = proposed(core(0).on(events.LocalFinished(3, "all stopped", stopped=True), 10.0)[1])
-    assert (done.phase, done.reason, done.stopped) == ("finished", "all stopped", True)
 
 
 def test_all_present_members_learn_at_once_of_an_exception_that_ends_the_job() -> None:
@@ -414,12 +406,6 @@ def test_the_reason_for_a_view_names_eight_changes_and_counts_the_rest() -> None
     reason = successors(view, {f"p{i}": "killed" for i in range(9)}, ()).reason
     assert reason.count("is gone") == 8
     assert reason.endswith("and 1 more changes")
-
-
-def test_a_spare_is_kept_once_beside_others() -> None:
-    state = core(0, spares=(member(3),))
-    state = state.on(events.SpareAnnounced(member(4)), 1.0)[0].on(events.SpareAnnounced(member(4)), 1.1)[0]
-    assert state.spares == (member(3), member(4))
 
 
 @pytest.mark.parametrize(

@@ -57,25 +57,25 @@ def distances(view: View, neighbours: Callable[[Member], Iterable[Member]]) -> d
     return found
 
 
-@given(st.lists(st.integers(1, 6), min_size=2, max_size=40))
-def test_neighbours_are_on_other_hosts_and_know_each_other(hosts: list[int]) -> None:
+@given(st.lists(st.integers(1, 6), min_size=2, max_size=60))
+def test_neighbours_are_on_other_hosts_and_know_each_other_and_any_members_announcement_reaches_all(
+    hosts: list[int],
+) -> None:
     view = view_on(hosts)
     for member in view.members:
         around = observers(view, member, SPARSE)
         assert around
         assert all(other.peer.host != member.peer.host for other in around)
         assert all(member in observers(view, other, SPARSE) for other in around)
-
-
-@given(st.lists(st.integers(1, 6), min_size=2, max_size=60))
-def test_a_view_announced_by_any_member_reaches_all_members(hosts: list[int]) -> None:
-    view = view_on(hosts)
     reached = distances(view, lambda member: (*observers(view, member, SPARSE), *host_mates(view, member)))
     assert len(reached) == len(view.members)
 
 
 def test_each_member_of_a_small_job_observes_all_others_and_in_a_larger_one_all_agree_who_observes_whom() -> None:
     """Each process computes it on its own."""
+    small = view_on([2, 2, 1])
+    assert [m.id for m in observers(small, small.members[0], Shape())] == ["p2", "p3", "p4"]
+    assert [m.id for m in host_mates(small, small.members[0])] == ["p1"]
     view = view_on([1] * 12)
     assert Shape(mesh=12).is_mesh(view) and not Shape(mesh=11).is_mesh(view)
     sparse = Shape(mesh=11, rings=2)
@@ -125,12 +125,6 @@ def test_the_number_of_neighbours_is_constant_and_paths_grow_slowly() -> None:
         assert len(distance) == len(view.members)
         steps[hosts] = max(distance.values())
     assert steps[800] <= steps[50] + 5
-
-
-def test_in_a_small_job_members_watch_all_members_on_other_hosts() -> None:
-    view = view_on([2, 2, 1])
-    assert [m.id for m in observers(view, view.members[0], Shape())] == ["p2", "p3", "p4"]
-    assert [m.id for m in host_mates(view, view.members[0])] == ["p1"]
 
 
 @given(members=st.integers(1, 12), lost=st.sets(st.integers(0, 11)), turn=st.integers(0, 9))
@@ -324,16 +318,13 @@ def test_all_members_are_in_one_tree_and_the_first_neighbour_leads_to_rank_0(hos
         assert depth[table_sharing.neighbour_ranks(view, rank)[0]] == depth[rank] - 1
 
 
-def test_no_member_has_many_neighbours_and_none_is_far() -> None:
+def test_no_member_has_many_neighbours_and_none_is_far_and_a_small_job_on_one_host_meets_at_its_first() -> None:
+    small = view_on([9])
+    assert table_sharing.neighbour_ranks(small, 0) == tuple(range(1, 9))
+    assert all(table_sharing.neighbour_ranks(small, rank) == (0,) for rank in range(1, 9))
     view = view_on([8] * 1000)
     assert max(len(table_sharing.neighbour_ranks(view, rank)) for rank in range(8000)) <= 2 * table_sharing.ARITY + 1
     assert max(depths(view)) <= 5
-
-
-def test_a_small_job_on_one_host_meets_at_its_first_member() -> None:
-    view = view_on([9])
-    assert table_sharing.neighbour_ranks(view, 0) == tuple(range(1, 9))
-    assert all(table_sharing.neighbour_ranks(view, rank) == (0,) for rank in range(1, 9))
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 0.01), st.sampled_from([None, "a", "b"])), max_size=200))
