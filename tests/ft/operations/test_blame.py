@@ -198,13 +198,19 @@ def test_a_mismatch_is_reported_after_its_ops_are_overwritten(tmp_path: Path) ->
 
 
 def test_the_trace_has_one_track_per_rank_and_arrows_between_matching_ops(tmp_path: Path) -> None:
-    """Chrome's trace format: every arrow has one start and one end, each inside of a slice of its track."""
-    events = json.loads(json.dumps(trace(job(tmp_path, 3, 5))))["traceEvents"]
+    """Chrome's trace format: every arrow has one start and one end, each inside of a slice of its track.
+
+    It begins with the first entry of an event log, before the first op.
+    """
+    evidence, early = job(tmp_path, 3, 5), an_event("installed", "p0", 5.0, members=["p0"])
+    whole = assemble(evidence.recordings, evidence.lives, [early], evidence.now)
+    events = json.loads(json.dumps(trace(whole)))["traceEvents"]
+    assert min(event["ts"] for event in events if "ts" in event) == 0.0
     names = {e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert names == {"rank 0 (p0)", "rank 1 (p1)", "rank 2 (p2)"}
     slices = [e for e in events if e["ph"] == "X"]
     assert len(slices) == 3 * 5
-    assert all(e["ts"] >= 0 and e["dur"] >= 0 and e["args"]["status"] == "done" for e in slices)
+    assert all(e["dur"] >= 0 and e["args"]["status"] == "done" for e in slices)
     arrows = [e for e in events if e["ph"] in "stf"]
     by_id: dict[str, list[dict[str, Any]]] = {}
     for arrow in arrows:
@@ -242,15 +248,6 @@ def test_recordings_of_containers_with_one_pid_have_tracks_of_their_own(tmp_path
     assert {event["pid"]: event["args"]["rank"] for event in events if event["ph"] == "X"} == {
         pid: int(name.split()[1]) for pid, name in names.items()
     }
-
-
-def test_no_time_of_a_trace_is_negative(tmp_path: Path) -> None:
-    """The trace begins with the first event log entry, before the first op."""
-    evidence = job(tmp_path, 2, 5)
-    early = an_event("installed", "p0", 5.0, members=["p0"])
-    events = trace(assemble(evidence.recordings, evidence.lives, [early], evidence.now))["traceEvents"]
-    times = [event["ts"] for event in events if "ts" in event]
-    assert min(times) == 0.0
 
 
 @pytest.mark.parametrize(

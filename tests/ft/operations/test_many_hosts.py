@@ -299,13 +299,8 @@ def three_hosts(folder: Path, key: Path) -> Iterator[HostProcesses]:
 def test_a_host_is_lost_comes_back_and_another_leaves_in_good_order(tmp_path: Path, key: Path) -> None:
     with three_hosts(tmp_path, key) as hosts:
         create_key(tmp_path / "other.key")
-        for options, words in (
-            (("--node", "n1"), "host name 'n1' is taken"),
-            (("--key-file", str(tmp_path / "other.key")), "belongs to job 'hosts' with another key"),
-            (("--job", "other"), "belongs to job 'hosts', not to 'other'"),
-        ):
-            hosts.start(3, *options)
-            assert words in " ".join(hosts.ends(3, 2).split())
+        hosts.start(3, "--key-file", str(tmp_path / "other.key"))
+        assert "belongs to job 'hosts' with another key" in " ".join(hosts.ends(3, 2).split())
         refused = time.monotonic()
         hosts.until(lambda: len(hosts.committed(refused)) > 2, "none of that disturbs the others")
         assert hosts.sizes()[-1:] == [sum(RANKS)]

@@ -89,45 +89,37 @@ class SlurmJob:
                 f"{what}: sizes {self.sizes()}; {self.cluster.call('squeue')}; {self.cluster.call('sinfo', '-N')}"
             )
 
-    def cancelled(self, since: float = 0.0) -> None:
-        """Cancel the job, and wait until both ranks have left in good order and the queue is empty."""
-        self.cluster.call("scancel", self.number)
+    def both_leave(self, since: float) -> None:
+        """Wait until both ranks have left in good order."""
         self.until(lambda: len(self.events("error", since)) == 2, "both leave")
         assert {event["error"] for event in self.events("error", since)} == {LEFT}
-        self.until(lambda: not self.cluster.call("squeue", "--noheader"), "the job has ended")
 
 
-@pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmJob]:
+def test_a_rank_dies_on_a_draining_node_a_requeue_leaves_that_node_and_a_cancelled_job_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with SlurmCluster(3, tmp_path / "slurm") as cluster, EtcdCluster(3, tmp_path / "etcd") as etcd:
-        started = SlurmJob(cluster, etcd, tmp_path, monkeypatch)
-        started.until(lambda: started.sizes()[-1:] == [2], "both nodes work")
-        yield started
+        job = SlurmJob(cluster, etcd, tmp_path, monkeypatch)
+        job.until(lambda: job.sizes()[-1:] == [2], "both nodes work")
+        before = job.nodes()
+        drained = min(before)
+        cluster.call("scontrol", "update", f"NodeName={drained}", "State=DRAIN", "Reason=test")
+        assert cluster.states(drained) == {"draining"}, "the job goes on there"
+        os.kill(before[drained], signal.SIGKILL)
+        job.until(lambda: job.sizes()[-2:] == [1, 2], "the agent on the draining node brought a spare")
+        assert job.nodes().keys() == before.keys()
 
+        asked = time.monotonic()
+        cluster.call("scontrol", "requeue", job.number)
+        job.both_leave(asked)
+        job.until(lambda: cluster.states(drained) == {"drained"}, "nothing runs on that node any more")
+        job.until(lambda: job.sizes(asked)[-1:] == [2], "the job works again, in its next run")
+        assert drained not in job.nodes(asked) and len(job.nodes(asked)) == 2
 
-def test_a_job_of_two_nodes_survives_a_kill_and_leaves_when_it_is_cancelled(job: SlurmJob) -> None:
-    os.kill(job.events("joined")[0]["pid"], signal.SIGKILL)
-    job.until(lambda: job.sizes()[-2:] == [1, 2], "the agent brought a spare")
-    job.cancelled()
-
-
-def test_a_rank_dies_on_a_draining_node_and_a_requeue_leaves_that_node(job: SlurmJob) -> None:
-    before = job.nodes()
-    drained = min(before)
-    job.cluster.call("scontrol", "update", f"NodeName={drained}", "State=DRAIN", "Reason=test")
-    assert job.cluster.states(drained) == {"draining"}, "the job goes on there"
-    os.kill(before[drained], signal.SIGKILL)
-    job.until(lambda: job.sizes()[-2:] == [1, 2], "the agent on the draining node brought a spare")
-    assert job.nodes().keys() == before.keys()
-
-    asked = time.monotonic()
-    job.cluster.call("scontrol", "requeue", job.number)
-    job.until(lambda: len(job.events("error", asked)) == 2, "both leave")
-    assert {event["error"] for event in job.events("error", asked)} == {LEFT}
-    job.until(lambda: job.cluster.states(drained) == {"drained"}, "nothing runs on that node any more")
-    job.until(lambda: job.sizes(asked)[-1:] == [2], "the job works again, in its next run")
-    assert drained not in job.nodes(asked) and len(job.nodes(asked)) == 2
-    job.cancelled(time.monotonic())
+        cancelled = time.monotonic()
+        cluster.call("scancel", job.number)
+        job.both_leave(cancelled)
+        job.until(lambda: not cluster.call("squeue", "--noheader"), "the job has ended")
 
 
 # A run of reinforcement learning
