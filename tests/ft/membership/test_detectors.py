@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import functools
 import json
 import logging
 import os
@@ -148,12 +147,11 @@ def test_a_failure_that_a_transport_reports_acts_sooner_and_does_not_heal_but_in
 
 @pytest.mark.parametrize(("listens", "word"), [(True, Stalled), (False, Unreachable)])
 @pytest.mark.parametrize("evidence", ["silent for 0.6 s", NOT_LISTENING])
-def test_a_local_straggler_is_ended_unless_it_has_left(evidence: str, listens: bool, word: type) -> None:
+async def test_a_local_straggler_is_ended_unless_it_has_left(evidence: str, listens: bool, word: type) -> None:
     """It may be about to join again, because it learnt before this process that both were evicted."""
     view = view_of("AABBCC")
     told: list[Event] = []
-    loop = asyncio.new_event_loop()
-    detector = ObserversDetector(detector_context(view.members[0], loop, tell=told.append))
+    detector = ObserversDetector(detector_context(view.members[0], asyncio.get_running_loop(), tell=told.append))
     detector.follow(view, view.members[1:])
     if not listens:
         detector.refused("p1", 0.0)
@@ -161,7 +159,6 @@ def test_a_local_straggler_is_ended_unless_it_has_left(evidence: str, listens: b
         detector.suspected(observer, "p1", evidence, 0.0)
     for step in range(40):
         detector.look(step * 0.05)
-    loop.close()
     about_p1 = [each for each in told if "p1" in repr(each)]
     assert [type(each) for each in about_p1] == [word]
 
@@ -295,33 +292,29 @@ def test_processor_time_moves_while_a_process_computes() -> None:
     assert not is_stopped(os.getpid())
 
 
-def test_a_dying_process_has_the_lowest_priority_while_its_memory_is_freed(start: Callable[..., Child]) -> None:
+async def test_a_dying_process_has_the_lowest_priority_while_its_memory_is_freed(start: Callable[..., Child]) -> None:
     def body(pipe: Connection) -> None:
         kept = bytearray(b"x") * (256 << 20)
         threading.Thread(target=time.sleep, args=(60.0,), daemon=True).start()
-        pipe.send((this_process(), [thread.native_id for thread in threading.enumerate()]))
+        pipe.send((this_process(), tuple(thread.native_id for thread in threading.enumerate())))
         pipe.recv()
         del kept
 
-    async def policy_when_told(peer: Peer, threads: tuple[int, ...], kill: Callable[[], None]) -> int:
-        told: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        watched = process_watch.ProcessWatch(lambda deaths: told.set_result(os.sched_getscheduler(peer.pid)))
-        watched.follow([Member("victim", "x:1", peer, threads)])
-        kill()
-        async with asyncio.timeout(10.0):
-            policy = await told
-        watched.close()
-        return policy
-
-    policies: list[int] = []
-    while os.SCHED_IDLE not in policies and len(policies) < 20:  # on a busy machine it may be gone before we look
+    policies: asyncio.Queue[int] = asyncio.Queue()
+    policy = os.SCHED_OTHER
+    for _ in range(20):  # on a busy machine it may be gone before we look
         child = start(body)
         peer, threads = child.hear()
         assert os.sched_getscheduler(child.pid) == os.SCHED_OTHER
-        kill = functools.partial(os.kill, child.pid, signal.SIGKILL)
-        policies.append(asyncio.run(policy_when_told(peer, tuple(threads), kill)))
+        watched = process_watch.ProcessWatch(lambda deaths: policies.put_nowait(os.sched_getscheduler(peer.pid)))  # noqa: B023
+        watched.follow([Member("victim", "x:1", peer, threads)])
+        os.kill(child.pid, signal.SIGKILL)
+        policy = await asyncio.wait_for(policies.get(), PATIENCE)
+        watched.close()
         child.kill()
-    assert os.SCHED_IDLE in policies
+        if policy == os.SCHED_IDLE:
+            break
+    assert policy == os.SCHED_IDLE
 
 
 # -- a death that no process on its host can report
@@ -411,7 +404,7 @@ LOST: list[Any] = [
 
 
 @pytest.mark.parametrize(("name", "method"), LOST)
-def test_a_detector_that_is_lost_is_closed_and_reported_and_other_evidence_takes_its_place(
+async def test_a_detector_that_is_lost_is_closed_and_reported_and_other_evidence_takes_its_place(
     name: str,
     method: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -438,33 +431,27 @@ def test_a_detector_that_is_lost_is_closed_and_reported_and_other_evidence_takes
             return replace(info, **{method: forbidden})
         return replace(info, make=make)
 
-    with contextlib.closing(asyncio.new_event_loop()) as loop:
-        child, told, noted = start(live), list[Event](), list[events.Event]()
-        away = Member("away", "b:1", Peer("another host", 1, 1))
-        members = (Member("me", "a:1", this_process()), Member("child", "a:2", child.hear()), away)
-        view = View(3, "running", members, Job("job", 3, 3, 3, ("gloo",), "gloo"), "test")
-        context = detector_context(members[0], loop, tell=told.append, note=noted.append)
+    child, told, noted = start(live), list[Event](), list[events.Event]()
+    away = Member("away", "b:1", Peer("another host", 1, 1))
+    members = (Member("me", "a:1", this_process()), Member("child", "a:2", child.hear()), away)
+    view = View(3, "running", members, Job("job", 3, 3, 3, ("gloo",), "gloo"), "test")
+    context = detector_context(members[0], asyncio.get_running_loop(), tell=told.append, note=noted.append)
+    detectors = Detectors(context, list(map(spoiled, own_infos())), lambda whom, body: None)
 
-        async def until(kind: type[Event], member: str) -> None:
-            async with asyncio.timeout(20):
-                while not any(isinstance(event, kind) and member in repr(event) for event in told):
-                    detectors.heard("child" if member == "away" else "away")
-                    detectors.beat()
-                    await asyncio.sleep(TIMES.heartbeat / 4)
+    async def until(kind: type[Event], member: str) -> None:
+        async with asyncio.timeout(PATIENCE):
+            while not any(isinstance(event, kind) and member in repr(event) for event in told):
+                detectors.heard("child" if member == "away" else "away")
+                detectors.beat()
+                await asyncio.sleep(TIMES.heartbeat / 4)
 
-        async def whole() -> None:
-            nonlocal detectors
-            detectors = Detectors(context, list(map(spoiled, own_infos())), lambda whom, body: None)
-            detectors.follow(view, members[1:])
-            child.stop()
-            await until(Stalled, "child")
-            await until(Suspicion, "away")
-            process_watch.HostProcesses().kill(members[1].peer)
-            await until(ProvenDeaths, "child")
-            detectors.close()
-
-        detectors: Detectors
-        loop.run_until_complete(whole())
+    detectors.follow(view, members[1:])
+    child.stop()
+    await until(Stalled, "child")
+    await until(Suspicion, "away")
+    process_watch.HostProcesses().kill(members[1].peer)
+    await until(ProvenDeaths, "child")
+    detectors.close()
     lost = [event for event in noted if isinstance(event, events.DetectorLost)]
     assert [(event.detector, bool(event.instead), event.level) for event in lost] == [(name, True, logging.WARNING)]
     assert closed == [name] * (method not in ("probe", "make")) and not caplog.text

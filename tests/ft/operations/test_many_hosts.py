@@ -372,19 +372,12 @@ def exchange(url: str) -> None:
 
 @pytest.mark.thorough
 @needs_ipv6
-def test_a_tcp_register_and_a_host_over_ipv6() -> None:
+def test_registers_and_a_job_of_a_host_over_ipv6(tmp_path: Path, key: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with tcp.serving(LOOPBACK) as url:
         exchange(f"{url}/job")
     named = pytest.raises(HostNameTaken, match=r"taken: the agent at \[::1\]:\d+ has it")
     with closing(HostRegistry("memory://ipv6", "job", b"k" * 32, "a", LOOPBACK)), named:
         HostRegistry("memory://ipv6", "job", b"k" * 32, "a", LOOPBACK)
-
-
-@pytest.mark.thorough
-@needs_ipv6
-def test_an_etcd_register_and_a_job_of_a_host_over_ipv6(
-    tmp_path: Path, key: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
     text = """
         from holdfast import ft
         with ft.Session() as session:
