@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import socket
 import subprocess
 import threading
 import time
@@ -329,32 +328,17 @@ def test_a_value_that_is_no_view_is_corrupt(tmp_path: Path, value: bytes) -> Non
 # Registers in a server.
 
 
-@pytest.mark.parametrize("scheme", ["tcp", "etcd"])
 def test_a_missing_server_and_one_of_another_kind_are_reported(
-    scheme: str, port: int, monkeypatch: pytest.MonkeyPatch
+    etcd: EtcdCluster, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(etcd_register, "PATIENCE", 0.5)
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        taken = other.getsockname()[1]
-        answering = threading.Thread(target=_answer_rudely, args=(other,))
-        answering.start()
-        try:
+    with tcp.serving() as other:
+        monkeypatch.setattr(tcp, "PATIENCE", 1.0)
+        for url in (other.replace("tcp", "etcd"), f"tcp://{etcd.endpoints[0]}"):
             with pytest.raises(RegisterAway, match="is away"):
-                open_cell(f"{scheme}://127.0.0.1:{taken}/job", "view")
-        finally:
-            other.shutdown(socket.SHUT_RDWR)
-            answering.join()
-    if scheme == "etcd":  # a tcp register on this machine would be begun
-        with pytest.raises(RegisterAway, match="cannot be reached"):
-            open_cell(f"etcd://127.0.0.1:{port}/job", "view")
-
-
-def _answer_rudely(server: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        while True:
-            connection, _ = server.accept()
-            with connection:
-                connection.sendall(b"SSH-2.0-OpenSSH_9.9\r\n")
+                open_cell(f"{url}/job", "view")
+    with pytest.raises(RegisterAway, match="cannot be reached"):  # a tcp register on this machine would be begun
+        open_cell(f"etcd://127.0.0.1:{port}/job", "view")
 
 
 def test_the_first_process_serves_a_tcp_register_while_it_has_it_open_and_warns_that_it_is_open_to_all(

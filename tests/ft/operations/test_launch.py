@@ -15,7 +15,7 @@ import sys
 import tempfile
 import textwrap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import Connection
@@ -45,14 +45,12 @@ from holdfast.ft.telemetry.flight import find
 from holdfast.harness import LocalCluster
 from support.children import Child, children
 from support.event_records import an_event
-from support.programs.forked_programs import run_python, script
+from support.programs.forked_programs import HOLDFAST, run_python, script
 from support.views import view_of
 from support.waiting import PATIENCE, PROGRAM_SECONDS, becomes_true, eventually, next_line
 
-COMMAND = str(Path(sys.executable).with_name("holdfast"))
 
-
-def ended(pids: list[int]) -> bool:
+def ended(pids: Sequence[int]) -> bool:
     """Whether all these processes are gone soon."""
     if becomes_true(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), interval=0.02):
         return True
@@ -282,7 +280,7 @@ with ft.Session() as session:
 """
     start = "def start_children():\n" + textwrap.indent(CHILDREN, "    ")
     path, logs = script(tmp_path, start + text), tmp_path / "logs"
-    launcher = subprocess.Popen([COMMAND, "run", "-n", "1", "--logs", logs, path], stdout=subprocess.PIPE, text=True)
+    launcher = subprocess.Popen([HOLDFAST, "run", "-n", "1", "--logs", logs, path], stdout=subprocess.PIPE, text=True)
     assert launcher.stdout is not None
     pids: list[int] = []
     while len(pids) < 4:
@@ -598,8 +596,7 @@ def test_nothing_outlives_the_parent_of_a_forked_zygote(tmp_path: Path) -> None:
         pids: tuple[int, int] = process.channel.recv(SECONDS)
         process.kill()
         assert process.wait(PROGRAM_SECONDS).signal == signal.SIGKILL
-        for pid in pids:
-            eventually(lambda pid=pid: not Path(f"/proc/{pid}").exists())
+        assert ended(pids)
     finally:
         process.close()
 

@@ -1,7 +1,8 @@
-"""`holdfast run` on several hosts: a misfit is refused at once, the dead come back, the unwanted leave."""
+"""`holdfast run` on several hosts and under SLURM: a misfit is refused, the dead come back, the unwanted leave."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from holdfast.ft import settings
 from holdfast.ft.control.errors import WrongKey
 from holdfast.ft.event_lines import read_events, to_record
 from holdfast.ft.launch.host_agent import HostNameTaken, HostPlan, HostRanks, HostRegistry, check_view, host_name
-from holdfast.ft.launch.job_contract import LocalContract, TorchEnvironment
+from holdfast.ft.launch.job_contract import LocalContract, ReservedPort, TorchEnvironment
 from holdfast.ft.launch.local_launcher import (
     MOST_RESTART_SECONDS,
     GuardedProcess,
@@ -37,18 +38,24 @@ from holdfast.ft.listen_address import local_addresses
 from holdfast.ft.membership.view import Job, View
 from holdfast.ft.processes.zygote_client import ForkedProcess
 from holdfast.ft.registers import open_cell, tcp
-from holdfast.ft.schedulers import Placement
+from holdfast.ft.schedulers import NotUnderSlurm, Placement, found_hosts, own_slurm_host, slurm_hosts
 from holdfast.ft.settings import identity_of, listen_address
 from holdfast.harness.testbed import netns
 from holdfast.harness.testbed.etcd import EtcdCluster
 from holdfast.harness.testbed.netns import Network
+from holdfast.rl.config.toml import load_config
+from holdfast.rl.run.run_directory import RunDirectory
+from holdfast.rl.run.run_events import Event, ProcessLost, ProcessStarted, StepTrained
+from support import slurm
 from support.hosts import start_holdfast, start_program
-from support.programs.forked_programs import said, script
+from support.programs.forked_programs import HOLDFAST, said, script
+from support.slurm import SlurmCluster
 from support.source_tree import ROOT
 from support.waiting import PROGRAM_SECONDS, becomes_true
 
-COMMAND = str(Path(sys.executable).with_name("holdfast"))
+CLUSTER = ROOT / "examples" / "cluster"
 SECONDS = 180.0
+LEFT = "Terminated: SIGTERM asked this process to leave"
 
 STEPS = """
     import pathlib, sys, time
@@ -205,7 +212,7 @@ def test_detached_processes_outlive_a_killed_agent(tmp_path: Path, key: Path) ->
     logs, gate = tmp_path / "logs", tmp_path / "gate"
     register = f"sqlite://{tmp_path}/job.sqlite"
     options = ["--register", register, "--key-file", str(key), "--logs", str(logs), "--detach", "-n", "2", "--job", "d"]
-    agent = subprocess.Popen([COMMAND, "run", *options, "--backend", "shm", script(tmp_path, STEPS), str(gate)])
+    agent = subprocess.Popen([HOLDFAST, "run", *options, "--backend", "shm", script(tmp_path, STEPS), str(gate)])
     try:
         until(lambda: len(events(logs, "committed")) > 4, "steps are done")
         agent.kill()
@@ -317,8 +324,7 @@ def test_a_host_is_lost_comes_back_and_another_leaves_in_good_order(tmp_path: Pa
         asked = time.monotonic()
         hosts.agents[1].signal(signal.SIGTERM)
         hosts.ends(1, 128 + signal.SIGTERM)
-        left = [event["error"] for event in events(hosts.logs(1), "error")]
-        assert left == ["Terminated: SIGTERM asked this process to leave"]
+        assert [event["error"] for event in events(hosts.logs(1), "error")] == [LEFT]
         hosts.until(lambda: hosts.sizes(asked)[-1:] == [3] and len(hosts.committed(asked)) > 4, "the others go on")
         hosts.gate.touch()
         for host in (0, 2):
@@ -326,8 +332,6 @@ def test_a_host_is_lost_comes_back_and_another_leaves_in_good_order(tmp_path: Pa
 
 
 # -- the examples
-
-CLUSTER = ROOT / "examples" / "cluster"
 
 
 @pytest.mark.parametrize("path", sorted(path.name for path in CLUSTER.iterdir() if path.is_file()))
@@ -506,3 +510,210 @@ def test_a_rank_under_torchrun_on_two_hosts_dies_and_the_other_goes_on(tmp_path:
     assert (first[0], second[0]) == (1, 0), first[1]
     assert [event["size"] for event in events(logs[1], "rebuilt")] == [2, 1]
     assert "torchrun ends or restarts all workers" not in first[1], "there is nothing to warn of"
+
+
+# -- SLURM: a job of two nodes loses ranks and a drained node, and a run of RL on three nodes loses one
+
+under_slurm = pytest.mark.skipif(slurm.missing() is not None, reason=f"SLURM: {slurm.missing()}")
+
+
+class SlurmJob:
+    """`examples/cluster/job.sbatch` on two nodes of a cluster: one rank and its agent on each, over etcd."""
+
+    def __init__(self, cluster: SlurmCluster, etcd: EtcdCluster, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.cluster, self.logs = cluster, folder / "logs"
+        create_key(folder / "job.key")
+        monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+        variables = {"ETCD": etcd.url, "HOLDFAST_KEY_FILE": folder / "job.key", "HOLDFAST_INTERFACE": "127.0.0.0/8"}
+        for name, value in (variables | {"NPROC": 1, "LOGS": self.logs}).items():
+            monkeypatch.setenv(name, str(value))
+        program = ("--min-size", "1", script(folder, STEPS), str(folder / "gate"))
+        output = f"--output={folder}/job.out"
+        self.number = cluster.call("sbatch", "--parsable", "--nodes=2", output, str(CLUSTER / "job.sbatch"), *program)
+
+    def events(self, kind: str, since: float = 0.0) -> list[dict[str, Any]]:
+        return [event for event in events(self.logs, kind) if event["time"] > since]
+
+    def sizes(self, since: float = 0.0) -> list[int]:
+        """The sizes of the epochs that were built, in the order of time: a requeued job counts from 1 again."""
+        built = {event["epoch"]: event["size"] for event in self.events("rebuilt", since)}
+        return list(built.values())
+
+    def nodes(self, since: float = 0.0) -> dict[str, int]:
+        """The process that each node runs, of those that joined since then."""
+        found = {}
+        for event in self.events("joined", since):
+            with suppress(OSError):
+                variables = Path(f"/proc/{event['pid']}/environ").read_text().split("\0")
+                found.update({each.partition("=")[2]: event["pid"] for each in variables if "SLURMD_NODENAME=" in each})
+        return found
+
+    def until(self, done: Callable[[], bool], what: str) -> None:
+        if not becomes_true(done, SECONDS, interval=0.05):
+            pytest.fail(
+                f"{what}: sizes {self.sizes()}; {self.cluster.call('squeue')}; {self.cluster.call('sinfo', '-N')}"
+            )
+
+    def both_leave(self, since: float) -> None:
+        """Wait until both ranks have left in good order."""
+        self.until(lambda: len(self.events("error", since)) == 2, "both leave")
+        assert {event["error"] for event in self.events("error", since)} == {LEFT}
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(900)
+@under_slurm
+def test_a_rank_dies_on_a_draining_node_a_requeue_leaves_that_node_and_a_cancelled_job_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with SlurmCluster(3, tmp_path / "slurm") as cluster, EtcdCluster(3, tmp_path / "etcd") as etcd:
+        job = SlurmJob(cluster, etcd, tmp_path, monkeypatch)
+        job.until(lambda: job.sizes()[-1:] == [2], "both nodes work")
+        before = job.nodes()
+        drained = min(before)
+        cluster.call("scontrol", "update", f"NodeName={drained}", "State=DRAIN", "Reason=test")
+        assert cluster.states(drained) == {"draining"}, "the job goes on there"
+        os.kill(before[drained], signal.SIGKILL)
+        job.until(lambda: job.sizes()[-2:] == [1, 2], "the agent on the draining node brought a spare")
+        assert job.nodes().keys() == before.keys()
+
+        asked = time.monotonic()
+        cluster.call("scontrol", "requeue", job.number)
+        job.both_leave(asked)
+        job.until(lambda: cluster.states(drained) == {"drained"}, "nothing runs on that node any more")
+        job.until(lambda: job.sizes(asked)[-1:] == [2], "the job works again, in its next run")
+        assert drained not in job.nodes(asked) and len(job.nodes(asked)) == 2
+
+        cancelled = time.monotonic()
+        cluster.call("scancel", job.number)
+        job.both_leave(cancelled)
+        job.until(lambda: not cluster.call("squeue", "--noheader"), "the job has ended")
+
+
+# A run of reinforcement learning
+
+TRAINED_STEPS = 60
+ROLES = {"trainer", "generator", "holder", "environment"}
+RUN = f"""
+steps = {TRAINED_STEPS}
+[model]
+warmup_steps = 2
+warmup_batch = 64
+[algorithm]
+groups = 4
+[sampling]
+group = 4
+max_new_tokens = 2
+[trainer]
+replicas = 3
+spares = 0
+backend = "gloo"
+strategy = "ddp"
+[generator]
+replicas = 3
+[store]
+holders = 3
+copies = 2
+plane = "ucx"
+[engine]
+hosts = ["slurm"]
+register = "etcd://replaced:1/run"
+silence = 4.0
+[evaluation]
+every = 0
+[environment]
+name = "arithmetic"
+arguments = {{ split = "train" }}
+share = 0.25
+max_turns = 1
+servers = 3
+sessions = 16
+"""
+
+
+@contextmanager
+def three_ports() -> Iterator[int]:
+    """The first of three ports in a row, which nobody else takes meanwhile: SLURM's nodes are this machine."""
+    while True:
+        with ExitStack() as held:
+            first = held.enter_context(ReservedPort("127.0.0.1")).number
+            try:
+                for number in (first + 1, first + 2):
+                    held.enter_context(ReservedPort("127.0.0.1", number))
+            except (OSError, OverflowError):
+                continue
+            yield first
+            return
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(900)
+@under_slurm
+@pytest.mark.skipif(importlib.util.find_spec("monarch") is None, reason="needs Monarch: pip install 'holdfast[rl]'")
+def test_a_run_finds_the_nodes_of_its_job_and_outlives_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run.toml").write_text(RUN)
+    directory = RunDirectory(tmp_path / "run")
+
+    def happened() -> list[Event]:
+        return list(directory.events()) if (directory.path / "events.jsonl").exists() else []
+
+    def trained() -> int:
+        return sum(isinstance(each, StepTrained) for each in happened())
+
+    with (
+        SlurmCluster(3, tmp_path / "slurm", apart=True) as cluster,
+        EtcdCluster(1, tmp_path / "etcd") as etcd,
+        three_ports() as port,
+    ):
+
+        def until(done: Callable[[], bool], what: str) -> None:
+            if not becomes_true(done, interval=0.1):
+                said = (tmp_path / "job.out").read_text()[-4000:] if (tmp_path / "job.out").exists() else "no output"
+                pytest.fail(f"{what}: {trained()} steps; {cluster.call('squeue')}; {said}")
+
+        variables = {"ETCD": etcd.url, "HOSTS": f"slurm:{port}", "HOLDFAST_INTERFACE": "127.0.0.0/8"}
+        monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        words = [str(CLUSTER / "rl.sbatch"), str(tmp_path / "run.toml"), str(directory.path)]
+        cluster.call("sbatch", f"--output={tmp_path}/job.out", *words)
+        until(lambda: trained() >= 3, "steps are trained on three nodes")
+
+        started = [each for each in happened() if isinstance(each, ProcessStarted) and each.role != "driver"]
+        hosts = sorted({each.host for each in started})
+        assert hosts == [f"tcp://127.0.0.1:{port}" for port in range(port, port + 3)]
+        for role in ROLES:
+            assert {each.host for each in started if each.role == role} == set(hosts), "each role is on every node"
+        cluster.lose("n3")
+        until(
+            lambda: any(isinstance(each, ProcessLost) and each.role == "trainer" for each in happened()), "it is seen"
+        )
+        at = trained()
+        until(lambda: trained() >= at + 3, "steps go on without the node")
+        assert cluster.call("squeue", "--noheader", "--format=%T") == "RUNNING", "the job outlives its node"
+        lost = [each for each in happened() if isinstance(each, ProcessLost)]
+        assert {each.host for each in lost} == {hosts[2]} and {each.role for each in lost} >= {"trainer", "generator"}
+
+        def replaced() -> list[ProcessStarted]:
+            return [each for each in happened() if isinstance(each, ProcessStarted) and each.replaces]
+
+        until(lambda: {each.role for each in replaced()} == ROLES, "others take their place")
+        assert {each.host for each in replaced()} <= set(hosts[:2]), "on the nodes that are left"
+        assert load_config(directory.config_file).engine.hosts == (f"slurm:{port}",), "a requeued job asks again"
+        until(lambda: not cluster.call("squeue", "--noheader"), "the run ends, and the job with it")
+        assert sorted({each.step for each in happened() if isinstance(each, StepTrained)}) == list(range(TRAINED_STEPS))
+        until(lambda: not cluster.processes("n1") + cluster.processes("n2"), "nothing is left on the nodes")
+
+
+@pytest.mark.thorough
+@under_slurm
+def test_without_slurm_the_error_says_where_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SLURM_JOB_NODELIST", "SLURMD_NODENAME"):
+        monkeypatch.delenv(name, raising=False)
+    for call in (slurm_hosts, own_slurm_host, lambda word: found_hosts((word,))):
+        with pytest.raises(NotUnderSlurm, match=r"SLURM_JOB_NODELIST is not set; start the run within sbatch"):
+            call("slurm:4000")
+    assert found_hosts(("tcp://10.0.0.1:26600",)) == ("tcp://10.0.0.1:26600",)
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-3")
+    with pytest.raises(NotUnderSlurm, match="scontrol show"):
+        slurm_hosts("slurm")
