@@ -429,7 +429,8 @@ async def test_closing_either_side_of_a_connection_ends_calls_and_notices(closer
 async def waiting_calls(connection: RpcConnection, count: int) -> list[asyncio.Task[bytes]]:
     """Calls that are never answered."""
     calls = [asyncio.create_task(connection.call("sleep", b"60")) for _ in range(count)]
-    await connection.call("echo")  # the handlers of the others run
+    await asyncio.sleep(0)
+    await connection.call("sleep", b"0")  # it comes after the others, whose handlers run, and does not wait for them
     return calls
 
 
