@@ -25,7 +25,7 @@ from holdfast.ft import events, faultpoints, step_protocol
 from holdfast.ft.communicators import collect_votes
 from holdfast.ft.detectors.heartbeat import SilenceTracker
 from holdfast.ft.event_lines import to_record
-from holdfast.ft.events import EpochRevoked, Event, RecoveryEnded, ViewInstalled
+from holdfast.ft.events import EpochRevoked, Event, ViewInstalled
 from holdfast.ft.membership.events import Cleared, Stalled, Suspicion
 from holdfast.ft.membership.view import Job, Timeouts, View, delta_between
 from holdfast.ft.node.epoch_guard import EpochGuard
@@ -35,7 +35,7 @@ from holdfast.ft.telemetry.event_log import EventLog
 from holdfast.harness import LocalCluster
 from support.comms.meeting import alone
 from support.programs.forked_programs import run_python
-from support.views import member, view_of
+from support.views import member
 from support.waiting import PATIENCE
 
 # -- votes
@@ -545,12 +545,9 @@ def test_a_newcomer_votes_as_soon_as_it_has_the_state() -> None:
     assert new.vote() == holder(4, False) and new.pending is None
 
 
-def test_a_job_ends_when_no_member_has_the_state() -> None:
+def test_members_without_the_state_and_ranks_with_different_steps_are_refused() -> None:
     with pytest.raises(HoldfastError, match="everybody who had it died"):
         step_protocol.decide([NEW], 0)
-
-
-def test_ranks_with_different_steps_are_refused() -> None:
     with pytest.raises(Mismatch, match="rank 1 was asked for 20 steps, rank 0 for 10"):
         step_protocol.decide([holder(4, False), step_protocol.Vote(step_protocol.HOLDER, 4, False, 20)], 0)
     stray = [holder(4, False), step_protocol.Vote(step_protocol.NEWCOMER, 0, False, 20)]
@@ -560,18 +557,3 @@ def test_ranks_with_different_steps_are_refused() -> None:
     for behind in (holder(4, False), holder(3, True)):
         with pytest.raises(Mismatch, match="come apart"):
             step_protocol.decide([behind, holder(5, False)], 0)
-
-
-def test_a_recovery_takes_the_longest_time_between_two_commits_until_a_step_is_done_again() -> None:
-    times, (one, two, three) = step_protocol.RecoveryTimes(), (view_of("h", epoch) for epoch in (1, 2, 3))
-    assert [times.commit(now, one, step, True) for step, now in enumerate((0.0, 1.0, 3.0))] == [None] * 3
-    assert times.commit(10.0, two, 3, False) is None, "found out by the rebuild"
-    assert times.commit(14.0, two, 4, True) == RecoveryEnded(step=4, epoch=2, seconds=7.0, usual=1.5)
-    assert times.commit(15.0, two, 5, True) is None
-    assert times.commit(17.0, three, 6, True) == RecoveryEnded(step=6, epoch=3, seconds=2.0, usual=1.0)
-
-
-def test_a_job_that_has_done_one_step_has_no_usual_time() -> None:
-    times = step_protocol.RecoveryTimes()
-    assert times.commit(1.0, view_of("h", 1), 0, True) is None
-    assert times.commit(4.0, view_of("h", 2), 1, True) == RecoveryEnded(step=1, epoch=2, seconds=3.0, usual=None)

@@ -120,9 +120,8 @@ class ModelJob:
             if isinstance(rank.request, FALLIBLE) and rank.epoch in self.over:
                 why = PeerFailed((0,), "it died") if rank.epoch % 2 else Revoked(rank.epoch, "over")
                 found.append(lambda rank=rank, why=why: self._throw(rank, why))
-            if isinstance(rank.request, protocol.CollectVotes) and rank.request.view.epoch in self.over:
-                found.append(lambda rank=rank: self._throw(rank, Revoked(rank.epoch, "over")))
-            if getattr(rank.request, "in_epoch", None) in self.over:
+            votes = isinstance(rank.request, protocol.CollectVotes)
+            if (rank.request.view.epoch if votes else getattr(rank.request, "in_epoch", None)) in self.over:
                 found.append(lambda rank=rank: self._throw(rank, Revoked(rank.epoch, "over")))
         lost = [member.id for member in newest.members if not self.ranks[member.id].active]
         if newest.phase == "running" and (lost or newest.epoch in self.over):
@@ -181,17 +180,13 @@ class ModelJob:
             case protocol.Connect(view):
                 rank.epoch = view.epoch
                 return self._meets(rank, "connect", request.vote)
-            case protocol.TransferState(decision):
-                if self._number(rank) in decision.receivers:
-                    source = self.views[rank.epoch - 1].members[decision.source].id
-                    return source in self._op(rank, "arrived")
-                return self._meets(rank, "arrived")
-            case protocol.ConfirmTransfer():
+            case protocol.TransferState(decision) if self._number(rank) in decision.receivers:
+                source = self.views[rank.epoch - 1].members[decision.source].id
+                return source in self.ops.get((rank.epoch, "arrived"), {})
+            case protocol.TransferState() | protocol.ConfirmTransfer():
                 return self._meets(rank, "arrived")
             case protocol.CollectVotes(view, name, vote):
-                votes = self.ops.setdefault((view.epoch, name), {})
-                votes.setdefault(rank.name, vote)
-                return len(votes) == len(view.members)
+                return self._meets(rank, name, vote, view)
             case protocol.AwaitBarrier():
                 return self._meets(rank, f"barrier {rank.commits.done}")
         return True
@@ -199,15 +194,12 @@ class ModelJob:
     def _number(self, rank: Rank) -> int:
         return self.views[rank.epoch - 1].ranks[rank.name]
 
-    def _op(self, rank: Rank, name: str) -> dict[str, Any]:
-        """What the ranks that have entered an op of the epoch have brought there."""
-        return self.ops.setdefault((rank.epoch, name), {})
-
-    def _meets(self, rank: Rank, name: str, value: Any = None) -> bool:
-        """Enter an op; whether all ranks have."""
-        values = self._op(rank, name)
+    def _meets(self, rank: Rank, name: str, value: Any = None, view: View | None = None) -> bool:
+        """Enter an op of the members of `view`, or over the communicator; whether all have."""
+        view = view or self.views[rank.epoch - 1]
+        values = self.ops.setdefault((view.epoch, name), {})
         values.setdefault(rank.name, value)
-        return len(values) == len(self.views[rank.epoch - 1].members)
+        return len(values) == len(view.members)
 
     def _go_on(self, rank: Rank) -> None:
         """Answer the request of a rank."""
@@ -220,11 +212,8 @@ class ModelJob:
                     self._throw(rank, StaleEpoch("evicted"))
                     return
                 answer = newest
-            case protocol.Connect(view):
-                votes = self._op(rank, "connect")
-                answer = [votes[member.id] for member in view.members]
-            case protocol.CollectVotes(view, name):
-                votes = self.ops[view.epoch, name]
+            case protocol.Connect(view) | protocol.CollectVotes(view):
+                votes = self.ops[view.epoch, getattr(request, "name", "connect")]
                 answer = [votes[member.id] for member in view.members]
             case protocol.TransferState(decision) if self._number(rank) in decision.receivers:
                 source = self.ranks[self.views[rank.epoch - 1].members[decision.source].id]
@@ -575,22 +564,29 @@ def test_the_time_that_a_communicator_took_to_build_is_reported() -> None:
     assert recorded(alone.go_to(protocol.StepBoundary)) == [CommunicatorBuilt(epoch=1, seconds=3.0, rank=1, size=2)]
 
 
-def test_the_first_commit_after_a_change_of_members_reports_how_long_the_job_stood_still() -> None:
-    alone = Alone(view_of(1, ["p0", "p1"]), view_of(2, ["p0", "p2", "p3"]), steps=4)
+def recoveries(steps: int, *epochs: tuple[tuple[float, ...], Any]) -> list[Event]:
+    """The recoveries of a rank that commits at these times in each epoch, until it fails at a request of that kind."""
+    alone = Alone(view_of(1, ["p0", "p1"]), view_of(2, ["p0", "p2", "p3"]), steps=steps)
     passed = []
-    for now in (1.0, 3.0):
-        passed += alone.go_to(protocol.CommitStep)
-        alone.now = now
-        alone.go_on()
-    alone.fail_at(protocol.RunBody)
-    for now in (10.0, 11.0):
-        passed += alone.go_to(protocol.CommitStep)
-        alone.now = now
-        alone.go_on()
-    passed += alone.all_requests()
-    assert [event for event in recorded(passed) if isinstance(event, RecoveryEnded)] == [
-        RecoveryEnded(step=2, epoch=2, seconds=7.0, usual=2.0, joined=2, left=1)
+    for times, fails_at in epochs:
+        for now in times:
+            passed += alone.go_to(protocol.CommitStep)
+            alone.now = now
+            alone.go_on()
+        if fails_at is not None:
+            alone.fail_at(fails_at)
+    return [event for event in recorded([*passed, *alone.all_requests()]) if isinstance(event, RecoveryEnded)]
+
+
+def test_the_first_step_done_after_a_change_of_members_reports_the_longest_time_between_two_commits() -> None:
+    """The rebuild finds out that step 3 is committed; one step gives no usual time."""
+    epochs = ((0.0, 1.0, 3.0), protocol.AwaitBarrier), ((10.0, 14.0, 15.0), protocol.RunBody), ((17.0,), None)
+    assert recoveries(7, *epochs) == [
+        RecoveryEnded(step=4, epoch=2, seconds=7.0, usual=1.5, joined=2, left=1),
+        RecoveryEnded(step=6, epoch=3, seconds=2.0, usual=1.0, left=2),
     ]
+    once = RecoveryEnded(step=1, epoch=2, seconds=3.0, usual=None, joined=2, left=1)
+    assert recoveries(2, ((1.0,), protocol.RunBody), ((4.0,), None)) == [once]
 
 
 def test_only_the_state_that_a_job_is_founded_with_is_transferred_as_such() -> None:
@@ -715,6 +711,7 @@ AGAIN = ["BreakEpoch", "Connect"]
         (0, protocol.StageState, "go_on", ["prepared 0", VOTED, COMMITS, "tells True"], (1, 2)),
         (0, protocol.RunBody, "go_on", [OPEN, *AGAIN, "aborted_step 0", "tells False", "RestoreState"], (0, 3)),
         (0, protocol.AwaitBarrier, "finish_step", [VOTED, COMMITS, *AGAIN, "tells True", "RestoreState"], (1, 3)),
+        (0, protocol.RestoreState, "go_on", [OPEN, *AGAIN, "RestoreState"], (0, 3)),
         (0, protocol.StepBoundary, "go_on", [OPEN], (0, 2)),
         (1, protocol.StepBoundary, "go_on", ["open step: lacks 1, in 2"], (1, 2)),
     ],
@@ -722,7 +719,10 @@ AGAIN = ["BreakEpoch", "Connect"]
 def test_an_open_step_is_committed_in_a_degraded_epoch_or_done_again_over_a_new_communicator(
     done: int, fails_at: Any, on_death: OnDeath, expected: list[str], then: tuple[int, int]
 ) -> None:
-    """A step that all have prepared, or have the results of, is committed; a death between two leaves nothing open."""
+    """A step that all have prepared, or have the results of, is committed; a death between two leaves nothing open.
+
+    After one before all had restored their state, the degraded epoch does not go on.
+    """
     job = structs.replace(JOB, on_death=on_death)
     alone = Alone(structs.replace(FIRST, job=job), degraded(2, job=job))
     for _ in range(done):
@@ -743,13 +743,6 @@ def test_a_degraded_epoch_ends_if_a_member_lacks_the_state() -> None:
     assert len(of_kind(alone.go_to(protocol.RunBody), protocol.BreakEpoch, protocol.Connect)) == 2
 
 
-def test_no_degraded_epoch_goes_on_if_the_death_came_before_all_had_restored_their_state() -> None:
-    alone = Alone(FIRST, degraded(2))
-    alone.fail_at(protocol.RestoreState)
-    assert story(alone.go_to(protocol.RunBody)) == [OPEN, *AGAIN, "RestoreState"]
-    assert alone.view.epoch == 3
-
-
 def test_a_member_without_the_communicator_of_the_others_asks_for_a_new_one() -> None:
     new = Alone(degraded(2), spare=True)
     failed = Alone(FIRST, degraded(2))
@@ -760,29 +753,19 @@ def test_a_member_without_the_communicator_of_the_others_asks_for_a_new_one() ->
         assert alone.view.epoch == 3
 
 
-def test_a_degraded_epoch_ends_at_the_next_boundary_once_a_member_asks_for_it() -> None:
+@pytest.mark.parametrize("why", ["a member asks for it", "a checkpoint is due"])
+def test_a_degraded_epoch_ends_at_the_next_boundary(why: str) -> None:
+    asks = why == "a member asks for it"
     alone = Alone(FIRST, degraded(2), steps=4)
-    alone.protocol.wants_rebuild = True  # which is forgotten: this epoch is whole
+    alone.protocol.wants_rebuild = asks  # which is forgotten: this epoch is whole
     alone.fail_at(protocol.AwaitBarrier)
     alone.go_to(protocol.Settled)
     alone.go_on()
-    assert of_kind(alone.go_to(protocol.Settled), protocol.BreakEpoch) == []
-    alone.protocol.wants_rebuild = True
-    passed = alone.go_to(protocol.BreakEpoch)
-    assert of_kind(passed, protocol.RunBody) == []
-    assert "a member asks for it" in str(alone.request)
-    passed = alone.all_requests()
-    assert [request.step for request in of_kind(passed, protocol.RunBody)] == [2, 3]
-    assert len(of_kind(passed, protocol.BreakEpoch)) == 1, "the new epoch is whole"
-
-
-def test_a_degraded_epoch_ends_when_a_checkpoint_is_due() -> None:
-    alone = Alone(FIRST, degraded(2))
-    alone.fail_at(protocol.AwaitBarrier)
-    alone.go_to(protocol.StepBoundary)
-    alone.go_on_with(True)
+    assert of_kind(alone.go_to(protocol.StepBoundary), protocol.BreakEpoch) == []
+    alone.protocol.wants_rebuild = asks
+    alone.go_on_with(not asks)
     assert of_kind(alone.go_to(protocol.BreakEpoch), protocol.RunBody) == []
-    assert "a checkpoint is due" in str(alone.request)
+    assert why in str(alone.request)
     passed = alone.all_requests()
-    assert [request.step for request in of_kind(passed, protocol.RunBody)] == [1]
-    assert len(of_kind(passed, protocol.BreakEpoch)) == 1
+    assert [request.step for request in of_kind(passed, protocol.RunBody)] == [1, 2, 3]
+    assert len(of_kind(passed, protocol.BreakEpoch)) == 1, "the new epoch is whole"
