@@ -53,14 +53,18 @@ BACKENDS = ["ucx", "gloo", "mpi"]
 # -- without faults
 
 
-def test_an_attempt_has_the_number_of_all_shards_of_the_job_in_every_epoch() -> None:
+def test_all_ranks_start_from_the_state_of_the_first_and_know_all_shards_of_the_job_in_every_epoch() -> None:
     def look(session: Session) -> tuple[set[int], set[int]]:
-        seen, sizes = set(), set()
+        seen, sizes, first = set(), set(), 0
+        tally = Tally(total=torch.full((5,), float(os.getpid()), dtype=torch.float64))
+        session.attach("tally", tally)
         for attempt in session.steps(3):
             with attempt:
+                first = first or attempt.comm.all_gather_object(os.getpid())[0]
+                assert tally.total.tolist() == [float(first)] * 5
                 mine = torch.tensor([len(attempt.shards)])
                 attempt.comm.all_reduce(mine)
-                if (attempt.step, attempt.rank, attempt.comm.size) == (1, 1, 2):
+                if (attempt.step, attempt.rank, attempt.comm.size) == (1, 0, 2):
                     os.kill(os.getpid(), signal.SIGKILL)
                 seen |= {attempt.total_shards, int(mine)}
                 sizes.add(attempt.comm.size)
@@ -72,21 +76,6 @@ def test_an_attempt_has_the_number_of_all_shards_of_the_job_in_every_epoch() -> 
         assert ranks.start(look).results() == [({1}, {1})], "without `shards`: the size of the job"
 
 
-def test_all_ranks_start_from_the_state_of_the_first() -> None:
-    def start(session: Session) -> list[float]:
-        mine = Tally(total=torch.full((5,), float(os.getpid()), dtype=torch.float64))
-        session.attach("tally", mine)
-        for attempt in session.steps(1):
-            with attempt:
-                pass
-        return mine.total.tolist()
-
-    with cluster(3) as ranks:
-        job = ranks.start(start)
-        first = job.pid(0)
-        assert job.results() == [[float(first)] * 5] * 3
-
-
 # -- deaths
 
 
@@ -95,7 +84,6 @@ KILLED: list[Any] = [
     ("shm", 3, 1, (0,)),
     ("shm", 4, 1, (2, 1)),
     pytest.param("mpi", 3, 0, (1,), marks=pytest.mark.thorough),
-    *(pytest.param(other, 3, 1, (0,), marks=pytest.mark.thorough) for other in BACKENDS),
 ]
 
 
@@ -223,24 +211,6 @@ def test_a_rank_that_holds_its_interpreter_for_long_is_not_dead() -> None:
     assert len({epoch for done in results for epoch in done}) == 1, "nobody was left out"
 
 
-def test_a_step_is_done_again_if_a_rank_dies_before_an_op_that_the_others_have_issued_and_left() -> None:
-    def leave_it(session: Session) -> list[tuple[int, float]]:
-        sums = []
-        for attempt in session.steps(3):
-            total = torch.ones(1)
-            with attempt:
-                if (attempt.step, attempt.rank, attempt.comm.size) == (1, 2, 3):
-                    time.sleep(0.2)
-                    os.kill(os.getpid(), signal.SIGKILL)
-                attempt.comm.all_reduce(total, async_op=True)
-            if attempt.committed:
-                sums.append((attempt.step, total.item()))
-        return sums
-
-    with cluster(3, min_size=2) as ranks:
-        assert ranks.start(leave_it).results() == [[(0, 3.0), (1, 2.0), (2, 2.0)]] * 2
-
-
 # -- kills at every point of the commit protocol, the rebuild and the transfer
 
 FIRST = "commit.before_prepare:7:2:3"
@@ -282,13 +252,17 @@ def test_the_job_survives_a_kill_at_each_point(fault: str, spares: int, left: in
         assert_exact(job, job.results(), left, 15)
 
 
-@pytest.mark.parametrize("point", ["commit.before_barrier", "commit.after_barrier"])
-def test_the_job_survives_a_kill_on_either_side_of_the_last_barrier(point: str) -> None:
-    with cluster(3, fault=f"{point}:14:1:3") as ranks:
+@pytest.mark.parametrize(
+    "fault", ["commit.before_barrier:14:1", "commit.after_barrier:14:1", "finish.before_propose:15:0"]
+)
+def test_the_job_survives_a_kill_on_either_side_of_the_last_barrier_or_as_its_end_is_declared(fault: str) -> None:
+    results: list[dict[str, Any]] = []
+    with cluster(3, fault=f"{fault}:3") as ranks:
         job = ranks.start(tally_up, 15, 0.002)
-        with suppress(RankDied):  # the job may finish before a member notices the death of rank 1
-            job.results()
+        with suppress(RankDied):  # the job may finish before a member notices the death
+            results = job.results()
         events = job.events()
+    assert all(result["total"] == expected(15) for result in results)
     done = [event["process"] for event in events if event["kind"] == "finished"]
     assert len(done) == 2
     for process in done:
@@ -353,14 +327,6 @@ def test_a_spare_that_is_promoted_after_the_last_step_gets_the_state_before_the_
         assert job.results() == [(rank, 15, list(range(15))) for rank in range(3)]
 
 
-def test_the_job_survives_a_kill_of_the_rank_that_declares_it_finished() -> None:
-    with cluster(3, fault="finish.before_propose:15:0:3") as ranks:
-        job = ranks.start(tally_up, 15, 0.002)
-        results = job.results()
-        assert [(each["steps"], each["total"]) for each in results] == [(list(range(15)), expected(15))] * 2
-        assert_invariants(job.events())
-
-
 def test_a_connection_that_is_reset_in_a_rebuild_costs_no_member() -> None:
     """Rank 2 sends its address to the first member; that connection is reset, and a new one takes it again."""
 
@@ -414,25 +380,6 @@ def test_a_spare_without_members_ends_with_the_reason() -> None:
 
 
 # -- errors without a death
-
-
-def test_an_error_caught_around_an_attempt_ends_that_rank_before_it_repeats_the_step() -> None:
-    """Its op would be matched with the op of the commit, in which the others wait already."""
-
-    def go_on_regardless(session: Session) -> int:
-        for attempt in session.steps(5):
-            with suppress(KeyError), attempt:
-                attempt.comm.barrier()
-                if attempt.step == 2 and attempt.rank == 1:
-                    raise KeyError("a bug of the user")
-        return session.step
-
-    with cluster(2) as ranks:
-        job = ranks.start(go_on_regardless)
-        assert job.results() == [5]
-        (left,) = [event["error"] for event in job.events() if event["kind"] == "error"]
-        assert_invariants(job.events())
-    assert "step 2 ended here in an error that was caught outside of `with attempt:`" in left
 
 
 def test_a_rank_that_holds_up_an_op_past_its_timeout_is_ended_and_the_others_continue() -> None:
@@ -551,16 +498,15 @@ def test_a_memory_or_tcp_register_lives_from_the_making_of_a_session_on(tmp_path
 # -- large jobs
 
 
-@pytest.mark.parametrize("spares", [0, 1])
-def test_the_first_of_many_ranks_dies_and_the_others_learn_of_the_next_view(spares: int) -> None:
+def test_the_first_of_many_ranks_dies_and_the_others_and_a_spare_learn_of_the_next_view() -> None:
     """With HOLDFAST_MESH=2 five ranks are many: each reports to its neighbours only."""
     environ = {"HOLDFAST_MESH": "2", "HOLDFAST_FAULT": "commit.before_barrier:9:0:5"}
     options = {"timeouts": QUICK, "shards": SHARDS}
-    with LocalCluster(5, spares=spares, environ=environ, session=options) as ranks:
+    with LocalCluster(5, spares=1, environ=environ, session=options) as ranks:
         job = start_with_spares(ranks, tally_up)
-        assert_exact(job, job.results(), 4 + spares)
+        assert_exact(job, job.results(), 5)
         installed = [event["epoch"] for event in job.events() if event["kind"] == "installed"]
-    assert installed.count(max(installed)) == 4 + spares
+    assert installed.count(max(installed)) == 5
 
 
 # -- a rank dies between dispatch and combine: the living commit the step in its epoch, go on, and rebuild when asked
