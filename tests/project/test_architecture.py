@@ -12,7 +12,7 @@ import sys
 import tomllib
 import venv
 import zipfile
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -67,6 +67,9 @@ DATA_ONLY = {"holdfast.comms.errors", "holdfast.comms.quantities", "holdfast.com
 """What it may import from outside its package: errors, accepted numbers, and the type `Peer`."""
 
 LONGEST = 800
+
+MOST = 15
+"""The limit of modules in a folder, besides `__init__.py`."""
 
 WIDEST = 110
 """Columns of a line of C."""
@@ -160,10 +163,13 @@ def test_the_membership_core_does_no_io() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_files_stay_small() -> None:
+def test_files_and_folders_stay_small() -> None:
     lengths = {path: len((ROOT / path).read_text().splitlines()) for path in modules()}
     long = [f"{path}: {length} lines" for path, length in lengths.items() if length > LONGEST]
     assert not long, f"more than {LONGEST} lines; split by idea: " + ", ".join(long)
+    folders = Counter(path.parent for path in modules() if path.name != "__init__.py")
+    crowded = [f"{folder}: {count} modules" for folder, count in folders.items() if count > MOST]
+    assert not crowded, f"more than {MOST}: {', '.join(crowded)}"
 
 
 def test_c_has_short_lines_and_functions_apart_from_declarations() -> None:
@@ -193,7 +199,7 @@ TEXT_IMPORT = re.compile(
 def test_programs_that_no_type_checker_reads_import_names_that_exist() -> None:
     """Texts, and the examples; the tests that start them may run in the second tier alone."""
     files = [*modules(), *(path.relative_to(ROOT) for path in TESTS.rglob("*.py"))]
-    homes = {"support" if path == Path("tests/support/__init__.py") else _dotted(path): path for path in files}
+    homes = {module_name(path).removeprefix("holdfast.tests."): path for path in files}
     programs = [(str(path.relative_to(ROOT)), path.read_text()) for path in (ROOT / "examples").rglob("*.py")]
     programs += [
         (f"{path}:{node.lineno}", node.value)
@@ -210,11 +216,6 @@ def test_programs_that_no_type_checker_reads_import_names_that_exist() -> None:
             missing = [name for name in names if name not in known and f"{found[1]}.{name}" not in homes]
             wrong += [f"{place}: {found[1]} has no {name}" for name in missing]
     assert not wrong, "\n".join(wrong)
-
-
-def _dotted(path: Path) -> str:
-    """The name that programs import a file by."""
-    return module_name(path).removeprefix("holdfast.tests.") if path.parts[0] == "tests" else module_name(path)
 
 
 def _bound(tree: ast.Module) -> set[str]:
@@ -379,7 +380,7 @@ def test_an_attribute_error_in_a_module_imported_on_demand_is_shown(
     assert isinstance(caught.value.__cause__, AttributeError)
 
 
-# -- the order of the modules within each package: imports run down, in no circle, and no folder is crowded
+# -- the order of the modules within each package: imports run down, in no circle
 
 
 LAYERS = {
@@ -474,9 +475,6 @@ LAYERS = {
 }
 """From the ground up: a module or folder imports only from its own line and from those above it."""
 
-MOST = 15
-"""The limit of modules in a folder, besides `__init__.py` and one more."""
-
 
 @cache
 def graph() -> Mapping[str, set[str]]:
@@ -495,6 +493,8 @@ def graph() -> Mapping[str, set[str]]:
 @pytest.mark.parametrize("package", LAYERS)
 def test_imports_run_down(package: str) -> None:
     levels = {name: level for level, line in enumerate(LAYERS[package].strip().splitlines()) for name in line.split()}
+    there = {path.with_suffix("").name for path in (ROOT / package).iterdir() if path.is_dir() or path.suffix == ".py"}
+    assert levels.keys() <= there, "LAYERS names what does not exist"
     wrong = []
     for module, others in graph().items():
         here = module.split(".")
@@ -508,30 +508,12 @@ def test_imports_run_down(package: str) -> None:
     assert not wrong, "\n".join(sorted(wrong))
 
 
-def test_the_layers_name_existing_modules_only() -> None:
-    gone = [
-        f"{package}/{name}"
-        for package, lines in LAYERS.items()
-        for name in lines.split()
-        if not (ROOT / package / name).is_dir() and not (ROOT / package / f"{name}.py").is_file()
-    ]
-    assert not gone
-
-
 def test_no_modules_import_each_other_in_a_circle() -> None:
     """Imports within functions count: two modules in a circle are one module, or three."""
     try:
         TopologicalSorter(graph()).prepare()
     except CycleError as error:
         pytest.fail(" imports ".join(reversed(error.args[1])))
-
-
-def test_no_folder_is_crowded() -> None:
-    folders: dict[Path, int] = defaultdict(int)
-    for path in modules():
-        folders[path.parent] += path.name != "__init__.py"
-    crowded = [f"{folder}: {count} modules" for folder, count in folders.items() if count > MOST]
-    assert not crowded, f"more than {MOST}: {', '.join(crowded)}"
 
 
 # -- what no line may have, who owns descriptors, who bounds strangers

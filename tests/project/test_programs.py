@@ -145,7 +145,7 @@ def test_hierarchical_collectives_are_measured_beside_flat_ones() -> None:
     assert all(cost["speed"] > 0 for cost in bench["costs"])
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 5])
+@pytest.mark.parametrize("ranks", [4, 5])
 def test_traffic_is_that_of_the_algorithms(ranks: int) -> None:
     asked = f"--ranks {ranks} --sizes {4096 * ranks} --traffic all_to_all all_gather broadcast"
     sent = {op: sizes[str(4096 * ranks)] for op, sizes in json.loads(run("quantised", *asked.split())).items()}

@@ -228,17 +228,8 @@ def test_a_property_takes_its_number_of_examples_from_the_tier() -> None:
 
 # -- limits of time
 
-CLOCKS = {"monotonic", "perf_counter", "time", "monotonic_ns", "perf_counter_ns"}
-
-
-def is_clock(node: ast.AST) -> bool:
-    """Whether it reads a clock: `time.monotonic()`, or the time of an event or an outcome."""
-    match node:
-        case ast.Call(func=ast.Attribute(value=ast.Name("time"), attr=name), args=[]):
-            return name in CLOCKS
-        case ast.Subscript(slice=ast.Constant("time")) | ast.Attribute(attr="time"):
-            return True
-    return False
+CLOCK = re.compile(r"time\.(monotonic|perf_counter|time)(_ns)?\(\)|.*(\['time'\]|\.time)")
+"""A reading of a clock, or the time of an event or an outcome."""
 
 
 def assigned(function: ast.AST) -> Iterator[tuple[str, ast.expr]]:
@@ -255,31 +246,24 @@ def assigned(function: ast.AST) -> Iterator[tuple[str, ast.expr]]:
 
 def tight(function: ast.AST) -> Iterator[ast.Compare]:
     """The assertions of a function that a time is below a number of seconds that is too small."""
-    starts = {name for name, value in assigned(function) if is_clock(value)}
-
-    def is_time(node: ast.AST) -> bool:
-        return is_clock(node) or (isinstance(node, ast.Name) and node.id in starts)
+    starts = {name for name, value in assigned(function) if CLOCK.fullmatch(ast.unparse(value))}
 
     def is_elapsed(node: ast.AST) -> bool:
-        match node:
-            case ast.BinOp(left=left, op=ast.Sub(), right=right):
-                return any(is_time(each) for side in (left, right) for each in ast.walk(side))
-        return False
+        differences = [each for each in ast.walk(node) if isinstance(each, ast.BinOp) and isinstance(each.op, ast.Sub)]
+        texts = {ast.unparse(part) for each in differences for part in ast.walk(each) if isinstance(part, ast.expr)}
+        return bool(texts & starts) or any(map(CLOCK.fullmatch, texts))
 
-    spans = {name for name, value in assigned(function) if any(map(is_elapsed, ast.walk(value)))}
-    for check in ast.walk(function):
-        if not isinstance(check, ast.Assert):
-            continue
-        for compared in ast.walk(check.test):
-            if isinstance(compared, ast.Compare):
-                sides = [compared.left, *compared.comparators]
-                for less, operator, more in zip(sides, compared.ops, sides[1:], strict=False):
-                    if isinstance(operator, ast.Gt | ast.GtE):
-                        less, more = more, less
-                    match more:
-                        case ast.Constant(value=int() | float() as seconds) if seconds < PATIENCE:
-                            if any(is_elapsed(each) for each in ast.walk(less)) or getattr(less, "id", None) in spans:
-                                yield compared
+    spans = {name for name, value in assigned(function) if is_elapsed(value)}
+    asserts = [node.test for node in ast.walk(function) if isinstance(node, ast.Assert)]
+    for compared in (node for test in asserts for node in ast.walk(test) if isinstance(node, ast.Compare)):
+        sides = [compared.left, *compared.comparators]
+        for less, operator, more in zip(sides, compared.ops, sides[1:], strict=False):
+            if isinstance(operator, ast.Gt | ast.GtE):
+                less, more = more, less
+            match more:
+                case ast.Constant(value=int() | float() as seconds) if seconds < PATIENCE:
+                    if is_elapsed(less) or ast.unparse(less) in spans:
+                        yield compared
 
 
 def test_no_assertion_needs_a_fast_machine() -> None:

@@ -34,7 +34,7 @@ from holdfast.ft.telemetry import event_log
 from holdfast.ft.telemetry.event_log import EventLog
 from holdfast.harness import LocalCluster
 from support.comms.meeting import alone
-from support.programs.forked_programs import run_python
+from support.programs.forked_programs import run_forked
 from support.views import member
 from support.waiting import PATIENCE
 
@@ -376,7 +376,8 @@ def test_a_log_that_nobody_closes_is_written_at_the_end_of_its_process(tmp_path:
         "from holdfast.ft.events import StepsFinished; from holdfast.ft.telemetry.event_log import EventLog; "
         f"EventLog('p1', {str(tmp_path)!r}).emit(StepsFinished(step=0))"
     )
-    run_python("-c", text)
+    done = run_forked(text, ["program.py"])
+    assert done.returncode == 0, done.stderr
     assert [line["kind"] for line in lines_of(tmp_path / "p1.jsonl")] == ["finished"]
 
 
