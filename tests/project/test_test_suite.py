@@ -12,6 +12,7 @@ import ast
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,7 +25,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.ft.launch.held_directory import MARKER
-from support.leaks import Snapshot, shared_memory
+from support.leaks import Snapshot, restore_signals, shared_memory
+from support.programs.forked_programs import run_python
 from support.source_tree import ROOT, TESTS, parsed
 from support.waiting import PATIENCE, PROGRAM_SECONDS, next_line
 
@@ -170,11 +172,13 @@ IGNORED = "print(next(line for line in open('/proc/self/status') if line.startsw
 
 def test_children_of_tests_in_the_background_start_with_default_dispositions() -> None:
     """A shell ignores SIGINT for its background jobs (`make test &`); children must not inherit that."""
-    start = f"subprocess.run([sys.executable, '-c', {IGNORED!r}])"
-    body = f"import subprocess, sys; from support.leaks import restore_signals; restore_signals(); {start}"
-    command = ["sh", "-c", "trap '' INT QUIT HUP; exec \"$@\"", "sh", sys.executable, "-c", body]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=TESTS, timeout=PROGRAM_SECONDS, check=True)
-    ignored = int(done.stdout, 16)
+    before = {each: signal.signal(each, signal.SIG_IGN) for each in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)}
+    try:
+        restore_signals()
+        ignored = int(run_python("-c", IGNORED), 16)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     assert not ignored & (1 << 1 | 1 << 2 | 1 << 0), "SIGINT is 2, SIGQUIT 3, SIGHUP 1"
 
 
@@ -219,7 +223,7 @@ def test_a_property_takes_its_number_of_examples_from_the_tier() -> None:
         f"{path}:{call.lineno}: leave out {keyword.arg}"
         for path in FILES
         for call in ast.walk(parsed(path))
-        if isinstance(call, ast.Call) and ast.unparse(call.func).rpartition(".")[2] == "settings"
+        if isinstance(call, ast.Call) and getattr(call.func, "attr", getattr(call.func, "id", "")) == "settings"
         for keyword in call.keywords
         if (keyword.arg == "max_examples" and ast.literal_eval(keyword.value) >= FEWEST) or keyword.arg == "deadline"
     ]
@@ -281,9 +285,11 @@ def hurried(tree: ast.AST) -> Iterator[ast.Call]:
     """The calls that run a program, or wait for its end, with a number of seconds that is too small."""
     for call in ast.walk(tree):
         if isinstance(call, ast.Call):
-            waits = re.search(r"^subprocess\.(run|check_\w+)$|\bcommunicate$|^call_in_fork$", ast.unparse(call.func))
             limit = next((each.value for each in call.keywords if each.arg == "timeout"), None)
-            if waits and isinstance(limit, ast.Constant) and limit.value < PROGRAM_SECONDS:
+            short = isinstance(limit, ast.Constant) and limit.value < PROGRAM_SECONDS
+            if short and re.search(
+                r"^subprocess\.(run|check_\w+)$|\bcommunicate$|^call_in_fork$", ast.unparse(call.func)
+            ):
                 yield call
 
 

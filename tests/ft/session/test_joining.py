@@ -330,7 +330,7 @@ def test_a_source_that_dies_during_the_transfer_is_replaced_without_a_restart() 
     assert 3 <= max(read) <= BLOCKS + 4, "no block but those under way was read twice"
 
 
-# -- what of a state arrives, and what is refused
+# -- what of a state arrives: tensors, plain data, numbers of numpy; and what is refused
 
 
 class Attachable:
@@ -352,9 +352,6 @@ def journey(state: Any) -> Any:
     return transfer.unpack(transfer.PackedState(packed.description, packed.pieces, [c.clone() for c in packed.chunks]))[
         "thing"
     ]
-
-
-# -- the state of newcomers: tensors
 
 
 @given(st.lists(st.tuples(st.sampled_from(["uint8", "float32", "float64", "bool"]), st.integers(0, 40)), max_size=8))
@@ -381,8 +378,6 @@ def test_tensors_of_odd_layouts_arrive_with_their_values() -> None:
     assert torch.equal(received["negative"], torch.tensor([-2.0, 1.0]))
 
 
-# -- plain data
-
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
     lambda inner: (
@@ -407,8 +402,6 @@ def test_a_frozen_set_arrives_frozen_also_as_a_key_and_in_a_set() -> None:
     assert received == {"groups": {pair: 3}, "seen": {pair}, "alone": pair, "open": {1}}
     assert (type(received["alone"]), type(received["open"])) == (frozenset, set)
 
-
-# -- numbers of numpy
 
 numbers = (
     arrays.boolean_dtypes()

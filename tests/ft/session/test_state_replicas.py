@@ -321,7 +321,8 @@ def train(
 
 @pytest.fixture(scope="module", autouse=True)
 def preloaded() -> None:
-    zygote().preload("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.checkpoint")
+    modules = "distributed.fsdp", "distributed.tensor.parallel", "distributed.checkpoint"
+    zygote().preload(*(f"torch.{module}" for module in modules), "torch._dynamo")  # each optimizer imports the last
 
 
 cluster = partial(tally.cluster, timeouts=QUICK, shards=SHARDS)
