@@ -373,8 +373,10 @@ def test_a_listener_that_hangs_delays_no_file_and_the_end_only_for_a_bounded_tim
 
 def test_a_log_that_nobody_closes_is_written_at_the_end_of_its_process(tmp_path: Path) -> None:
     text = (
-        "from holdfast.ft.events import StepsFinished; from holdfast.ft.telemetry.event_log import EventLog; "
-        f"EventLog('p1', {str(tmp_path)!r}).emit(StepsFinished(step=0))"
+        "import time\nfrom holdfast.ft.events import StepsFinished\n"
+        "from holdfast.ft.telemetry import event_log as log\n"
+        "append = log._append; log._append = lambda *given: (time.sleep(0.2), append(*given))[1]; "
+        f"log.EventLog('p1', {str(tmp_path)!r}).emit(StepsFinished(step=0))"
     )
     done = run_forked(text, ["program.py"])
     assert done.returncode == 0, done.stderr
