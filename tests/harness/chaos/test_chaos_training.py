@@ -1,24 +1,45 @@
-"""Chaos over reinforcement learning: real kills in every role, a driver that is resumed, and the checks of a run."""
+"""Chaos over reinforcement learning: real kills in every role, and a driver that is resumed; `holdfast demo`."""
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import signal
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import msgspec
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.ft.faultpoints import Arrival
 from holdfast.harness.chaos.outcome import training
-from holdfast.harness.chaos.outcome.record import ChaosRun
+from holdfast.harness.chaos.outcome.record import ChaosRun, load_report
 from holdfast.harness.chaos.run.scenario_run import fits
 from holdfast.harness.chaos.run.scenario_runner import ScenarioRunner
 from holdfast.harness.chaos.run.training_processes import TrainingRecord
-from holdfast.harness.chaos.scenario import BadScenario, find_scenario, parse, scenario_names, schedule
+from holdfast.harness.chaos.scenario import (
+    BadScenario,
+    find_scenario,
+    parse,
+    scenario_names,
+    scenario_path,
+    schedule,
+    text_of,
+)
+from holdfast.harness.testbed import netns
 from holdfast.rl.config.toml import parse_config
 from holdfast.rl.run.run_events import EpisodeFailed, Event, RunResumed, StepTrained, WeightsServed
+from support.programs.forked_programs import run_python, said
+from support.waiting import PROGRAM_SECONDS, becomes_true
 
+pytestmark = pytest.mark.timeout(400)
 STEPS = 16
 RUN = f"""
 title = "reinforcement learning"
@@ -90,7 +111,6 @@ def played(runner: ScenarioRunner, faults: str) -> ChaosRun:
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(400)
 def test_a_run_outlives_faults_in_every_role_and_ends_with_the_same_bits(runner: ScenarioRunner) -> None:
     run = played(runner, IN_EVERY_ROLE)
     assert run.passed, run.failures
@@ -109,7 +129,6 @@ def test_a_run_outlives_faults_in_every_role_and_ends_with_the_same_bits(runner:
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(400)
 def test_a_driver_that_is_killed_is_resumed(runner: ScenarioRunner) -> None:
     run = played(runner, OF_THE_DRIVER)
     assert run.passed, run.failures
@@ -132,7 +151,7 @@ def record(drivers: tuple[tuple[Event, ...], ...], left: tuple[str, ...] = ()) -
     return TrainingRecord(config=config, drivers=drivers, groups=(), left=left)
 
 
-def step(number: int, prompts: tuple[int, ...] | None = None, behind: int = 0) -> StepTrained:
+def step(number: int, behind: int = 0) -> StepTrained:
     return StepTrained(
         time=float(number),
         step=number,
@@ -143,7 +162,7 @@ def step(number: int, prompts: tuple[int, ...] | None = None, behind: int = 0) -
         staleness=(behind,) * 4,
         epoch=1,
         size=2,
-        prompts=tuple(range(4 * number, 4 * number + 4)) if prompts is None else prompts,
+        prompts=tuple(range(4 * number, 4 * number + 4)),
     )
 
 
@@ -219,24 +238,32 @@ def test_a_recovery_that_takes_too_long_is_seen() -> None:
 # -- scenarios of this kind
 
 
+ALL, HOSTS = RUN + IN_EVERY_ROLE, text_of(scenario_path("rl-host-lost"))
+
+
 @pytest.mark.parametrize(
-    ("change", "line", "words"),
+    ("text", "change", "line", "words"),
     [
-        (("steps = 16", "step = 16"), 7, "workload.run.step: no such field; did you mean 'steps'?"),
-        (("groups = 8", "groups = 0"), 13, "workload.run.algorithm.groups: 0 is not allowed"),
-        (('"synchronous"', '"asynchronous"'), 44, 'only the loop of workload.run.algorithm.mode = "synchronous"'),
-        (('kind = "rl"', 'kind = "rl"\nsteps = 3'), 6, "workload.steps: no such field; did you mean"),
-        (('"local"\n', '"local"\n[job]\nranks = 2\n'), 26, "its processes in workload.run"),
-        (("train.in_reduction", "train.somewhere"), 27, "no point 'train.somewhere'"),
-        (('who = "holder"', 'who = "reader"'), 36, "there are driver, trainer, spare, generator, holder"),
+        (ALL, ("steps = 16", "step = 16"), 7, "workload.run.step: no such field; did you mean 'steps'?"),
+        (ALL, ("groups = 8", "groups = 0"), 13, "workload.run.algorithm.groups: 0 is not allowed"),
+        (ALL, ('"synchronous"', '"asynchronous"'), 44, 'only the loop of workload.run.algorithm.mode = "synchronous"'),
+        (ALL, ('kind = "rl"', 'kind = "rl"\nsteps = 3'), 6, "workload.steps: no such field; did you mean"),
+        (ALL, ('"local"\n', '"local"\n[job]\nranks = 2\n'), 26, "its processes in workload.run"),
+        (ALL, ("train.in_reduction", "train.somewhere"), 27, "no point 'train.somewhere'"),
+        (ALL, ('"holder"', '"reader"'), 36, "there are driver, trainer, spare, generator, holder"),
+        (HOSTS, ("hosts = 3\n", ""), 41, "host-lost needs job.hosts"),
+        (HOSTS, ('"host-lost"', '"host-lost"\nhost = 3'), 42, "host = 3: there are hosts 0 to 2"),
+        (HOSTS, ('"host-lost"', '"host-lost"\nhost = 0'), 42, "host = 0: the driver is there"),
+        (HOSTS, ('backend = "ucx"', 'backend = "shm"'), 30, "workload.run.trainer.backend: shm is memory of one host"),
+        (HOSTS, ("silence = 3.0", 'kind = "local"'), 39, "workload.run.engine.hosts: the local engine"),
     ],
 )
 def test_what_a_scenario_of_this_kind_cannot_have_is_refused_with_its_line(
-    change: tuple[str, str], line: int, words: str
+    text: str, change: tuple[str, str], line: int, words: str
 ) -> None:
-    text = (RUN + IN_EVERY_ROLE).replace(*change)
+    assert change[0] in text
     with pytest.raises(BadScenario) as refused:
-        parse(text, "test", "test.toml")
+        parse(text.replace(*change), "test", "test.toml")
     assert words in str(refused.value)
     assert refused.value.line == line
 
@@ -258,3 +285,109 @@ def test_the_library_breaks_every_role() -> None:
     points = {fault.at.point for each in scenarios for fault in each.faults}
     assert {"environment", "generator", "holder", "trainer"} <= struck
     assert {"train.in_reduction", "generate.between_tokens", "loop.after_step"} <= points
+
+
+# -- holdfast demo: a run on Monarch recovers from faults in every role, reports them, and ends in order
+
+needs_monarch = pytest.mark.skipif(find_spec("monarch") is None, reason="needs Monarch: pip install 'holdfast[rl]'")
+
+
+def command(*arguments: str) -> list[str]:
+    return ["-m", "holdfast.harness.cli.app", "demo", *arguments]
+
+
+def demonstrated(*arguments: str, folder: Path) -> dict[str, Any]:
+    """What a demo prints that held, with its report in a folder."""
+    asked = command(*arguments, "--json", "--report", str(folder))
+    summary: dict[str, Any] = json.loads(run_python(*asked, timeout=350.0))
+    assert summary["passed"] and summary["violations"] == []
+    return summary
+
+
+@pytest.mark.thorough
+@needs_monarch
+def test_every_role_is_struck_and_recovers_nothing_is_lost_and_the_report_shows_it(tmp_path: Path) -> None:
+    """A short run with all faults."""
+    summary = demonstrated("--steps", "24", "--seed", "3", folder=tmp_path)
+    assert summary["steps"] == 24
+    assert summary["looked"][training.PROMPTS] == 64 * 24
+    struck = [fault["process"].split("-")[0] for fault in summary["faults"]]
+    assert struck == ["trainer", "generator", "environment", "holder", "environment"]
+    assert summary["faults"][-1]["process"].split(", ")[1].startswith("generator-"), "and a generator at the same time"
+    for fault in summary["faults"]:
+        times = list(fault["recovery"].values())
+        assert next(iter(fault["recovery"])) == "detected", fault
+        assert times == sorted(times)
+    page = (tmp_path / "report.html").read_text()
+    assert page.lstrip().lower().startswith("<!doctype html")
+    assert "What was learnt" in page and "Policy tokens a second" in page
+    assert "rl-demo-episodes.html" in page
+    assert "holdfast demo --seed 3 --steps 24" in page
+    assert "class=" in (tmp_path / "rl-demo-episodes.html").read_text()
+    (run,) = load_report(tmp_path).runs
+    assert {life.role for life in run.lives} >= {"driver", "trainer", "generator", "holder", "environment"}
+    assert {span.process for span in run.spans} <= {life.name for life in run.lives}
+
+
+@pytest.mark.thorough
+@needs_monarch
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_demo_leaves_nothing_behind(tmp_path: Path, short: Path, number: int) -> None:
+    environ = {**os.environ, "TMPDIR": str(short)}
+    with subprocess.Popen(
+        [sys.executable, *command("--steps", "100000", "--report", str(tmp_path / "report"))],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environ,
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "ready after" in line:
+                break
+        descendants = [each.pid for each in psutil.Process(process.pid).children(recursive=True)]
+        assert len(descendants) >= 4
+        process.send_signal(number)
+        output = process.stdout.read()
+        assert process.wait(PROGRAM_SECONDS) == (130 if number == signal.SIGINT else 128 + number), output
+    assert becomes_true(lambda: not any(Path(f"/proc/{pid}").exists() for pid in descendants))
+    assert not list(short.glob("holdfast-chaos*"))
+
+
+@pytest.mark.thorough
+@needs_monarch
+@pytest.mark.skipif(netns.missing() is not None, reason=f"network namespaces: {netns.missing()}")
+@pytest.mark.parametrize("backend", ["ucx", "gloo"])
+def test_a_host_of_a_run_is_lost_and_nothing_with_it(tmp_path: Path, backend: str) -> None:
+    asked = ("--hosts", "3", "--steps", "12", "--backend", backend)
+    summary = demonstrated(*asked, folder=tmp_path)
+    assert summary["steps"] == 12
+    assert summary["looked"][training.STEPS] == 12 and summary["looked"][training.PROMPTS] == 32 * 12
+    assert summary["looked"][training.VERSIONS] > 12 and summary["looked"][training.COPIES] > 0
+    (run,) = load_report(tmp_path).runs
+    assert run.backend == backend
+    (loss,) = run.host_losses
+    assert {name.split("-")[0] for name in loss.processes} == {"trainer", "generator", "holder"}
+    assert loss.step is not None and loss.answer is not None and loss.copies is not None, loss
+    gone = {life.name for life in run.lives if life.fate == "killed"}
+    assert gone == set(loss.processes)
+    page = (tmp_path / "report.html").read_text()
+    assert "Host lost to next step" in page and "holdfast demo --seed 0 --steps 12 --hosts 3" in page
+
+
+@needs_monarch
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--steps", "0"), "steps"),
+        (("--hosts", "3"), "it takes root"),
+        (("--backend", "gloo"), "--backend is for several hosts"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(
+    arguments: tuple[str, ...], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    done = said("demo", "--report", tmp_path, *arguments)
+    assert done.exit_code == 2 and words in done.stderr, done.output
+    assert not (tmp_path / "run.json").exists()
