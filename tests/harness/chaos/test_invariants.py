@@ -39,6 +39,9 @@ class Run:
                 self.add(member, kind, step=step, epoch=epoch, **more)
         return self
 
+    def commit(self, process: str, step: int, **fields: Any) -> Run:
+        return self.add(process, "committed", **{"step": step, "epoch": 2, "how": "normal", **fields})
+
     def wait(self, seconds: float) -> Run:
         self.now += seconds
         return self
@@ -56,7 +59,7 @@ def good_run() -> Run:
     run.add("a", "detected", members=["c"], evidence="exited")
     run.add("a", "revoked", epoch=1, reason="c is gone").add("b", "revoked", epoch=1, reason="c is gone")
     run.add("a", "proposed", epoch=2).install(2, "a", "b", "d")
-    run.add("a", "committed", step=3, epoch=1, how="recovered").add("b", "committed", step=3, epoch=1, how="recovered")
+    run.commit("a", 3, epoch=1, how="recovered").commit("b", 3, epoch=1, how="recovered")
     run.add("d", "synced", step=3, epoch=2, source=0).step(4, 2, "a", "b", "d")
     run.add("a", "published", version=4).add("d", "fetched", version=4).add("a", "retired", version=2)
     for member in "abd":
@@ -112,7 +115,7 @@ def _split(run: Run, *order: str) -> None:
     for part in order:
         match part:
             case "late":
-                run.add("d", "committed", step=5, epoch=2, how="normal")
+                run.commit("d", 5)
             case "abort":
                 run.add("a", "aborted_step", step=5, epoch=2).add("b", "aborted_step", step=5, epoch=2)
             case "redo":
@@ -135,9 +138,7 @@ BREAKING: dict[str, dict[str, Callable[[Run], object]]] = {
         "step in an old epoch": lambda run: run.install(3, "a", "b", "d").add("a", "attempt", step=5, epoch=2),
     },
     "no effect of a revoked epoch": {
-        "commit after revoke": lambda run: run.add("a", "revoked", epoch=2).add(
-            "a", "committed", step=5, epoch=2, how="normal"
-        ),
+        "commit after revoke": lambda run: run.add("a", "revoked", epoch=2).commit("a", 5),
         "prepare after revoke": lambda run: run.add("a", "revoked", epoch=2).add("a", "prepared", step=5, epoch=2),
     },
     "ops end by their deadline": {
@@ -151,22 +152,18 @@ BREAKING: dict[str, dict[str, Callable[[Run], object]]] = {
         ),
     },
     "equal bits": {
-        "other bits": lambda run: [
-            run.add(each, "committed", step=5, epoch=2, how="normal", digest=each) for each in "ab"
-        ],
+        "other bits": lambda run: run.commit("a", 5, digest="a").commit("b", 5, digest="b"),
     },
     "no evicted rank commits": {
-        "evicted one commits": lambda run: run.add("c", "committed", step=5, epoch=1, how="normal"),
+        "evicted one commits": lambda run: run.commit("c", 5, epoch=1),
         "then the others abort": lambda run: _split(run, "late", "abort", "redo"),
         "after the others have aborted": lambda run: _split(run, "abort", "late", "redo"),
         "after the others have done it again": lambda run: _split(run, "abort", "redo", "late"),
     },
     "committed steps are kept": {
-        "step twice": lambda run: run.add("a", "committed", step=4, epoch=2, how="normal"),
-        "step lost": lambda run: run.add("a", "committed", step=6, epoch=2, how="normal"),
-        "behind at the end": lambda run: (
-            run.add("a", "committed", step=5, epoch=2, how="normal").add("a", "finished").add("b", "finished")
-        ),
+        "step twice": lambda run: run.commit("a", 4),
+        "step lost": lambda run: run.commit("a", 6),
+        "behind at the end": lambda run: run.commit("a", 5).add("a", "finished").add("b", "finished"),
         "synced back": lambda run: run.add("a", "synced", step=2, epoch=2, source=1),
     },
     "progress resumes": {
@@ -262,9 +259,7 @@ def test_a_version_may_be_retired_while_it_is_being_fetched_and_its_number_be_pu
 
 
 def test_a_member_that_missed_a_rollback_may_take_over_an_older_state() -> None:
-    run = (
-        Run().add("a", "committed", step=5, epoch=3, how="normal").add("b", "committed", step=5, epoch=3, how="normal")
-    )
+    run = Run().commit("a", 5, epoch=3).commit("b", 5, epoch=3)
     run.add("a", "restored", step=3, epoch=4, source="checkpoint").add("b", "synced", step=3, epoch=5, source=0)
     assert "committed steps are kept" not in names(check(run.events))
 
@@ -290,13 +285,10 @@ def test_a_stopped_process_may_miss_its_deadline() -> None:
     assert "ops end by their deadline" not in names(check(run.events))
 
 
-def test_a_deadline_may_be_overrun_by_the_slack() -> None:
+def test_a_deadline_may_be_overrun_by_the_slack_and_a_log_may_end_before_the_bound_of_progress() -> None:
     run = good_run().add("a", "op", op="barrier", seq=9, epoch=2, seconds=5.4, timeout=5.0)
     assert check(run.events, Bounds(slack=0.5)) == []
     assert names(check(run.events, Bounds(slack=0.1))) == {"ops end by their deadline"}
-
-
-def test_a_log_that_ends_before_the_bound_says_nothing_about_progress() -> None:
     run = good_run().add("harness", "fault", what="kill", target="b").wait(5).add("a", "revoked", epoch=2)
     assert check(run.events, Bounds(progress=10.0)) == []
 
@@ -308,7 +300,7 @@ def test_a_job_that_starts_from_a_checkpoint_need_not_begin_with_step_one() -> N
 
 def test_violations_are_reported_with_the_event_that_shows_them() -> None:
     """A simulator can read the violations after every event."""
-    run = good_run().add("a", "committed", step=4, epoch=2, how="normal")
+    run = good_run().commit("a", 4)
     commits = next(checker for checker in CHECKERS if checker.name == "committed steps are kept")(Bounds())
     for event in run.events[:-1]:
         commits.observe(event)
@@ -323,22 +315,18 @@ def _line(time: float, process: str, kind: str, **fields: object) -> str:
     return json.dumps({"time": time, "process": process, "pid": 1, "kind": kind, **fields}) + "\n"
 
 
-def test_logs_of_all_processes_are_merged_by_time_and_those_of_one_keep_their_order_at_equal_times(
+def test_logs_are_merged_by_time_without_a_line_cut_off_by_a_kill_and_one_broken_in_the_middle_is_an_error(
     tmp_path: Path,
 ) -> None:
-    (tmp_path / "a.jsonl").write_text(_line(1.0, "a", "joined") + _line(3.0, "a", "finished"))
+    path = tmp_path / "a.jsonl"
+    whole, cut = _line(1.0, "a", "joined") + _line(3.0, "a", "finished"), _line(4.0, "a", "attempt", step=1)[:-20]
+    path.write_text(whole + cut)
     (tmp_path / "b.jsonl").write_text(_line(2.0, "b", "joined", address="h:1"))
     events = read_events(tmp_path, refuse)
     assert [(event.process, event.kind) for event in events] == [("a", "joined"), ("b", "joined"), ("a", "finished")]
     assert events[1].address == "h:1"
     first, second = an_event("attempt", step=1), an_event("prepared", step=1)
-    assert merge([[first, second], []]) == [first, second]
-
-
-def test_a_line_cut_off_by_a_kill_is_left_out_and_one_broken_in_the_middle_is_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text(_line(1.0, "a", "joined") + _line(2.0, "a", "attempt", step=1)[:-20])
-    assert [event.kind for event in read_events(path, refuse)] == ["joined"]
-    path.write_text("nonsense\n" + _line(1.0, "a", "joined"))
+    assert merge([[first, second], []]) == [first, second], "those of one process keep their order at equal times"
+    path.write_text("nonsense\n" + whole)
     with pytest.raises(CorruptData, match=r"a\.jsonl: line 1 is no event"):
         read_events(path, refuse)

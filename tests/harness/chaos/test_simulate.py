@@ -27,9 +27,8 @@ from support.programs.forked_programs import run_python, said, said_as_json
 
 TRACES = """
 import sys
-from holdfast.harness.simulate.draw import draw
+from holdfast.harness.simulate.draw import draw, scenario
 from holdfast.harness.simulate.run import simulate
-from holdfast.harness.simulate.draw import scenario
 for seed in (3, 10, 21):
     print(simulate(draw(seed)).trace)
 print(simulate(scenario("host-loss", 256, 32, 7)).trace)
@@ -43,16 +42,12 @@ def played(schedule: Schedule) -> list[Event]:
     return seen
 
 
-def test_equal_seeds_give_equal_traces_in_other_processes_too() -> None:
-    here = [run(draw(seed)).trace for seed in (3, 10, 21)]
-    here.append(run(scenario("host-loss", 256, 32, 7)).trace)
-    assert len(set(here)) == 4
-    assert run_python("-c", TRACES, environ={**os.environ, "PYTHONHASHSEED": "12345"}).split() == here
-
-
-def test_a_trace_has_one_line_for_each_event() -> None:
+def test_equal_seeds_give_equal_traces_with_a_line_for_each_event_in_other_processes_too() -> None:
     lines: list[str] = []
     outcome = run(draw(3), lines.append)
+    here = [outcome.trace, *(run(draw(seed)).trace for seed in (10, 21)), run(scenario("host-loss", 256, 32, 7)).trace]
+    assert len(set(here)) == 4
+    assert run_python("-c", TRACES, environ={**os.environ, "PYTHONHASHSEED": "12345"}).split() == here
     assert all(line.endswith("\n") for line in lines)
     times = [float(line.split()[0]) for line in lines]
     assert times == sorted(times)
@@ -115,8 +110,9 @@ def test_no_seed_breaks_an_invariant(first: int) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in SCENARIOS if name != "quiet"])
-def test_every_survivor_of_a_thousand_ranks_installs_the_next_view(name: str) -> None:
-    result = run(scenario(name, 1000, 125, 1))
+def test_every_survivor_of_many_ranks_installs_the_next_view(name: str) -> None:
+    ranks = 1000 if name == "rack-loss" else 512  # of more ranks a rack is a smaller share
+    result = run(scenario(name, ranks, ranks // 8, 1))
     assert result.violation is None
     assert result.installed is not None and result.detected is not None
     assert result.detected < 0.5
@@ -295,8 +291,6 @@ def test_faults_at_points_of_the_protocol_are_injected_there() -> None:
     "name",
     [
         "evicted rank returns",
-        "joiners first",
-        "one accuser is enough",
         "commit by a minority",
         "commit by those believed alive",
         "newcomer a step behind",
@@ -370,13 +364,15 @@ def test_the_command_finds_shrinks_and_replays_a_bug(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scenario", ["swarm", "crash"])
-@pytest.mark.parametrize("ranks", [MOST_WITH_STEPS, MOST_WITH_STEPS + 1])
-def test_each_scenario_runs_below_and_above_the_most_ranks_with_steps(ranks: int, scenario: str) -> None:
-    shown = said_as_json("simulate", "--ranks", str(ranks), "--scenario", scenario)
-    if ranks > MOST_WITH_STEPS:
-        assert [run["ranks"] for run in (shown if scenario == "swarm" else [shown])] == [ranks]
-    else:
-        assert shown["schedule"]["layout"]["ranks"] == ranks and shown["outcomes"][0]["steps"] > 0
+@pytest.mark.parametrize("most", [16, pytest.param(MOST_WITH_STEPS, marks=pytest.mark.thorough)])
+def test_jobs_of_more_than_the_most_ranks_with_steps_have_none(
+    most: int, scenario: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("draw", "show"):
+        monkeypatch.setattr(f"holdfast.harness.simulate.{module}.MOST_WITH_STEPS", most)
+    below, above = (said_as_json("simulate", "--ranks", str(n), "--scenario", scenario) for n in (most, most + 1))
+    assert below["schedule"]["layout"]["ranks"] == most and below["outcomes"][0]["steps"] > 0
+    assert [run["ranks"] for run in (above if scenario == "swarm" else [above])] == [most + 1]
 
 
 def test_a_swarm_has_the_ranks_that_it_is_asked_for() -> None:
@@ -430,12 +426,6 @@ def test_costs_are_times_of_the_simulated_protocol() -> None:
     assert slower.commit - slower.view > 0.075  # three survivors share the connecting of four on as many cores
     assert 0.3 < compare.predict("stop", 4, COSTS, seed=0).view < 0.7
     assert 0.3 < compare.predict("host", 4, COSTS, seed=0).view < 0.7
-
-
-def test_one_rank_is_too_few_to_compare() -> None:
-    refused = said("simulate", "--compare", "--ranks", "1")
-    assert refused.exit_code == 2
-    assert "--compare needs 2 ranks or more: one is struck, and others have to go on" in refused.output
 
 
 def test_few_ranks_are_compared_without_the_loss_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
