@@ -122,12 +122,12 @@ REFUSED = {
     "run --logs /dev/null/logs examples/train.py": "Not a directory",
     "run --backend carrier-pigeon examples/train.py": "known are",
     "run -n 0 examples/train.py": "greater than or equal to 1",
-    "run -n many examples/train.py": "should be a valid integer",
     "run --spares -1 examples/train.py": "greater than or equal to 0",
     "conformance --backend telepathy": "unknown",
     "chaos run no-such-scenario": "there are bad-network",
     "chaos run kill-rank --minutes nan": "--minutes",
     "chaos run kill-rank --report /dev/null/report": "/dev/null",
+    "chaos compare before after": "No such file or directory",
     "chaos compare before after --report /dev/null/report": "/dev/null",
     "demo --report /dev/null/report": "/dev/null",
     "gate nosuch": "nosuch is neither a commit",
@@ -135,7 +135,6 @@ REFUSED = {
     "new-plugin shm --directory /dev/null/new": "there is a backend shm already",
     "new-plugin registers --directory /dev/null/new": "there is a plugin registers already",
     "new-plugin Mine --directory /dev/null/new": "'Mine' is no identifier of lower-case letters",
-    "new-plugin 2fast --directory /dev/null/new": "no identifier",
     "new-plugin ../mine --directory /dev/null/new": "no identifier",
     "new-plugin class --directory /dev/null/new": "no identifier",
     "bench copy --plot picture.xyz": "does not say what to write",
@@ -147,7 +146,6 @@ REFUSED = {
     "bench all_reduce --dtype float3": "Usage",
     "bench all_reduce --peer nosuch": "Usage",
     "bench all_reduce --backends=": "--backends '' names nothing: give one or several, such as shm,gloo",
-    "bench all_reduce --backends ,": "--backends ',' names nothing",
     "bench all_reduce --peer=": "--peer '' names nothing: give one or several, such as torch-gloo",
     "bench put --fresh": "Usage",
     "bench recovery --together 4": "Usage",
@@ -156,7 +154,6 @@ REFUSED = {
     "bench store --peers redis": "torchstore, memcpy",
     "bench store --workloads x": "small",
     "bench store --workloads ,": "--workloads ',' names nothing: give one or several, such as",
-    "bench store --peers ,": "--peers ',' names nothing",
     "bench store --size x": "64K",
     "bench store --device tpu": "known: cpu, cuda",
     "rl environment serve chess": "there are arithmetic, guess",
@@ -169,6 +166,7 @@ REFUSED = {
     "simulate --schedule nowhere.json": "No such file or directory",
     "simulate --ranks 4 --hosts 9 --scenario crash": "need 1 <= racks <= hosts <= ranks",
     "simulate --hosts 3": "--hosts needs --ranks",
+    "simulate --compare --ranks 1": "--compare needs 2 ranks or more: one is struck, and others have to go on",
     "simulate --ranks 1000 --shrink": "it takes at most 256 ranks",
     "store ls": "name the store by its register's URL",
     "store ls sqlite:///a sqlite:///b": "one store at a time",
@@ -251,11 +249,10 @@ def test_a_closed_pipe_has_a_status_of_its_own(options: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "command",
-    ["bench barrier --backends nosuch", "bench recovery --backend nosuch --kills 1", "tune --backend nosuch"],
+    "command", ["bench barrier --backends", "bench recovery --kills 1 --backend", "tune --backend"]
 )
 def test_a_backend_that_cannot_run_fails_the_command(command: str) -> None:
-    done = said(*command.split())
+    done = said(*command.split(), "nosuch")
     assert done.exit_code == 1
     assert re.search("nosuch.*(is not available|unknown)|unknown.*nosuch", " ".join(done.output.split()))
 
@@ -276,13 +273,9 @@ def test_backends_says_which_can_run_here_what_a_launcher_can_start_and_which_hi
     assert "float32" in shm["capabilities"]["reduces"]["cpu"]
     assert shm["capabilities"]["one_host"] is True
     assert "threads │ an integer from 1 to 64 │ 2" in " ".join(said("backends", "--hints").stdout.split())
-    assert found["backends"]["gloo"]["hints"]["threads"] == {
-        "type": "int",
-        "values": "an integer from 1 to 64",
-        "default": 2,
-        "per_op": False,
-        "description": "threads of a communicator that move its bytes",
-    }
+    hint = found["backends"]["gloo"]["hints"]["threads"]
+    assert (hint["type"], hint["default"], hint["per_op"]) == ("int", 2, False)
+    assert hint["values"] == "an integer from 1 to 64" and hint["description"]
 
 
 PLUGINS = {
@@ -318,17 +311,9 @@ def test_run_says_that_no_process_joined_where_that_was_asked_for(tmp_path: Path
     """That is no failure: scripts of torch.distributed do not join."""
     done = holdfast("run", "-n", "2", "--min-size", "1", script(tmp_path, "print('I have work of my own')"))
     assert done.returncode == 0
-    assert sorted(line for line in done.stdout.splitlines() if "work" in line) == [
-        "[0] I have work of my own",
-        "[1] I have work of my own",
-    ]
+    lines = sorted(line for line in done.stdout.splitlines() if "work" in line)
+    assert lines == [f"[{n}] I have work of my own" for n in range(2)]
     assert "no process joined the job" in done.stdout
-
-
-def test_run_fails_if_no_process_joins_and_one_fails(tmp_path: Path) -> None:
-    done = holdfast("run", "-n", "2", script(tmp_path, "import os, sys; sys.exit(os.environ['RANK'] == '1')"))
-    assert done.returncode == 1
-    assert "no process joined the job" not in done.stdout and "exit statuses [0, 1]" in done.stdout
 
 
 TORCH_SCRIPT = """
@@ -353,7 +338,9 @@ def test_run_starts_a_script_of_torch_distributed_unchanged(tmp_path: Path, back
     assert "no process joined the job" not in done.stdout
 
 
-def test_run_gives_the_environment_contract_and_arguments_and_shows_how_processes_ended(tmp_path: Path) -> None:
+def test_run_gives_the_environment_contract_and_arguments_and_fails_if_one_of_those_that_do_not_join_does(
+    tmp_path: Path,
+) -> None:
     path = script(
         tmp_path,
         """
@@ -364,7 +351,7 @@ def test_run_gives_the_environment_contract_and_arguments_and_shows_how_processe
         assert os.path.isdir(os.environ["HOLDFAST_LOG_DIR"])
         print("no newline at the end", end="", file=sys.stderr)
         sys.stderr.flush()
-        sys.exit(3)
+        sys.exit(3 if os.environ.get("RANK") == "1" else 0)
         """,
     )
     options = ("-n", "2", "--spares", "1", "--backend", "gloo", "--job", "mine")
@@ -373,7 +360,8 @@ def test_run_gives_the_environment_contract_and_arguments_and_shows_how_processe
     for n in range(3):
         assert f"[{n}] mine gloo 2 ['--lr', '0.1', '-n', '7']" in done.stdout
         assert f"[{n}] no newline at the end" in done.stdout
-        assert f"[{n}] exited with status 3" in done.stdout
+        assert (f"[{n}] exited with status 3" in done.stdout) == (n == 1)
+    assert "no process joined the job" in done.stdout and "exit statuses [0, 3, 0]" in done.stdout
 
 
 # -- run: jobs
@@ -391,19 +379,18 @@ def last_losses(output: str) -> list[str]:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
     """The example as a job in which nothing fails, and the folder of its event logs."""
     logs = tmp_path_factory.mktemp("run") / "events"
-    return holdfast("run", "-n", "2", "--spares", "1", "--logs", logs, EXAMPLE, "--steps", "100"), logs
+    return holdfast("run", "-n", "2", "--logs", logs, EXAMPLE, "--steps", "100"), logs
 
 
 def test_run_runs_a_job(undisturbed: tuple[subprocess.CompletedProcess[str], Path]) -> None:
     done, logs = undisturbed
     assert done.returncode == 0, done.stdout
-    losses = last_losses(done.stdout)
-    assert len(losses) == 2
-    assert len(set(losses)) == 1
-    assert len(list(logs.glob("*.jsonl"))) == 3
+    first, second = last_losses(done.stdout)
+    assert first == second
+    assert len(list(logs.glob("*.jsonl"))) == 2
 
 
-@pytest.mark.parametrize("backend", ["ucx", "mpi"])
+@pytest.mark.parametrize("backend", [pytest.param("ucx", marks=pytest.mark.thorough), "mpi"])
 def test_one_flag_changes_the_transport(
     backend: str, undisturbed: tuple[subprocess.CompletedProcess[str], Path]
 ) -> None:
@@ -444,29 +431,23 @@ def launched(tmp_path: Path, after_the_steps: str, **plan: Any) -> int:
     return launch(LaunchPlan(python_command(path, [str(tmp_path)]), 1, **plan))
 
 
-def test_run_shows_progress_bars_as_lines_obeys_no_escape_sequence_and_fails_if_a_rank_fails_after_the_last_step(
+def test_run_lets_a_rank_end_its_work_after_the_last_step_and_fails_if_it_fails_then_and_shows_no_control_characters(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shown = r"""print("10%\r20%\r30%\n\x1b[2J\x1b[31mred\x1b[0m [/dev/shm]", flush=True)"""
-    assert launched(tmp_path, f"{shown}; import sys; sys.exit(3)") == 1
+    """Progress bars come out as lines."""
+    after_the_steps = r"""
+        import pathlib, sys, time
+        print("10%\r20%\r30%\n\x1b[2J\x1b[31mred\x1b[0m [/dev/shm]", flush=True)
+        time.sleep(1.0)
+        pathlib.Path(sys.argv[1], "model").touch()
+        sys.exit(3)
+    """
+    assert launched(tmp_path, after_the_steps, grace=Grace(at_end=0.2)) == 1
+    assert (tmp_path / "model").exists()
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if "0%" in line] == ["[0] 10%", "[0] 20%", "[0] 30%"]
     assert "[0] \\x1b[2Jred [/dev/shm]" in lines
     assert any("rank 0 exited with status 3" in line for line in lines)
-
-
-def test_run_lets_a_rank_end_its_work_after_the_last_step(tmp_path: Path) -> None:
-    status = launched(
-        tmp_path,
-        """
-        import pathlib, sys, time
-        time.sleep(2.0)
-        pathlib.Path(sys.argv[1], "model").touch()
-        """,
-        grace=Grace(at_end=0.2),
-    )
-    assert status == 0
-    assert (tmp_path / "model").exists()
 
 
 @pytest.mark.parametrize(
@@ -680,7 +661,4 @@ def test_without_extras_a_command_runs_or_says_what_to_install(tmp_path: Path) -
         assert "Traceback" not in output, f"{command}: {output}"
         assert "not installed" not in output or "pip install 'holdfast[" in output, f"{command}: {output}"
     assert not (tmp_path / "figures").exists(), "it is said before anything is measured or written"
-
-
-def test_every_command_is_started() -> None:
-    assert set(COMMANDS.commands) - {"chaos", "rl"} <= {command.split()[0] for command in WITHOUT_EXTRAS}
+    assert COMMANDS.commands.keys() == {command.split()[0] for command in WITHOUT_EXTRAS}
