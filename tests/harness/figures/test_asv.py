@@ -50,13 +50,10 @@ def test_ranks_are_started_once_and_the_clock_shows_what_they_measured() -> None
         ranks.close()
 
 
-def test_asv_skips_benchmarks_that_cannot_run_here() -> None:
+def test_asv_skips_benchmarks_that_cannot_run_here_and_passes_over_their_base() -> None:
+    """It would run each class with a `time_` method that a module has, but takes no abstract ones."""
     with pytest.raises(NotImplementedError, match="nosuch"):
         Ranks().group("holdfast:nosuch", 2)
-
-
-def test_asv_passes_over_the_base_of_benchmarks() -> None:
-    """It would run each class with a `time_` method that a module has, but takes no abstract ones."""
     assert inspect.isabstract(RankTimes)
     assert not inspect.isabstract(Atomics)
 

@@ -56,11 +56,13 @@ def _start(ranks: range, place: workers.Place) -> list[ForkedProcess]:
     return [workers.fork(place, f"adder {rank}", partial(_be, place.folder, rank)) for rank in ranks]
 
 
+adders = partial(workers.WorkerGroup, "adder", 2, partial(_start, range(2)))
+
 # Workers --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_call_runs_in_all_workers_and_its_arguments_are_typed() -> None:
-    with workers.WorkerGroup("adder", 2, partial(_start, range(2))) as group:
+def test_a_call_has_typed_arguments_and_a_failure_of_all_workers_is_told_from_that_of_one() -> None:
+    with adders() as group:
         assert group.call("add", Sum((1, 2)), into=int) == [3, 4]
         assert group.call("add", Sum((1, 2)), 10, into=int) == [30, 31]
         assert group.call("wait", into=str) == ["waited", "waited"]
@@ -68,10 +70,6 @@ def test_a_call_runs_in_all_workers_and_its_arguments_are_typed() -> None:
         group.workers[0].send("add", Sum((5,)))
         assert workers.call(group.workers[1:], "add", Sum((1,)), into=int) == [2], "while the other call goes on"
         assert workers.answers(group.workers[:1], "add", int) == [5]
-
-
-def test_a_failure_of_all_is_told_from_that_of_one_and_from_what_was_not_tried() -> None:
-    with workers.WorkerGroup("adder", 2, partial(_start, range(2))) as group:
         with pytest.raises(NotImplementedError, match="it has no wings"):
             group.call("fly", into=type(None))
         with pytest.raises(workers.OpFailed, match="Expected `object`"):
@@ -83,7 +81,7 @@ def test_a_failure_of_all_is_told_from_that_of_one_and_from_what_was_not_tried()
 
 
 def test_a_worker_that_died_is_named_and_another_takes_its_place_until_the_group_is_ended() -> None:
-    with workers.WorkerGroup("adder", 2, partial(_start, range(2))) as group:
+    with adders() as group:
         with pytest.raises(workers.WorkerFailed, match=r"adder: adder [01] (ended|is gone)"):
             group.call("die", into=type(None))
         new = group.replace(group.workers[0], partial(_start, range(1)))
@@ -157,14 +155,11 @@ class Named(Workload[str]):
         return TimedTurn({"op": [float(number)]}, wrong=0)
 
 
-def test_the_order_of_turns_moves_by_one_each_round() -> None:
+def test_the_order_of_turns_moves_by_one_each_round_or_is_mirrored_so_that_drift_cancels() -> None:
     workload = Named()
     turns = take_turns(workload, {name: name for name in "abc"}, range(3), lambda name, error: None)
     assert "".join(workload.order) == "abc" + "bca" + "cab"
     assert [turn.seconds["op"] for turn in turns["b"]] == [[0.0], [1.0], [2.0]]
-
-
-def test_mirrored_turns_cancel_drift() -> None:
     workload = Named()
     turns = take_turns(workload, {"a": "a", "b": "b"}, range(2), lambda name, error: None, mirrored)
     assert "".join(workload.order) == "abba" + "baab"

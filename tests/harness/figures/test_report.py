@@ -16,15 +16,7 @@ from hypothesis import strategies as st
 
 from holdfast.harness.report.charts import Point, draw_curve, smoothed
 from holdfast.harness.report.lanes import LEAST, LEFT, LONGEST, WIDTH, AxisScale, busy, draw_timeline, window
-from holdfast.harness.report.model import (
-    Curve,
-    FaultRecord,
-    Learning,
-    ProcessRecord,
-    RecoveryStage,
-    RunReport,
-    Span,
-)
+from holdfast.harness.report.model import Curve, FaultRecord, Learning, ProcessRecord, RecoveryStage, RunReport, Span
 from holdfast.harness.report.render import render, write
 from holdfast.harness.training.report import RunFacts, covered, episode_rows, render_episodes, report_of
 from holdfast.rl.data.episode import Group, Prompt
@@ -51,11 +43,16 @@ def texts(picture: ElementTree.Element) -> set[str]:
     return {element.text or "" for element in picture.iter(f"{SVG}text")}
 
 
+def drawn(chart: str) -> ElementTree.Element:
+    [picture] = pictures(f'<div class="chart">{chart}</div>')
+    return picture
+
+
 def test_bars_stay_within_the_axis() -> None:
     """Work that began before the run did, as the first rebuild does, must not cover the names of the lanes."""
     lane = ProcessRecord("a", "rank", 1, -3.0, 99.0, "finished")
     spans = [Span("a", "rebuild", -2.0, -1.0), Span("a", "rebuild", -1.0, 0.2), Span("a", "step", -0.5, 20.0)]
-    [picture] = pictures(f'<div class="chart">{draw_timeline([lane], spans, [], 10.0)}</div>')
+    picture = drawn(draw_timeline([lane], spans, [], 10.0))
     bars = list(picture.iter(f"{SVG}rect"))
     assert len(bars) == 2, "one for the process, one for the rebuild that ended in the picture"
     for bar in bars:
@@ -66,7 +63,7 @@ def test_bars_stay_within_the_axis() -> None:
 def test_rewards_beyond_one_and_below_zero_have_an_axis_of_their_own() -> None:
     for values, ticks in (((0.2, 0.9), {"0%", "100%"}), ((-1.0, 3.0), {"-1", "0", "3"})):
         points = tuple(Point(step, value) for step, value in enumerate(values))
-        [curve] = pictures(f'<div class="chart">{draw_curve(Curve(points, points), ())}</div>')
+        curve = drawn(draw_curve(Curve(points, points), ()))
         assert ticks <= texts(curve)
         height = float(curve.attrib["viewBox"].split()[-1])
         groups = [group for group in curve.iter(f"{SVG}g") if group.find(f"{SVG}title") is not None]
@@ -75,30 +72,20 @@ def test_rewards_beyond_one_and_below_zero_have_an_axis_of_their_own() -> None:
         assert all(0 <= float(dot.attrib["y"]) <= height for dot in dots)
 
 
-def test_names_are_data_and_never_markup() -> None:
+def test_names_are_data_and_never_markup(tmp_path: Path) -> None:
     nasty = '<b onclick="x">&'
-    report = RunReport(
-        title=nasty,
-        good=True,
+    stage = RecoveryStage(nasty, 0.1)
+    report = msgspec.structs.replace(
+        reported(tmp_path, a_run(), title=nasty, configuration=((nasty, nasty),), repeat=(nasty,)),
         outcome=nasty,
         summary=nasty,
-        when="",
-        seconds=1.0,
-        figures=(),
-        learning=Learning(curve=Curve((Point(1, 0.5),), ())),
         lanes=(ProcessRecord(nasty, "trainer", 1, 0.0, 1.0, "killed", nasty),),
         spans=(Span(nasty, "train", 0.1, 0.9, nasty),),
-        faults=(
-            FaultRecord(
-                words=nasty, victims=(nasty,), time=0.5, step=1, stages=(RecoveryStage(nasty, 0.1),), note=nasty
-            ),
-        ),
-        configuration=((nasty, nasty),),
-        repeat=(nasty,),
+        faults=(FaultRecord(words=nasty, victims=(nasty,), time=0.5, step=1, stages=(stage,), note=nasty),),
     )
     page = render(report)
     assert "<b onclick" not in page
-    assert len(pictures(page)) == 3
+    assert len(pictures(page)) == 6
 
 
 # What the pictures compute ---------------------------------------------------------------------------------------
@@ -175,7 +162,7 @@ def a_run(steps: int = 40) -> list[Event]:
 def reported(folder: Path, events: list[Event], **more: Any) -> RunReport:
     with RunDirectory(folder).open() as directory:
         directory.append(*events)
-    return report_of(folder, title="A run", **more)
+    return report_of(folder, **{"title": "A run", **more})
 
 
 def test_the_report_of_a_run_shows_all_that_its_events_say(tmp_path: Path) -> None:
@@ -247,14 +234,6 @@ def test_without_jinja2_the_error_says_what_to_install(tmp_path: Path, monkeypat
         render(report)
 
 
-def test_steps_after_the_state_that_a_driver_resumed_from_do_not_count_twice() -> None:
-    events = [*(trained(step, step + 1.0) for step in range(10)), RunResumed(time=10.5, step=6)]
-    events += [trained(step, step + 11.0) for step in range(6, 12)]
-    facts = RunFacts.of(events)
-    assert sorted(facts.steps) == list(range(12)) and facts.repeated == 4
-    assert facts.steps[6].time == 17.0
-
-
 def test_a_batch_counts_as_all_of_its_updates(tmp_path: Path) -> None:
     """Its event names the first of them. Here the driver died before it could record the steps 4 and 5."""
     batches = [trained(step, 1.0 + step, updates=2) for step in range(0, 8, 2)]
@@ -270,7 +249,14 @@ def test_a_batch_counts_as_all_of_its_updates(tmp_path: Path) -> None:
     [lost] = (each for each in less.figures if each.label == "Steps lost")
     assert (lost.value, lost.note) == ("2", "of 6 committed")
     assert [fault.step for fault in less.faults] == [4], "the steps that were committed before the loss"
-    assert RunFacts.of([*batches, RunResumed(time=10.0, step=4)]).repeated == 4
+
+
+def test_steps_after_the_state_that_a_driver_resumed_from_do_not_count_twice() -> None:
+    before, after = (range(0, 10, 2), 1.0), (range(6, 12, 2), 11.0)
+    first, again = ([trained(step, step + late, updates=2) for step in steps] for steps, late in (before, after))
+    facts = RunFacts.of([*first, RunResumed(time=10.5, step=6), *again])
+    assert sorted(facts.steps) == list(range(0, 12, 2)) and facts.repeated == 4
+    assert facts.steps[6].time == 17.0
 
 
 def used(time: float, seconds: float) -> ProcessorTime:

@@ -50,21 +50,29 @@ def test_constants_are_measured_once_kept_shown_and_forgotten(cache: Path) -> No
     assert list(cache.rglob("tune-*")) == []
 
 
-def test_all_ranks_use_what_rank_0_measured(cache: Path) -> None:
-    """Rank 1 has a cache of its own here, as it would on another machine."""
+def test_all_ranks_use_what_rank_0_measured_or_fail_as_it_does(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 has a cache of its own here, as it would on another machine. The error names the path, also a long one."""
     tuning.save(tuning.Tuning(links={"ucx/shm": tuning.Measured(1.5, 2.5, "2026-01-01", 0.1)}))
+    broken = cache.joinpath(*["d" * 200] * 8)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(broken))
+    tuning.path().parent.mkdir(parents=True)
+    tuning.path().write_text("{")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache / "elsewhere"))
 
-    def body(comm: Communicator) -> Link:
+    def body(comm: Communicator, of_rank_0: Path) -> Link:
         import os
 
-        os.environ["XDG_CACHE_HOME"] = str(cache / "elsewhere") if comm.rank else str(cache)
+        if comm.rank == 0:
+            os.environ["XDG_CACHE_HOME"] = str(of_rank_0)
         with comm.split([0, 1]) as again:
             link: Link = again._transport._link  # type: ignore[attr-defined]
         return link
 
-    with LocalCluster(2, "ucx") as cluster:
-        first, second = cluster.run(body)
-    assert first == second == Link(1.5, 2.5, "ucx/shm")
+    with LocalCluster(2, "ucx", timeout=20.0) as cluster:
+        assert cluster.run(body, cache) == [Link(1.5, 2.5, "ucx/shm")] * 2
+        outcomes = cluster.outcomes(body, broken)
+    assert all(isinstance(outcome.error, CorruptData) for outcome in outcomes)
+    assert all("holdfast tune --forget" in str(outcome.error) for outcome in outcomes)
 
 
 def test_defaults_hold_where_nothing_was_measured_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -94,14 +102,3 @@ def test_a_broken_cache_is_an_error_that_says_what_to_do(content: bytes) -> None
     shown = said("tune", "--show")
     assert shown.exit_code == 1 and str(file.name) in shown.output.replace("\n", "")
     assert said("tune", "--forget").exit_code == 0 and tuning.load() == tuning.Tuning()
-
-
-def test_a_broken_cache_on_rank_0_is_an_error_on_every_rank(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names the path of the cache, also a long one."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache.joinpath(*["d" * 200] * 8)))
-    tuning.path().parent.mkdir(parents=True)
-    tuning.path().write_text("{")
-    with LocalCluster(2, "ucx", timeout=20.0) as cluster:
-        outcomes = cluster.outcomes(lambda comm: None)
-    assert all(isinstance(outcome.error, CorruptData) for outcome in outcomes)
-    assert all("holdfast tune --forget" in str(outcome.error) for outcome in outcomes)
