@@ -71,11 +71,6 @@ rebuilds = [1, 1]
 """
 
 
-SMALL_STORE = Scenario(
-    name="store", title="a store", summary="", workload=StoreWorkload(versions=2, readers=1, megabytes=0.01)
-)
-
-
 PLAIN = Scenario(name="plain", title="", summary="", workload=AllReduce())
 
 
@@ -139,7 +134,8 @@ def test_a_store_process_that_ends_without_a_fault_fails_the_run(
         return read(*args)
 
     monkeypatch.setitem(BODIES, "reader", reader)
-    (failure,) = chaos_module.run_scenario(SMALL_STORE, compare=False).failures
+    small = StoreWorkload(versions=2, readers=1, megabytes=0.01)
+    (failure,) = chaos_module.run_scenario(msgspec.structs.replace(PLAIN, workload=small), compare=False).failures
     assert failure == "reader-0 exited with status 1, and nobody had struck it"
 
 
@@ -369,16 +365,10 @@ def test_every_stage_belongs_to_the_fault_that_led_to_it() -> None:
     assert second.stages[1].seconds == pytest.approx(0.004)
 
 
-FAILS = """
-def train(session, **arguments):
-    raise ValueError("no such luck")
-"""
-
-
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        (FAILS, ["ValueError: no such luck", "train.py:3"]),
+        ("def train(session):\n    raise ValueError('no luck')\n", ["ValueError: no luck", "train.py:2"]),
         ("import no_such_module\n", ["No module named 'no_such_module'"]),
         ("def train(:\n", ["SyntaxError"]),
         ("def other(session): pass\n", ["has no attribute 'train'"]),
@@ -599,10 +589,6 @@ def train(session: Session, steps: int, attach: bool = True) -> torch.Tensor:
     return weights.weight.detach()
 
 
-PATIENT = {"suspect": 8.0}
-"""A busy machine makes no rank suspect. A killed one is known by its process."""
-
-
 def test_a_users_training_survives_kills_and_a_fast_job_waits_for_them(
     chaos: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -610,7 +596,8 @@ def test_a_users_training_survives_kills_and_a_fast_job_waits_for_them(
     # without the wait the job would be over between two looks
     monkeypatch.setattr("holdfast.harness.chaos.run.scenario_run.LOOK_SECONDS", 0.5)
     kills = (chaos.kill(1, step=10), chaos.kill(1, point="commit.before_prepare", in_step=20), chaos.kill(0, step=37))
-    run = chaos.run(train, 40, ranks=3, spares=1, faults=kills, timeouts=PATIENT).check()
+    patient = {"suspect": 8.0}  # a busy machine makes no rank suspect; a killed one is known by its process
+    run = chaos.run(train, 40, ranks=3, spares=1, faults=kills, timeouts=patient).check()
     looked = {finding.invariant: finding.looked for finding in run.report.findings}
     assert looked["one membership an epoch"] >= 3 + 3 + 2
     assert looked["committed steps are kept"] >= 2 * 40

@@ -112,18 +112,14 @@ def test_characters_that_cannot_be_encoded_are_replaced() -> None:
     assert "caf\\u00e9" in printed()
 
 
-def wide_table() -> FoldingTable:
-    table = FoldingTable("size", "library", "p50", "p99", "min", "busbw GB/s", title="all_reduce, 2 ranks")
-    table.add_row("64 MiB", "shm", "1234.5 us", "12345.6 us", "1200.0 us", "123.456")
-    table.add_row("8 B", "torch-gloo", "35.5 us", "45.6 us", "30.0 us", "0.001")
-    return table
-
-
 @pytest.mark.parametrize("columns", [20, 30, 40, 60, 80])
 def test_a_narrow_terminal_cuts_no_number_and_no_unit(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
+    table = FoldingTable("size", "library", "p50", "p99", "min", "busbw GB/s", title="all_reduce, 2 ranks")
+    table.add_row("64 MiB", "shm", "1234.5 us", "12345.6 us", "1200.0 us", "123.456")
+    table.add_row("8 B", "torch-gloo", "35.5 us", "45.6 us", "30.0 us", "0.001")
     with screen() as printed:
-        console().print(wide_table())
+        console().print(table)
     for value in ("1234.5 us", "12345.6 us", "35.5 us", "123.456", "torch-gloo", "0.001"):
         assert all(word in printed() for word in value.split()), f"{value} in {printed()}"
     assert "\u2026" not in printed()
