@@ -105,25 +105,29 @@ async def test_a_method_that_raises_or_hangs_harms_nothing_else(make_engine: Mak
         assert await counter.call("add") == 1
 
 
-@pytest.mark.parametrize(("how", "words"), [("raise", "no such model"), ("die", "SIGKILL")])
+ANOTHER_PYTHON = {"environ": {"PYTHONPATH": str(TESTS)}, "python": sys.executable}
+
+
+@pytest.mark.parametrize(
+    ("how", "options", "words"),
+    [
+        ("raise", {}, "no such model"),
+        ("die", {}, "SIGKILL"),
+        ("die", ANOTHER_PYTHON, r"SIGKILL; the end of its output:\n(?s:.*)no such device"),
+        ("die", {"python": "/nowhere/python"}, "nowhere"),
+    ],
+)
 async def test_an_actor_that_cannot_be_made_is_an_error_at_its_start(
-    make_engine: MakeEngine, how: str, words: str
+    make_engine: MakeEngine, how: str, options: dict[str, Any], words: str
 ) -> None:
     told: list[str] = []
     async with make_engine() as engine:
         with pytest.raises(errors.ActorStartFailed, match=words):
-            await engine.start("stillborn", Stillborn, how, on_exit=told.append)
+            await engine.start("stillborn", Stillborn, how, on_exit=told.append, **options)
     assert told == []
 
 
-async def test_an_interpreter_that_dies_before_its_actor_is_made_leaves_its_last_words(make_engine: MakeEngine) -> None:
-    async with make_engine() as engine:
-        environ = {"PYTHONPATH": str(TESTS)}
-        with pytest.raises(errors.ActorStartFailed, match=r"SIGKILL; the end of its output:\n(?s:.*)no such device"):
-            await engine.start("stillborn", Stillborn, "die", environ=environ, python=sys.executable)
-
-
-async def test_a_kill_fails_all_calls_in_flight_at_once_and_is_told_once(make_engine: MakeEngine) -> None:
+async def test_an_end_fails_all_calls_in_flight_at_once_and_is_told_once(make_engine: MakeEngine) -> None:
     told: list[str] = []
     async with make_engine() as engine:
         counter = await engine.start("counter", Counter, on_exit=told.append)
@@ -139,16 +143,10 @@ async def test_a_kill_fails_all_calls_in_flight_at_once_and_is_told_once(make_en
                 await counter.call("add")
         assert time.monotonic() - began < SOON
         assert not counter.alive and len(told) == 1 and "SIGKILL" in told[0]
-    assert len(told) == 1
-
-
-async def test_an_exit_is_told_with_its_status(make_engine: MakeEngine) -> None:
-    told: list[str] = []
-    async with make_engine() as engine:
-        counter = await engine.start("counter", Counter, on_exit=told.append)
+        leaving = await engine.start("leaving", Counter, on_exit=told.append)
         with pytest.raises(errors.ActorDied, match="status 3"):
-            await counter.call("leave", 3)
-    assert len(told) == 1 and "status 3" in told[0]
+            await leaving.call("leave", 3)
+    assert len(told) == 2 and "status 3" in told[1]
 
 
 async def test_a_stopped_process_answers_no_ping_and_can_be_ended(make_engine: MakeEngine) -> None:
@@ -181,16 +179,13 @@ async def test_another_interpreter_may_run_the_actor(make_engine: MakeEngine, tm
     other.write_text(f'#!/bin/sh\nOTHER=yes exec {sys.executable} "$@"\n')
     other.chmod(0o700)
     async with make_engine() as engine:
-        environ = {"PYTHONPATH": str(TESTS)}
-        counter = await engine.start("counter", Counter, 5, environ=environ, python=str(other))
+        counter = await engine.start("counter", Counter, 5, **ANOTHER_PYTHON | {"python": str(other)})
         assert await counter.call("add") == 6
         assert await counter.call("variable", "OTHER") == "yes"
         counter.kill()
         with pytest.raises(errors.ActorDied):
             while True:
                 await counter.call("add")
-        with pytest.raises(errors.ActorStartFailed, match="nowhere"):
-            await engine.start("counter", Counter, python="/nowhere/python")
 
 
 async def test_many_starts_and_kills_leave_no_descriptor(make_engine: MakeEngine) -> None:
@@ -232,6 +227,7 @@ def test_a_stop_by_monarch_that_takes_too_long_leaves_no_task(seconds: float) ->
     asyncio.run(body())
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(importlib.util.find_spec("monarch") is None, reason="needs Monarch: pip install 'holdfast[rl]'")
 def test_an_actor_with_a_session_is_killed_and_the_others_go_on(tmp_path: Path) -> None:
     """The members of a job are Monarch actors, as in the example."""
@@ -430,8 +426,8 @@ async def test_a_session_stays_with_one_replica_and_ends_with_it(make_engine: Ma
         assert sum(each.load for each in policy.status().replicas) == 0
 
 
-async def test_a_replica_is_prepared_before_it_serves(make_engine: MakeEngine) -> None:
-    """Also one that takes the place of another; and one that cannot be prepared is no replica."""
+async def test_a_replica_is_prepared_before_it_serves_and_replaced_when_asked(make_engine: MakeEngine) -> None:
+    """Prepared is also one that takes the place of another; and one that cannot be prepared is no replica."""
     prepared: list[str] = []
 
     async def prepare(replica: ServiceReplica) -> None:
@@ -439,19 +435,12 @@ async def test_a_replica_is_prepared_before_it_serves(make_engine: MakeEngine) -
         await replica.call("load", -1 if replica.name == "policy-0.1" else 5)
 
     async with make_engine(), await Policy.options(num_replicas=2, prepare=prepare).as_service() as policy:
-        os.kill(pids(policy)[0], signal.SIGKILL)
-        await until(lambda: len(pids(policy)) < 2)
-        await until(lambda: len(pids(policy)) == 2)
-        assert [each.get()[1] for each in await policy.generate.fanout("x")] == [5, 5]
-        assert sorted(prepared) == ["policy-0", "policy-0.1", "policy-0.2", "policy-1"]
-
-
-async def test_a_replica_is_replaced_when_asked(make_engine: MakeEngine) -> None:
-    async with make_engine(), await Policy.options(num_replicas=2).as_service() as policy:
         policy.replace("policy-0", "its weights are too old")
         policy.replace("policy-7", "there is none")
         await until(lambda: len(pids(policy)) == 2)
-        assert [each.name for each in policy.status().replicas] == ["policy-0.1", "policy-1"]
+        assert [each.get()[1] for each in await policy.generate.fanout("x")] == [5, 5]
+        assert sorted(prepared) == ["policy-0", "policy-0.1", "policy-0.2", "policy-1"]
+        assert [each.name for each in policy.status().replicas] == ["policy-0.2", "policy-1"]
         assert policy.status().lost == 1
 
 
@@ -606,10 +595,7 @@ def test_metrics_show_services_and_replicas() -> None:
     status = ServiceStatus(
         name="policy", version=4, replicas=(replica,), queued=5, calls=60, retried=7, overloaded=8, lost=2
     )
-    with (
-        service_metrics("0", lambda: (status,)) as url,
-        urllib.request.urlopen(url, timeout=30.0) as answer,
-    ):
+    with service_metrics("0", lambda: (status,)) as url, urllib.request.urlopen(url, timeout=30.0) as answer:
         lines = answer.read().decode().splitlines()
     assert {
         'holdfast_service_calls_total{service="policy"} 60.0',

@@ -127,7 +127,9 @@ def drive(hosts: tuple[str, str], body: str) -> None:
     assert run_python("-c", program, *hosts, environ=ENVIRONMENT).endswith("done\n")
 
 
-def test_actors_of_other_hosts_are_called_and_their_ends_told(hosts: tuple[str, str]) -> None:
+def test_actors_of_other_hosts_are_called_and_replicas_are_spread_over_hosts_and_come_back_there(
+    hosts: tuple[str, str],
+) -> None:
     drive(
         hosts,
         """
@@ -145,14 +147,7 @@ def test_actors_of_other_hosts_are_called_and_their_ends_told(hosts: tuple[str, 
         assert len(told) == 1 and not there.alive
         stillborn = engine.start("stillborn", Stillborn, "raise", host=second)
         assert "no such model" in str(await raised(ActorStartFailed, stillborn))
-        """,
-    )
 
-
-def test_replicas_are_spread_over_hosts_and_come_back_there(hosts: tuple[str, str]) -> None:
-    drive(
-        hosts,
-        """
         options = ServiceOptions(Counter, num_replicas=4, hosts=(first, second))
         async with await options.as_service() as counter:
             before = counter.status()
@@ -170,7 +165,10 @@ def test_replicas_are_spread_over_hosts_and_come_back_there(hosts: tuple[str, st
 
 
 def test_a_host_that_does_not_answer_is_away_and_its_replicas_move(hosts: tuple[str, str]) -> None:
-    """It is stopped with all of its processes. When it goes on, what it had is killed, and it is used again."""
+    """It is stopped with all of its processes. When it goes on, what it had is killed, and it is used again.
+
+    So it is if all of its processes are killed at once, as when its machine restarts, and it is started anew.
+    """
     drive(
         hosts,
         """
@@ -192,18 +190,9 @@ def test_a_host_that_does_not_answer_is_away_and_its_replicas_move(hosts: tuple[
             signal_host(second, signal.SIGCONT)
             await until(lambda: not os.path.exists(f"/proc/{lost.pid}"))
             assert await (await started_there(engine, second)).call("add") == 1
-        """,
-    )
 
-
-def test_a_host_that_is_started_again_at_its_address_is_used_again(hosts: tuple[str, str]) -> None:
-    """All of its processes are killed at once, as when its machine restarts."""
-    drive(
-        hosts,
-        """
         import subprocess
 
-        options = ServiceOptions(Counter, num_replicas=2, hosts=(first, second), timeout=60.0)
         async with await options.as_service() as counter:
             before = host_process(second)
             away = []

@@ -23,7 +23,7 @@ pytest.importorskip("websockets", reason="pip install 'holdfast[rl]'")
 from holdfast.rl import errors
 from holdfast.rl.environments import messages
 from holdfast.rl.environments.builtin import GuessNumberEnvironment
-from holdfast.rl.environments.client import EnvironmentClient, EnvironmentPool, PooledServer, websocket_url
+from holdfast.rl.environments.client import EnvironmentClient, EnvironmentPool, websocket_url
 from holdfast.rl.environments.environment import Action, Environment, Observation, State, checked
 from holdfast.rl.environments.local import LocalSession
 from holdfast.rl.environments.messages import MalformedMessage
@@ -71,27 +71,20 @@ async def test_an_episode_depends_on_its_seed_alone_local_and_remote() -> None:
 
 
 @both
-async def test_the_state_counts_steps(opened: Open) -> None:
+async def test_a_step_without_a_running_episode_is_refused_and_costs_nothing(opened: Open) -> None:
     async with opened(GuessNumberEnvironment) as session:
         assert (await session.state()).step_count == 0
+        with pytest.raises(errors.EpisodeOver, match="no episode has begun"):
+            await session.step("1")
         await session.reset(1)
         await session.step(Action(fields={"number": 101}))
         state = await session.state()
         assert state.step_count == 1
         assert state.fields == {"high": 100, "turns_left": 6}
-
-
-@both
-async def test_a_step_without_a_running_episode_is_refused_and_costs_nothing(opened: Open) -> None:
-    async with opened(Misbehaving) as session:
-        with pytest.raises(errors.EpisodeOver, match="no episode has begun"):
-            await session.step("go")
-        await session.reset(0)
-        assert (await session.step("end")).done
+        await guess(session, 0)
         with pytest.raises(errors.EpisodeOver, match=r"the last one is over; call reset\(\) first"):
-            await session.step("go")
-        await session.reset(0)
-        assert (await session.step("go")).text == "1"
+            await session.step("1")
+        assert not (await session.reset(0)).done
 
 
 FAULTS = [
@@ -146,7 +139,7 @@ async def test_a_cancelled_call_ends_the_session(opened: Open) -> None:
 
 
 @both
-async def test_two_calls_at_a_time_are_refused(opened: Open) -> None:
+async def test_two_calls_at_a_time_are_refused_and_calls_of_a_closed_session(opened: Open) -> None:
     async with opened(Misbehaving) as session:
         await session.reset(0)
         hanging = asyncio.ensure_future(session.step("hang"))
@@ -156,16 +149,10 @@ async def test_two_calls_at_a_time_are_refused(opened: Open) -> None:
         Misbehaving.release.set()
         with pytest.raises(errors.EnvironmentLied):  # a wait returns a bool
             await hanging
-
-
-async def test_a_closed_session_is_refused() -> None:
-    async with EnvironmentServer(Misbehaving, "test") as server:
-        client = EnvironmentClient(server.url)
-        await client.reset(0)
-        await client.close()
-        await client.close()
+        await session.close()
+        await session.close()
         with pytest.raises(errors.EnvironmentRefused, match="closed"):
-            await client.reset(0)
+            await session.reset(0)
 
 
 async def test_a_hundred_sessions_leave_nothing() -> None:
@@ -265,23 +252,21 @@ async def test_a_message_over_the_limit_ends_the_session(monkeypatch: pytest.Mon
         await until(lambda: server.health().sessions == 0)
 
 
-@pytest.mark.parametrize(
-    ("url", "expected"),
-    [
-        ("ws://a:1", "ws://a:1/ws"),
-        ("http://a:1/", "ws://a:1/ws"),
-        ("https://a/b/ws", "wss://a/b/ws"),
-        ("ws://[::1]:5/ws/", "ws://[::1]:5/ws"),
-    ],
-)
-def test_urls(url: str, expected: str) -> None:
-    assert websocket_url(url) == expected
+URLS = {
+    "ws://a:1": "ws://a:1/ws",
+    "http://a:1/": "ws://a:1/ws",
+    "https://a/b/ws": "wss://a/b/ws",
+    "ws://[::1]:5/ws/": "ws://[::1]:5/ws",
+}
 
 
-@pytest.mark.parametrize("url", ["", "a:1", "ftp://a", "ws://"])
-def test_urls_that_are_none(url: str) -> None:
-    with pytest.raises(errors.UnknownEnvironment, match="ws://host:port"):
-        websocket_url(url)
+def test_the_url_of_a_server_is_completed_and_what_is_none_is_refused() -> None:
+    assert {url: websocket_url(url) for url in URLS} == URLS
+    for url in ("", "a:1", "ftp://a", "ws://"):
+        with pytest.raises(errors.UnknownEnvironment, match="ws://host:port"):
+            EnvironmentPool([url])
+    with pytest.raises(errors.UnknownEnvironment, match="at least one server"):
+        EnvironmentPool([])
 
 
 ANYTHING = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.binary(max_size=3)
@@ -380,26 +365,21 @@ RESERVED = {"text", "metadata", "prompt", "episode_id", "step_count"}
 REWARDS = st.none() | st.floats(allow_nan=False, allow_infinity=False)
 
 
-@given(st.builds(Action, TEXT, FIELDS))
-def test_an_action_arrives_as_it_was_sent(action: Action) -> None:
-    request = messages.StepRequest(messages.action_to_wire(action))
-    arrived = messages.decode_request(messages.encode(request))
-    assert isinstance(arrived, messages.StepRequest)
-    assert messages.action_from_wire(arrived.data) == action
-
-
-@given(st.builds(Observation, text=TEXT, fields=FIELDS, reward=REWARDS, done=st.booleans()))
-def test_an_observation_arrives_as_it_was_sent(observation: Observation) -> None:
-    arrived = messages.decode_reply(messages.encode(messages.observation_to_wire(observation)))
-    assert isinstance(arrived, messages.ObservationReply)
-    assert messages.observation_from_wire(arrived.data) == observation
-
-
-@given(st.builds(State, episode_id=st.none() | TEXT, step_count=st.integers(0, 2**31), fields=FIELDS))
-def test_a_state_arrives_as_it_was_sent(state: State) -> None:
-    arrived = messages.decode_reply(messages.encode(messages.state_to_wire(state)))
-    assert isinstance(arrived, messages.StateReply)
-    assert messages.state_from_wire(arrived.data) == state
+@given(
+    st.builds(Action, TEXT, FIELDS),
+    st.builds(Observation, text=TEXT, fields=FIELDS, reward=REWARDS, done=st.booleans()),
+    st.builds(State, episode_id=st.none() | TEXT, step_count=st.integers(0, 2**31), fields=FIELDS),
+)
+def test_what_is_sent_arrives_as_it_was_sent(action: Action, observation: Observation, state: State) -> None:
+    request = messages.decode_request(messages.encode(messages.StepRequest(messages.action_to_wire(action))))
+    assert isinstance(request, messages.StepRequest)
+    assert messages.action_from_wire(request.data) == action
+    reply = messages.decode_reply(messages.encode(messages.observation_to_wire(observation)))
+    assert isinstance(reply, messages.ObservationReply)
+    assert messages.observation_from_wire(reply.data) == observation
+    reply = messages.decode_reply(messages.encode(messages.state_to_wire(state)))
+    assert isinstance(reply, messages.StateReply)
+    assert messages.state_from_wire(reply.data) == state
 
 
 KINDS = st.sampled_from(["reset", "step", "state", "close", "observation", "error", "other", None])
@@ -583,30 +563,25 @@ async def test_a_pool_waits_for_a_free_session_and_one_that_stays_full_is_busy()
         assert pool.servers[0].failures == 0
 
 
-class CountingPool(EnvironmentPool):
-    """A pool that counts how often a server said that it has no place."""
-
-    refusals = 0
-
-    def release(
-        self, server: PooledServer, client: EnvironmentClient, error: BaseException | None = None
-    ) -> asyncio.Task[None]:
-        self.refusals += isinstance(error, errors.EnvironmentBusy)
-        return super().release(server, client, error)
-
-
 async def test_a_pool_waits_for_a_place_that_a_client_of_another_pool_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """It asks again and again for all of `wait`, and not as often as it tries other environments."""
+    refusals, release = [], EnvironmentPool.release
+
+    def counted(pool: EnvironmentPool, server: Any, client: Any, error: BaseException | None = None) -> Any:
+        refusals.extend([error] if isinstance(error, errors.EnvironmentBusy) else [])
+        return release(pool, server, client, error)
+
+    monkeypatch.setattr(EnvironmentPool, "release", counted)
     monkeypatch.setattr("holdfast.rl.environments.client.BUSY_SECONDS", 0.01)
     async with (
         EnvironmentServer(Misbehaving, "test", sessions=1) as server,
         EnvironmentClient(server.url) as other,
-        CountingPool([server.url], wait=PATIENCE) as pool,
+        EnvironmentPool([server.url], wait=PATIENCE) as pool,
         pool.session() as session,
     ):
         await other.reset(0)
         waiting = asyncio.ensure_future(episode(session, 0))
-        await until(lambda: waiting.done() or pool.refusals > 5)
+        await until(lambda: waiting.done() or len(refusals) > 5)
         await other.close()
         assert await waiting == 4
         assert pool.servers[0].up and pool.servers[0].failures == 0
@@ -690,8 +665,3 @@ async def test_a_pool_closes_although_a_session_fails_meanwhile() -> None:
     assert not closing.done()
     pool.release(server, EnvironmentClient(server.url), errors.EnvironmentDied(server.url, "connect", "it is away"))
     await asyncio.wait_for(closing, PATIENCE)
-
-
-async def test_a_pool_without_servers_is_refused() -> None:
-    with pytest.raises(errors.UnknownEnvironment):
-        EnvironmentPool([])

@@ -422,12 +422,6 @@ def test_dapo_leaves_out_an_episode_with_a_completion_that_was_cut_and_no_other(
     assert int(mask.sum()) == (0 if cut is not None else sum(result.mask))
 
 
-def test_a_fault_is_a_failed_episode() -> None:
-    result = record_of(Misbehaving, saying("go", "raise"))
-    assert isinstance(result, EnvironmentDied)
-    assert (result.call, result.environment) == ("step", "test")
-
-
 class Scripted(Environment):
     """Gives these observations, one after another."""
 
@@ -466,7 +460,11 @@ def test_whatever_an_environment_returns_an_episode_or_its_failure_is_the_result
         assert result.mask.count(True) == 3 * result.turns
 
 
-def test_an_error_of_the_policy_is_raised_and_the_session_freed() -> None:
+def test_a_fault_of_the_environment_is_a_failed_episode_and_an_error_of_the_policy_is_raised() -> None:
+    failed = record_of(Misbehaving, saying("go", "raise"))
+    assert isinstance(failed, EnvironmentDied)
+    assert (failed.call, failed.environment) == ("step", "test")
+
     def act(tokens: tuple[int, ...]) -> Awaitable[Completion]:
         raise ConnectionError("no generator")
 

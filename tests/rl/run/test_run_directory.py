@@ -53,14 +53,18 @@ from support.children import Child
 from support.rl.small_batches import episode, group_of
 from support.rl.training_runs import invoke
 from support.source_tree import ROOT
-from support.waiting import PATIENCE, PROGRAM_SECONDS, next_line
+from support.waiting import PATIENCE, PROGRAM_SECONDS
+
+
+def trained(step: int, **fields: Any) -> run_events.StepTrained:
+    chosen = {"time": float(step), "reward": 0.5, "loss": 0.1, "gradient_norm": 1.0, "tokens": 128, "staleness": (0, 2)}
+    return run_events.StepTrained(step=step, epoch=3, size=2, **chosen | fields)
+
 
 EVENTS: tuple[run_events.Event, ...] = (
     run_events.CopiesRestored(time=0.5, versions=1),
     run_events.ProcessLost(time=1.0, name="generator-0", role="generator", pid=7, how="was ended by SIGKILL"),
-    run_events.StepTrained(
-        time=2.0, step=0, reward=0.5, loss=0.1, gradient_norm=1.0, tokens=128, staleness=(0, 1), epoch=3, size=2
-    ),
+    trained(2),
 )
 
 
@@ -121,15 +125,11 @@ def test_a_full_disk_ends_the_run_and_spoils_no_line(tmp_path: Path) -> None:
     assert tuple(directory.events()) == (*EVENTS, EVENTS[1])
 
 
-def test_one_driver_works_in_a_directory_at_a_time(tmp_path: Path) -> None:
+def test_one_driver_at_a_time_works_in_a_directory_and_each_session_has_a_new_folder(tmp_path: Path) -> None:
+    """Whichever old ones were removed."""
     with RunDirectory(tmp_path).open(), pytest.raises(RunInUse), RunDirectory(tmp_path).open():
         pass
-    with RunDirectory(tmp_path).open():
-        pass
-
-
-def test_a_resumed_run_has_a_new_folder_for_its_session_whichever_old_ones_were_removed(tmp_path: Path) -> None:
-    with RunDirectory(tmp_path / "run").open() as directory:
+    with RunDirectory(tmp_path).open() as directory:
         names = [directory.new_session_logs().name for _ in range(3)]
         shutil.rmtree(directory.sessions / names[0])
         assert [*names, directory.new_session_logs().name] == ["0", "1", "2", "3"]
@@ -181,20 +181,7 @@ def test_tensorboard_gets_the_scalars_of_steps_and_evaluations(tmp_path: Path) -
     from tensorboardX.proto.event_pb2 import Event as Record
 
     board = TensorBoard(tmp_path)
-    board(
-        run_events.StepTrained(
-            time=1.0,
-            step=2,
-            reward=0.25,
-            loss=0.5,
-            gradient_norm=1.0,
-            tokens=64,
-            staleness=(0, 2),
-            epoch=1,
-            size=2,
-            updates=2,
-        )
-    )
+    board(trained(2, reward=0.25, updates=2))
     board(run_events.Evaluated(time=2.0, version=3, reward=0.75, best=True))
     board.close()
     found: dict[str, tuple[int, float]] = {}
@@ -238,13 +225,15 @@ def test_a_span_has_the_processor_time_of_its_own_thread_also_if_it_fails() -> N
     assert log.report().spans == (), "each span is reported once"
 
 
-def test_the_processor_time_of_children_counts_where_they_do_the_work() -> None:
+def test_the_processor_time_of_children_counts_where_they_do_the_work(start: Callable[..., Child]) -> None:
+    def work(pipe: Connection) -> None:
+        spin(0.3)
+        pipe.send("worked")
+        pipe.recv()
+
     before = processor_with_descendants()
-    program = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
-    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-        next_line(child.stdout)
-        assert processor_with_descendants() - before >= 0.25
-        child.communicate(b"\n", timeout=PATIENCE)
+    assert start(work).hear() == "worked"
+    assert processor_with_descendants() - before >= 0.25
 
 
 async def test_what_is_collected_becomes_events_and_a_process_that_hangs_costs_only_its_own(
@@ -255,9 +244,8 @@ async def test_what_is_collected_becomes_events_and_a_process_that_hangs_costs_o
     async def trainers() -> Mapping[str, WorkReport]:
         return {"trainer-0": log.report()}
 
-    async def generators() -> Mapping[str, WorkReport]:
+    async def generators() -> Any:
         await asyncio.Event().wait()
-        return {}
 
     async def then() -> None:
         said.append(1)
@@ -365,20 +353,7 @@ def test_the_line_of_a_run_counts_every_update_of_a_batch() -> None:
     console = Console(file=io.StringIO(), width=200)
     with LiveView(console, 8) as view:
         for step in range(0, 8, 2):
-            view(
-                run_events.StepTrained(
-                    time=float(step),
-                    step=step,
-                    reward=0.5,
-                    loss=0.0,
-                    gradient_norm=1.0,
-                    tokens=1,
-                    staleness=(0,),
-                    epoch=1,
-                    size=1,
-                    updates=2,
-                )
-            )
+            view(trained(step, updates=2))
         assert view.done == 8
         assert view.figures() == "reward 0.50, 1.0 steps/s"
 
@@ -457,11 +432,7 @@ def test_a_program_that_differs_from_the_model_is_refused_and_not_kept(
         Path(job["draft"]).write_bytes(b"a program")
         assert len(job["answers"]) == len(job["prompts"]) == 12 and all(len(each) == 2 for each in job["answers"])
         return executorch.ExecutorchReport(
-            nbytes=9,
-            difference=difference,
-            allowed=1e-6,
-            different=different,
-            delegated=1.0,
+            nbytes=9, difference=difference, allowed=1e-6, different=different, delegated=1.0
         )
 
     monkeypatch.setattr(executorch, "extra_python", lambda _: Path(sys.executable))
@@ -520,8 +491,10 @@ def a_run(path: Path, config: RunConfig) -> tuple[RunDirectory, dict[int, str]]:
     return directory, digests
 
 
-@pytest.mark.parametrize("config", [CONFIG, LORA], ids=["all weights", "adapters"])
-def test_a_checkpoint_has_the_weights_that_its_trainers_published(tmp_path: Path, config: RunConfig) -> None:
+@pytest.mark.parametrize(("config", "other"), [(CONFIG, LORA), (LORA, CONFIG)], ids=["all weights", "adapters"])
+def test_a_checkpoint_has_the_weights_that_its_trainers_published_and_fits_no_other_model(
+    tmp_path: Path, config: RunConfig, other: RunConfig
+) -> None:
     directory, digests = a_run(tmp_path, config)
     saved = SavedVersions(config, directory)
     assert saved.numbers == (0, 2, 4) and saved.find("latest") == 4 and saved.best is None
@@ -531,10 +504,15 @@ def test_a_checkpoint_has_the_weights_that_its_trainers_published(tmp_path: Path
     changed = {name.rsplit(".", 2)[-2] for name in first if not first[name].equal(second[name])}
     assert config is CONFIG or changed == {"q_proj", "v_proj"}, "the layers that have adapters, and no other"
     assert weights_digest(saved.source(2, tmp_path / "scratch").build().state_dict()) == digests[2]
+    with pytest.raises(CorruptData, match="step-000000002 does not fit the model"):
+        SavedVersions(other, directory).model(2)
 
 
-def test_the_best_version_is_that_of_the_record(tmp_path: Path) -> None:
+def test_versions_are_found_by_number_or_record_and_one_that_is_not_there_is_refused(tmp_path: Path) -> None:
     directory, _ = a_run(tmp_path, CONFIG)
+    for version in ("3", "best", "-1", "newest", ""):
+        with pytest.raises(NoSavedVersion, match="on disk are 0, 2, 4, and no version was evaluated yet"):
+            SavedVersions(CONFIG, directory).find(version)
     model = ModelSource(config=policy_source(CONFIG).config, seed=5).build()
     save_model(model, directory.best / "version-3")
     record = BestRecord(version=3, reward=0.25, folder="version-3")
@@ -542,19 +520,6 @@ def test_the_best_version_is_that_of_the_record(tmp_path: Path) -> None:
     saved = SavedVersions(CONFIG, directory)
     assert saved.numbers == (0, 2, 3, 4) and saved.find("best") == 3
     assert weights_digest(saved.model(3).state_dict()) == weights_digest(model.state_dict())
-
-
-def test_a_version_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path) -> None:
-    directory, _ = a_run(tmp_path, CONFIG)
-    for version in ("3", "best", "-1", "newest", ""):
-        with pytest.raises(NoSavedVersion, match="on disk are 0, 2, 4, and no version was evaluated yet"):
-            SavedVersions(CONFIG, directory).find(version)
-
-
-def test_a_checkpoint_of_another_model_is_damage(tmp_path: Path) -> None:
-    directory, _ = a_run(tmp_path, LORA)
-    with pytest.raises(CorruptData, match="step-000000002 does not fit the model"):
-        SavedVersions(CONFIG, directory).model(2)
 
 
 def test_an_evaluation_scores_every_prompt_once_whatever_the_size_of_a_batch() -> None:

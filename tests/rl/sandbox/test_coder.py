@@ -6,7 +6,6 @@ import enum
 import json
 import sys
 from collections import Counter, OrderedDict, defaultdict, namedtuple
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -111,15 +110,11 @@ plain = st.recursive(
 )
 
 
-@given(plain)
-@example({frozenset({b"a", "a", "b", b"c"}): None})
-def test_a_value_equals_itself_after_the_way_out(value: object) -> None:
-    assert is_plain(value)
-    assert equals(json.dumps(encode(value)).encode(), value)
-
-
 @given(plain, plain)
-def test_values_are_equal_as_python_compares_them(one: object, other: object) -> None:
+@example({frozenset({b"a", "a", "b", b"c"}): None}, None)
+def test_after_the_way_out_a_value_equals_itself_and_others_as_python_compares_them(one: object, other: object) -> None:
+    assert is_plain(one)
+    assert equals(json.dumps(encode(one)).encode(), one)
     if one == other:
         assert equals(json.dumps(encode(one)).encode(), other)
     elif "float" not in json.dumps([encode(one), encode(other)]):
@@ -165,14 +160,10 @@ UNEQUAL: list[tuple[object, object]] = [
 ]
 
 
-@pytest.mark.parametrize(("value", "expected"), EQUAL)
-def test_a_right_answer_passes_whatever_its_type_is_called(value: object, expected: object) -> None:
-    assert equals(json.dumps(encode(value)).encode(), expected)
-
-
-@pytest.mark.parametrize(("value", "expected"), UNEQUAL)
-def test_only_floats_are_rounded(value: object, expected: object) -> None:
-    assert not equals(json.dumps(encode(value)).encode(), expected)
+def test_a_right_answer_passes_whatever_its_type_is_called_and_only_floats_are_rounded() -> None:
+    for pairs, equal in ((EQUAL, True), (UNEQUAL, False)):
+        for value, expected in pairs:
+            assert equals(json.dumps(encode(value)).encode(), expected) is equal, (value, expected)
 
 
 @given(st.binary() | st.text(alphabet='[]{}"intdcsefloab0123,x.-').map(str.encode), plain)
@@ -194,28 +185,16 @@ def test_every_plain_argument_arrives(sandbox: Sandbox, value: object) -> None:
     assert run_tests("def f(x): return x", [CallTest("f", (value,), value)], sandbox=sandbox).passed == 1
 
 
-def test_no_tests_is_an_error(sandbox: Sandbox) -> None:
+def test_no_test_and_one_that_could_never_pass_are_refused(sandbox: Sandbox) -> None:
     with pytest.raises(SandboxError, match="got no test"):
         run_tests("", [], sandbox=sandbox)
-
-
-@pytest.mark.parametrize("value", [object(), [len], {"a": 1j}, CallTest("f", (), 1)])
-def test_a_test_that_could_never_pass_is_refused(value: object) -> None:
-    with pytest.raises(SandboxError, match="cannot be compared from outside"):
-        CallTest("f", (), value)
-    with pytest.raises(SandboxError, match="cannot be compared from outside"):
-        CallTest("f", (value,), 1)
+    for value in (object(), [len], {"a": 1j}, CallTest("f", (), 1)):
+        for arguments, expected in (((), value), ((value,), 1)):
+            with pytest.raises(SandboxError, match="cannot be compared from outside"):
+                CallTest("f", arguments, expected)
 
 
 # -- problems by seed, as an environment
-
-
-@pytest.fixture
-def environment(sandbox: Sandbox) -> Iterator[Any]:
-    """`sandbox` is asked for only to skip where there is none."""
-    opened = coder.CoderEnvironment(tests=3)
-    yield opened
-    opened.close()
 
 
 def test_a_seed_is_a_problem_and_there_are_hundreds_of_every_family() -> None:
@@ -234,27 +213,18 @@ def test_the_solution_of_every_family_passes_all_tests_and_an_empty_answer_none(
         assert judge(problem, "I cannot.", sandbox).fraction == 0.0
 
 
-def test_an_episode_is_one_turn(environment: Any) -> None:
-    observation = environment.reset(7)
-    assert "Write a Python function" in observation.text
-    over = environment.step(Action(coding_problem(7, 3).solution))
-    assert (over.reward, over.done, over.text) == (1.0, True, "3 of 3 tests passed")
-    with pytest.raises(EpisodeOver):
-        environment.step(Action("more"))
-
-
-def test_a_wrong_answer_hears_what_failed(environment: Any) -> None:
-    environment.reset(7)
-    name = coding_problem(7).tests[0].function
-    over = environment.step(Action(f"```python\ndef {name}(x): return 1 / 0\n```"))
-    assert (over.reward, over.done) == (0.0, True)
-    assert over.text == "0 of 3 tests passed; the first that failed: ZeroDivisionError: division by zero"
-
-
-async def test_it_is_an_environment_by_name(sandbox: Sandbox) -> None:
-    async with open_session(f"{NAME}?tests=2") as session:
-        await session.reset(11)
-        assert (await session.step(Action(coding_problem(11, 2).solution))).reward == 1.0
+async def test_an_episode_is_one_turn_and_a_wrong_answer_hears_what_failed(sandbox: Sandbox) -> None:
+    async with open_session(f"{NAME}?tests=3") as session:
+        assert "Write a Python function" in (await session.reset(7)).text
+        over = await session.step(Action(coding_problem(7, 3).solution))
+        assert (over.reward, over.done, over.text) == (1.0, True, "3 of 3 tests passed")
+        with pytest.raises(EpisodeOver):
+            await session.step(Action("more"))
+        await session.reset(7)
+        name = coding_problem(7).tests[0].function
+        over = await session.step(Action(f"```python\ndef {name}(x): return 1 / 0\n```"))
+        assert (over.reward, over.done) == (0.0, True)
+        assert over.text == "0 of 3 tests passed; the first that failed: ZeroDivisionError: division by zero"
 
 
 @pytest.mark.parametrize(

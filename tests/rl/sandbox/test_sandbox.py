@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import timeit
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -84,16 +84,9 @@ ATTEMPTS = (
     Attempt("execute_a_shell", "import os; os.execv('/bin/sh', ['sh'])", "error", "PermissionError"),
     Attempt("execute_python", "import subprocess; subprocess.run(['/bin/python'])", "error", "PermissionError"),
     Attempt("dump_core", "import os; os.abort()", "killed"),
-    Attempt("ptrace_the_first_process", LIBC + "libc.ptrace(16, 1, 0, 0)", "refused"),
     Attempt("kill_a_process_of_the_host", "import os; os.kill({canary}, 9)", "error", "ProcessLookupError"),
     Attempt("kill_every_process", "import os\nif os.fork() == 0: os.kill(-1, 9)\nos.wait()", "ok killed"),
     Attempt("kill_the_first_process", "import os; os.kill(1, 9); os.kill(1, 19); print('ignored')", "ok", "ignored"),
-    Attempt(
-        "limit_the_first_process",
-        "import resource as r; r.prlimit(1, r.RLIMIT_CPU, (0, 0))",
-        "error",
-        "PermissionError",
-    ),
     Attempt("open_the_first_process", "import os; os.pidfd_open(1)", "error", "PermissionError"),
     # files
     Attempt("read_proc", "print(open('/proc/1/environ').read(), 'ESCAPED')", "error", "FileNotFoundError"),
@@ -108,12 +101,10 @@ ATTEMPTS = (
         "FileNotFoundError",
     ),
     Attempt("dots", "print(open('../' * 50 + '{secret}').read(), 'ESCAPED')", "error", "FileNotFoundError"),
-    Attempt("chroot", "import os; os.mkdir('/tmp/a'); os.chroot('/tmp/a')", "refused"),
     Attempt("hard_link", "import os; os.link(os.__file__, '/tmp/a')", "error", "OSError"),
     Attempt("change_the_library", "import os; open(os.__file__, 'a').write('#')", "error", "Errno"),
     Attempt("create_in_the_root", "open('/a', 'w')", "error", "Errno"),
     Attempt("make_a_device", "import os; os.mknod('/tmp/a', 0o60600, os.makedev(8, 0))", "error", "PermissionError"),
-    Attempt("mount_proc", LIBC + "libc.mount(b'proc', b'/tmp', b'proc', 0, None)", "refused"),
     # network
     Attempt("listen", "import socket; socket.create_server(('0.0.0.0', 0))", "error", "PermissionError"),
     Attempt("connect", "import socket; socket.create_connection(('127.0.0.1', 22))", "error", "PermissionError"),
@@ -154,18 +145,6 @@ ATTEMPTS = (
     ),
     # rights
     Attempt("become_root", "import os; os.setuid(0); print('ESCAPED')", "error", "PermissionError"),
-    Attempt("new_user_namespace", LIBC + "libc.unshare(0x10000000)", "refused"),
-    Attempt(
-        "new_user_namespace_by_clone",
-        LIBC + f"libc.syscall({seccomp.number('clone')}, 0x10000011, 0, 0, 0, 0)",
-        "refused",
-    ),
-    Attempt(
-        "new_user_namespace_by_clone3",
-        LIBC + "print('ESCAPED' if libc.syscall(435, bytes(88), 88) >= 0 else ctypes.get_errno())",
-        "ok",
-        "38",
-    ),
     Attempt("filter_of_its_own", LIBC + "print('ESCAPED' if libc.prctl(22, 2, None) == 0 else 'none')", "ok", "none"),
     Attempt("type_into_the_terminal", "import fcntl; fcntl.ioctl(0, 0x5412, b'x')", "error", "OSError"),
     Attempt("crash_the_interpreter", "import ctypes; ctypes.string_at(0)", "killed"),
@@ -218,11 +197,6 @@ def test_a_call_that_only_an_attack_makes_is_fatal(name: str, sandbox: Sandbox) 
     assert sandbox.run(LIBC + f"libc.syscall({number}, 0, 0, 0, 0, 0, 0)").reason == "refused"
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="x32 is a table of x86_64")
-def test_the_second_table_of_system_calls_is_closed(sandbox: Sandbox) -> None:
-    assert sandbox.run(LIBC + "libc.syscall(0x40000000 + 39)").reason == "refused"
-
-
 def test_a_run_sees_the_library_three_devices_and_nothing_of_the_host(sandbox: Sandbox) -> None:
     code = """
 import os, sys, socket
@@ -255,7 +229,7 @@ def test_runs_share_no_files_and_no_state(sandbox: Sandbox) -> None:
 
 
 ALLOW, KILL = 0x7FFF0000, 0x80000000
-REFUSED = 0x00050000 | errno.EPERM
+REFUSED, NO_CALL = 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
 MACHINES = list(seccomp.AUDIT)
 
 
@@ -302,7 +276,7 @@ def test_lists_are_followed_and_other_calls_refused(machine: str) -> None:
 def test_every_call_has_a_verdict_and_those_of_another_architecture_are_fatal(
     machine: str, number: int, other: int, arguments: list[int]
 ) -> None:
-    verdicts = (ALLOW, KILL, REFUSED, 0x50000 | errno.ENOSYS, 0x50000 | errno.ENOTTY)
+    verdicts = (ALLOW, KILL, REFUSED, NO_CALL, 0x50000 | errno.ENOTTY)
     assert verdict(machine, number, arguments) in verdicts
     if other != seccomp.AUDIT[machine]:
         assert verdict(machine, number % 600, architecture=other) == KILL
@@ -325,7 +299,6 @@ def test_every_call_has_a_verdict_and_those_of_another_architecture_are_fatal(
         ("ioctl", [0, 0x5412], False),
         ("prctl", [15], True),
         ("prctl", [22], False),
-        ("clone3", [], False),
         ("seccomp", [1], False),
         ("capset", [], False),
     ],
@@ -333,6 +306,7 @@ def test_every_call_has_a_verdict_and_those_of_another_architecture_are_fatal(
 def test_arguments_decide(machine: str, name: str, arguments: list[int], passes: bool) -> None:
     number = seccomp.conditional(machine)[name]
     assert (verdict(machine, number, arguments) == ALLOW) == passes
+    assert verdict(machine, seccomp.conditional(machine)["clone3"]) == NO_CALL, "so that libc takes clone instead"
 
 
 few = settings(max_examples=12)
@@ -446,12 +420,12 @@ def test_an_exception_is_shown_with_its_line(sandbox: Sandbox) -> None:
     assert stderr.endswith("ZeroDivisionError: division by zero\n")
 
 
-def test_threads_and_exit_functions_end_as_in_an_interpreter(sandbox: Sandbox) -> None:
+def test_threads_tasks_and_exit_functions_end_as_in_an_interpreter(sandbox: Sandbox) -> None:
     code = """
-import atexit, threading, time
+import asyncio, atexit, threading, time
 atexit.register(print, "third")
 threading.Thread(target=lambda: (time.sleep(0.05), print("second"))).start()
-print("first")
+print(asyncio.run(asyncio.sleep(0.01, "first")))
 """
     assert sandbox.run(code).stdout.split() == ["first", "second", "third"]
 
@@ -462,18 +436,13 @@ def test_the_same_program_gives_the_same_in_every_sandbox(sandbox: Sandbox) -> N
         assert other.run(code).stdout == sandbox.run(code).stdout
 
 
-def test_asyncio_works(sandbox: Sandbox) -> None:
-    code = "import asyncio\nasync def main():\n    await asyncio.sleep(0.01)\n    return 5\nprint(asyncio.run(main()))"
-    assert sandbox.run(code).stdout == "5\n"
-
-
 @pytest.mark.parametrize(
     "limits",
     [{"cpu_seconds": 0.0}, {"wall_seconds": float("nan")}, {"memory_bytes": 5}, {"open_files": 2}, {"processes": 0}],
 )
-def test_a_limit_that_cannot_be_is_refused(limits: Mapping[str, float]) -> None:
+def test_a_limit_that_cannot_be_is_refused(limits: dict[str, Any]) -> None:
     with pytest.raises(SandboxError, match=f"the limit {next(iter(limits))}=.*give at least"):
-        Limits(**limits)  # type: ignore[arg-type]
+        Limits(**limits)
 
 
 def test_descriptors_stay_as_they_are(sandbox: Sandbox) -> None:

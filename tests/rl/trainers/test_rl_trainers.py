@@ -134,10 +134,23 @@ with_shards = pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("ddp", 
 """For bodies in which whole weights are the simpler case of shards."""
 
 
+def published(strategy: str, size: int, folder: Path, **options: Any) -> tuple[Any, dict[int, Any]]:
+    """The result of `run`, and all versions that were published meanwhile."""
+    url = f"sqlite://{folder}/weights.sqlite"
+    with WeightStore(url, replicas=1, keep=BATCHES + 1) as store:
+        result = run(strategy, size, url=url, **options)
+        return result, {version: store.load(version) for version in store.versions()}
+
+
 @pytest.fixture(scope="module")
-def alone() -> dict[str, Any]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return {strategy: published(strategy, 1, tmp_path_factory.mktemp(strategy)) for strategy in REDUCTIONS}
+
+
+@pytest.fixture(scope="module")
+def alone(undisturbed: dict[str, Any]) -> dict[str, Any]:
     """The results of one trainer, which any number of them must reach in spite of faults."""
-    return {strategy: run(strategy, 1) for strategy in REDUCTIONS}
+    return {strategy: result for strategy, (result, _) in undisturbed.items()}
 
 
 @pytest.mark.parametrize("strategy", REDUCTIONS)
@@ -268,18 +281,14 @@ def test_a_trainer_minimises_the_loss_of_its_algorithm(algorithm: Algorithm, upd
 
 
 @with_shards
-def test_every_committed_version_is_published_whole(strategy: str, tmp_path: Path, alone: Any) -> None:
+def test_every_committed_version_is_published_whole(strategy: str, tmp_path: Path, undisturbed: Any) -> None:
     """A trainer dies in step 2, beside its publication of version 2; each version is that of an undisturbed run."""
-    versions = {}
-    for name, options in {"undisturbed": {"size": 1}, "killed": {"size": 3, "faults": {2: (1,)}}}.items():
-        url = f"sqlite://{tmp_path}/{name}.sqlite"
-        with WeightStore(url, replicas=1, keep=BATCHES + 1) as store:
-            assert run(strategy, url=url, **options)[0] == alone[strategy][0]
-            versions[name] = {version: store.load(version) for version in store.versions()}
-    assert list(versions["undisturbed"]) == list(versions["killed"]) == list(range(BATCHES + 1))
-    for version, state in versions["undisturbed"].items():
-        assert all(torch.equal(tensor, versions["killed"][version][name]) for name, tensor in state.items())
-    assert SOURCE.build().load_state_dict(versions["killed"][BATCHES])
+    (result, _), versions = published(strategy, 3, tmp_path, faults={2: (1,)})
+    assert result == undisturbed[strategy][0][0]
+    assert list(versions) == list(range(BATCHES + 1)) == list(undisturbed[strategy][1])
+    for version, state in undisturbed[strategy][1].items():
+        assert all(torch.equal(tensor, versions[version][name]) for name, tensor in state.items())
+    assert SOURCE.build().load_state_dict(versions[BATCHES])
 
 
 @pytest.mark.thorough
@@ -296,22 +305,3 @@ def test_a_run_goes_on_from_its_checkpoint_with_another_number_of_trainers(
     digest, reports = run(strategy, 3, checkpoints=str(tmp_path), **saved)
     assert digest == alone[strategy][0]
     assert [each[0] for each in reports] == [2, 3], "batches 0 and 1 are not trained on again"
-
-
-@with_shards
-def test_a_loss_that_is_not_finite_ends_the_run_and_commits_nothing(strategy: str) -> None:
-    def broken(session: Session, config: RunConfig) -> None:
-        def take(step: int, over: Any) -> EncodedBatch:
-            if step == 1:
-                torch.Tensor.log_softmax = lambda self, dim: self * float("nan")  # type: ignore[method-assign]
-            return random_batch(step, config.algorithm.updates)
-
-        Training(config, SOURCE, None, take).run(session)
-
-    options = {"timeouts": QUICK, "shards": SHARDS, "on_error": "raise"}
-    with LocalCluster(2, "shm", session=options) as ranks:
-        job = ranks.start(broken, config_of(strategy))
-        with pytest.raises(RankFailed, match="step 1 has the loss nan"):
-            job.results(PROGRAM_SECONDS)
-        committed = {event["step"] for event in job.events() if event["kind"] == "committed"}
-    assert committed == {0}
