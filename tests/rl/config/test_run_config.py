@@ -121,10 +121,7 @@ kind = "fancy"
         ('[generator]\non_update = "wait"', "2: generator.on_update: only vllm pauses so"),
         ("[generator]\ntensor_parallel = 2", "2: generator.tensor_parallel: only vllm"),
         (VLLM + 'python = "absent"', "2: generator.kind: vllm is not installed: there is no"),
-        (
-            VLLM + 'python = "~nobody-of-this-name/python"',
-            "2: generator.kind: vllm is not installed: there is no inter",
-        ),
+        (VLLM + 'python = "~nobody-of-this-name/python"', "2: generator.kind: vllm is not installed: there is no int"),
         (VLLM + '[store]\ncast = "bf16"', "4: store.cast: vllm's workers read every bit"),
         (VLLM + 'update = "drain"', "3: generator.update: vllm pauses as"),
         (VLLM + "[sampling]\ntop_p = 0.5", "4: sampling.top_p: vllm has no log-probs"),
@@ -227,10 +224,7 @@ def test_what_does_not_work_is_refused_where_it_is_written(text: str, words: str
         ("seed = " + "[" * 5000, ["not TOML: maximum recursion"]),
         ('[[reward]]\nkind = "exact"\npattern = "(a{99999999999})"', ["reward[0].pattern: not a regular expression"]),
         (f'[model]\npath = "{"a" * 5000}"', ["model.path: there is no folder"]),
-        (
-            "[algorithm]\nupdates = 4\nstaleness = -1",
-            ["3: algorithm.staleness: -1 is not allowed: expected `int` >= 0"],
-        ),
+        ("[algorithm]\nupdates = 4\nstaleness = -1", ["staleness: -1 is not allowed: expected `int` >= 0"]),
     ],
 )
 def test_a_strange_name_or_value_is_a_problem_that_names_it(text: str, problems: list[str]) -> None:

@@ -146,16 +146,7 @@ async def train(
     return buffer
 
 
-async def test_the_asynchronous_loop_generates_while_it_trains_and_the_synchronous_does_not() -> None:
-    alone, overlapped = ToyCluster(), ToyCluster(overlap=True)
-    await train(alone, range(6))
-    await train(overlapped, range(6), bound=2)
-    assert alone.generated_during_steps == 0
-    assert overlapped.generated_during_steps >= 6
-    assert all(batch.step - group.version <= 2 for batch in overlapped.batches for group in batch.groups)
-
-
-async def test_the_asynchronous_loop_switches_the_policy_beside_the_next_step() -> None:
+async def test_the_asynchronous_loop_generates_and_switches_beside_steps_and_the_synchronous_does_not() -> None:
     class Switching(ToyCluster):
         """A switch of the policy lasts until the next step has begun."""
 
@@ -165,10 +156,13 @@ async def test_the_asynchronous_loop_switches_the_policy_beside_the_next_step() 
                     await asyncio.sleep(0)
             await super().switch(version)
 
-    cluster = Switching(overlap=True)
-    await train(cluster, range(6), bound=2)
-    assert cluster.served == 6
-    assert all(batch.step - group.version <= 2 for batch in cluster.batches for group in batch.groups)
+    alone, overlapped = ToyCluster(), Switching(overlap=True)
+    await train(alone, range(6))
+    await train(overlapped, range(6), bound=2)
+    assert (alone.served, overlapped.served) == (6, 6)
+    assert alone.generated_during_steps == 0
+    assert overlapped.generated_during_steps >= 6
+    assert all(batch.step - group.version <= 2 for batch in overlapped.batches for group in batch.groups)
 
 
 async def test_the_asynchronous_loop_gives_the_next_batch_to_trainers_that_are_at_work_and_no_more() -> None:
@@ -468,8 +462,10 @@ async def played(hints: Hints, redraws: int = 0) -> tuple[SeedPolicy, ReplayBuff
     return policy, buffer
 
 
-async def test_each_turn_of_a_group_is_one_request_after_all_tokens_before_it() -> None:
-    policy, _ = await played(Hints())
+async def test_each_turn_of_a_group_is_one_request_after_all_tokens_before_it_and_a_failed_group_is_replaced() -> None:
+    """Tokens are drawn with the version of the step. Those of the environment have 0, which does not count."""
+    hints = Hints()
+    policy, buffer = await played(hints)
     assert len(policy.requests) == 4 * TURNS.group + 1, "of four groups that are trained, and one that failed"
     known = {prompt for request in policy.requests for prompt in request.prompts}
     for batch in policy.batches:
@@ -478,22 +474,13 @@ async def test_each_turn_of_a_group_is_one_request_after_all_tokens_before_it() 
                 assert (*episode.prompt.tokens, *episode.tokens[:-1]) in known
     seeds = [seed for request in policy.requests for seed in request.seeds]
     assert len(set(seeds)) == len(seeds), "each sample has a seed of its own in each turn"
-
-
-async def test_what_is_drawn_depends_on_the_seed_the_numbers_and_what_was_seen_alone() -> None:
-    (first, _), (second, _) = await played(Hints()), await played(Hints())
-    assert first.batches == second.batches
-    assert sorted(first.requests, key=repr) == sorted(second.requests, key=repr)
-
-
-async def test_a_group_that_failed_is_counted_and_another_takes_its_place() -> None:
-    """Tokens are drawn with the version of the step. Those of the environment have 0, which does not count."""
-    hints = Hints()
-    policy, buffer = await played(hints)
     assert [[group.number for group in batch.groups] for batch in policy.batches] == [[0, 2], [3, 4]]
+    assert [[group.version for group in batch.groups] for batch in policy.batches] == [[0, 0], [1, 1]]
     assert buffer.state().failed == 1
     assert hints.open == 0 and len(hints.begun) == 5
-    assert [[group.version for group in batch.groups] for batch in policy.batches] == [[0, 0], [1, 1]]
+    again, _ = await played(Hints())
+    assert again.batches == policy.batches, "what is drawn depends on the seed, the numbers and what was seen alone"
+    assert sorted(again.requests, key=repr) == sorted(policy.requests, key=repr)
 
 
 @pytest.mark.parametrize("redraws, times", [(0, 1), (1, 2), (5, 3)])
