@@ -281,7 +281,7 @@ example: Any = sys.modules[load_code(f"{EXAMPLE}:estimate").__module__]
 """The example, as a configuration's `function` loads it."""
 estimate, NotIdentifiable = example.estimate, example.NotIdentifiable
 
-SEEDS = range(20)
+SEEDS = range(10)
 
 
 def draw(seed: int, right: float, skills: Sequence[tuple[float, float]], answers: int = 2000) -> tuple[np.ndarray, ...]:

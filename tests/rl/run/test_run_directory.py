@@ -353,7 +353,7 @@ def test_the_line_of_a_run_counts_every_update_of_a_batch() -> None:
     console = Console(file=io.StringIO(), width=200)
     with LiveView(console, 8) as view:
         for step in range(0, 8, 2):
-            view(trained(step, updates=2))
+            view(trained(step, staleness=(0,), updates=2))
         assert view.done == 8
         assert view.figures() == "reward 0.50, 1.0 steps/s"
 
