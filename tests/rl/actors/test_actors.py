@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import psutil
 import pytest
 from hypothesis import given
@@ -297,6 +298,9 @@ class Policy(Servable):
         if how == "hang":
             await asyncio.sleep(600.0)
         raise GenerationTimeout(1.0, 4)
+
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no replica has to import all that this file does
 
 
 def pids(service: Service) -> list[int]:
