@@ -135,31 +135,6 @@ def test_one_driver_at_a_time_works_in_a_directory_and_each_session_has_a_new_fo
         assert [*names, directory.new_session_logs().name] == ["0", "1", "2", "3"]
 
 
-def test_a_driver_that_is_killed_leaves_a_directory_that_the_next_one_opens(
-    tmp_path: Path, start: Callable[..., Child]
-) -> None:
-    """It writes events as fast as it can, and is killed at any point of that."""
-
-    def write(pipe: Connection) -> None:
-        with RunDirectory(tmp_path).open() as directory:
-            for step in range(1_000_000):
-                directory.append(run_events.CopiesRestored(time=0.0, versions=step))
-                if step == 0:
-                    pipe.send("begun")
-
-    for round_ in range(5):
-        child = start(write)
-        assert child.hear() == "begun"
-        time.sleep(0.013 * round_)
-        child.kill()
-        with RunDirectory(tmp_path).open() as directory:
-            versions = [event.versions for event in directory.events() if isinstance(event, run_events.CopiesRestored)]
-        begins = [index for index, version in enumerate(versions) if version == 0]
-        assert len(begins) == round_ + 1
-        for begin, end in zip(begins, (*begins[1:], len(versions)), strict=True):
-            assert versions[begin:end] == list(range(end - begin))
-
-
 def test_an_activity_is_in_the_directory_before_an_observer_gets_it_unless_its_block_raises(tmp_path: Path) -> None:
     heard: list[tuple[run_events.Event, int]] = []
     with RunDirectory(tmp_path).open() as directory:
