@@ -18,7 +18,6 @@ from support.event_loop import start_monarch_once
 
 @pytest.fixture(params=["local", pytest.param("monarch", marks=pytest.mark.thorough)])
 def make_engine(request: pytest.FixtureRequest) -> Callable[..., Engine]:
-    """A function that makes an engine."""
     return LocalEngine if request.param == "local" else start_monarch_once()
 
 

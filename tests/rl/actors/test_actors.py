@@ -280,7 +280,6 @@ class Policy(Servable):
         return os.getpid()
 
     async def load(self, version: int) -> None:
-        """Change the version."""
         if version < 0:
             raise ValueError(f"version {version} cannot be loaded")
         self.version = version

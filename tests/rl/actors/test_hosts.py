@@ -103,7 +103,6 @@ def check_serving(host: subprocess.Popen[bytes], log: Path) -> None:
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[tuple[str, str]]:
-    """The addresses of two hosts."""
     logs = tmp_path / "host-0.log", tmp_path / "host-1.log"
     with ReservedPort("127.0.0.1") as one, ReservedPort("127.0.0.1") as other:
         addresses = f"tcp://127.0.0.1:{one.number}", f"tcp://127.0.0.1:{other.number}"

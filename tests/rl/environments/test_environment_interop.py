@@ -121,7 +121,6 @@ SEEDS = [0, 3, 7, 11]
 
 
 def ask_peer(*arguments: str) -> Any:
-    """What the peer's program prints."""
     return json.loads(run_program(PEER, PROGRAM, *arguments))
 
 
@@ -133,7 +132,6 @@ async def played(url: str) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def openenv_server() -> Iterator[str]:
-    """The URL of a server of OpenEnv."""
     if not PEER.exists():
         pytest.skip("openenv is not installed: make extra-openenv")
     with ReservedPort("127.0.0.1") as port:

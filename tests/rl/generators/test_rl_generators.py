@@ -234,18 +234,21 @@ async def test_a_generator_draws_from_weights_that_were_cast_on_their_way(
     assert (drawn.tokens, drawn.logprobs) == (wanted.tokens, wanted.logprobs)
 
 
-@pytest.mark.parametrize("update", ["swap", "drain"])
-async def test_weights_change_between_two_tokens_or_after_the_batch(
-    generators: Generators, store: WeightStore, update: str
+@pytest.mark.parametrize(
+    ("update", "version", "drawn_with"),
+    [("swap", None, (1, *[2] * 7)), ("drain", None, (1,) * 8), ("swap", 1, (1,) * 8)],
+)
+async def test_weights_change_between_two_tokens_or_after_the_batch_and_not_under_samples_of_a_named_version(
+    generators: Generators, store: WeightStore, update: str, version: int | None, drawn_with: tuple[int, ...]
 ) -> None:
-    asked = request((1, 2, 3), samples=2, tokens=8)
+    """Other requests wait for the next weights."""
+    asked = request((1, 2, 3), samples=2, tokens=8, version=version)
     generator, running, gate = await updated_halfway(generators, store, asked, update)
-    later = asyncio.create_task(generator.generate(asked))
+    later = asyncio.create_task(generator.generate(request((1, 2, 3), samples=2, tokens=8)))
     await asyncio.sleep(0)  # it is queued
     gate.open.set()
     assert all(each.versions == (2,) * 8 for each in await later)
-    for each in await running:
-        assert each.versions == ((1,) + (2,) * 7 if update == "swap" else (1,) * 8)
+    assert all(each.versions == drawn_with for each in await running)
     assert generator.version == 2
 
 
@@ -286,15 +289,6 @@ async def test_a_request_gets_exactly_the_version_that_it_names(
         await generator.generate(asked[1])
     with pytest.raises(errors.VersionGone, match="version 1 of the weights is gone"):
         await generators().generate(asked[1])
-
-
-async def test_running_samples_of_a_named_version_keep_it_and_others_wait_for_the_next(
-    generators: Generators, store: WeightStore
-) -> None:
-    generator, named, gate = await updated_halfway(generators, store, request((1, 2, 3), version=1))
-    later = asyncio.create_task(generator.generate(request((1, 2, 3))))
-    gate.open.set()
-    assert [each.versions for each in (*await named, *await later)] == [(1,) * 5, (2,) * 5]
 
 
 def test_a_version_that_never_comes_is_a_timeout(generators: Generators, store: WeightStore) -> None:

@@ -75,7 +75,6 @@ class WatchedGenerator(VllmGenerator):
     """Tells how many samples it draws."""
 
     async def running(self) -> int:
-        """The samples that are drawn now."""
         return len(self._running)
 
 
@@ -83,7 +82,6 @@ class WatchedGenerator(VllmGenerator):
 async def replica(
     python: str, store: WeightStore, trainer: Trainer, reader: bool = False, **fields: Any
 ) -> AsyncIterator[Any]:
-    """A generator's process."""
     async with LocalEngine() as engine:
         chosen = RunConfig(generator=GeneratorConfig(timeout=CALL / 2, cache=0.05, **fields))
         yield await engine.start("vllm", WatchedGenerator, trainer.source, store.url, chosen, reader, python=python)

@@ -8,6 +8,7 @@ import gc
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from statistics import fmean as mean
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,10 +52,12 @@ class ToyCluster:
     generated_during_steps: int = 0
     versions: list[torch.Tensor] = field(default_factory=lambda: [torch.zeros(14, 14)])
     batches: list[Batch] = field(default_factory=list)
+    requests: list[SamplingRequest] = field(default_factory=list)
     generation: asyncio.Event = field(default_factory=asyncio.Event)
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def generate(self, request: SamplingRequest) -> Sequence[Completion]:
+        self.requests.append(request)
         self.generated_during_steps += self.training
         version = self.served
         assert request.version in (None, version)
@@ -100,11 +103,7 @@ class ToyCluster:
 
     def rewards(self) -> list[float]:
         """The mean reward of each batch."""
-        means = []
-        for batch in self.batches:
-            rewards = [episode.reward for group in batch.groups for episode in group.episodes]
-            means.append(sum(rewards) / len(rewards))
-        return means
+        return [mean(each.reward for group in batch.groups for each in group.episodes) for batch in self.batches]
 
 
 async def train(
@@ -217,15 +216,9 @@ async def test_a_reward_that_fails_costs_its_episodes_and_not_the_run(bound: int
 
 
 async def test_groups_with_equal_rewards_are_drawn_again_with_other_seeds() -> None:
-    requests: list[SamplingRequest] = []
-
-    class Recorded(ToyCluster):
-        async def generate(self, request: SamplingRequest) -> Sequence[Completion]:
-            requests.append(request)
-            return await super().generate(request)
-
-    await train(Recorded(), range(1), reward=Rubric([Criterion("flat", 1.0, lambda answer: 0.5)]), redraws=2)
-    assert len(requests) == len({request.seeds for request in requests}) == 4 * 3
+    cluster = ToyCluster()
+    await train(cluster, range(1), reward=Rubric([Criterion("flat", 1.0, lambda answer: 0.5)]), redraws=2)
+    assert len(cluster.requests) == len({request.seeds for request in cluster.requests}) == 4 * 3
 
 
 class KeptVersions:
@@ -254,8 +247,7 @@ async def test_the_policy_learns_and_the_best_version_that_is_evaluated_beside_t
     evaluation = HeldOutEvaluation(play, 5, kept, scores.append)
     await train(cluster, range(40), bound, evaluation=evaluation)
     trained = cluster.rewards()
-    assert sum(trained[:4]) / 4 < 0.4
-    assert sum(trained[-4:]) / 4 > 0.9
+    assert mean(trained[:4]) < 0.4 and mean(trained[-4:]) > 0.9
     assert [each.version for each in scores] == list(range(0, 41, 5))
     assert scores[-1].reward == 1.0 > (scores[0].reward or 0.0)
     rewards = [each.reward for each in scores if each.reward is not None]

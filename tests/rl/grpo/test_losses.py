@@ -137,7 +137,6 @@ def rows(inputs: Rows, index: Any) -> Rows:
 
 
 def single(logprobs: torch.Tensor, inputs: Rows) -> tuple[torch.Tensor, Rows]:
-    """The same in single precision."""
     return logprobs.float(), changed(inputs, lambda values: values if values is inputs.mask else values.float())
 
 
@@ -237,6 +236,11 @@ BOUNDS = {"gradient of float16 logits": 2**-10, "gradient of bfloat16 logits": 2
 FLOAT32_BOUND = 1e-5
 
 
+def check_errors(errors: dict[str, float]) -> None:
+    assert len(errors) == 5
+    assert not {name: error for name, error in errors.items() if error > BOUNDS.get(name, FLOAT32_BOUND)}
+
+
 def run_program(*arguments: str, packages: tuple[str, ...], **environment: str) -> Any:
     """What a program of `kernel_programs` prints, in a process that can import some packages."""
     sites = [site_of(package) for package in packages]
@@ -252,9 +256,7 @@ def run_program(*arguments: str, packages: tuple[str, ...], **environment: str) 
 def test_fused_kernels_compute_what_torchs_ops_do(language: str) -> None:
     """In the interpreter of the language, on CPU memory. The two refuse each other, so each has a process."""
     packages = ("triton",) if language == "triton" else ("triton", "helion")
-    errors = run_program("compare", language, packages=packages, **{f"{language.upper()}_INTERPRET": "1"})
-    assert len(errors) == 5
-    assert not {name: error for name, error in errors.items() if error > BOUNDS.get(name, FLOAT32_BOUND)}
+    check_errors(run_program("compare", language, packages=packages, **{f"{language.upper()}_INTERPRET": "1"}))
 
 
 @pytest.mark.thorough
@@ -292,7 +294,6 @@ def test_large_calls_on_cuda_are_handed_to_the_fused_kernels_where_triton_is(mon
 
 
 def on_gpu(test: Callable[..., None]) -> Callable[..., None]:
-    """Mark a test that needs a GPU."""
     needs = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
     return pytest.mark.gpu(needs(test))
 
@@ -301,10 +302,7 @@ def on_gpu(test: Callable[..., None]) -> Callable[..., None]:
 @pytest.mark.parametrize("language", ["triton", "helion"])
 def test_gpu_fused_kernels_compute_what_torchs_ops_do(language: str) -> None:
     pytest.importorskip(language, reason=f"needs {language}")
-    errors = compare(language, "cuda")
-    print(language, errors)
-    assert len(errors) == 5
-    assert not {name: error for name, error in errors.items() if error > BOUNDS.get(name, FLOAT32_BOUND)}
+    check_errors(compare(language, "cuda"))
 
 
 @on_gpu

@@ -133,7 +133,6 @@ async def started(processes: RewardProcesses) -> AsyncIterator[RewardProcesses]:
 
 
 def processes_of(reward: Function) -> AbstractAsyncContextManager[RewardProcesses]:
-    """Processes that judge by one reward."""
     return started(RewardProcesses(lambda: only("mine", reward)))
 
 
