@@ -175,11 +175,6 @@ def skip_unless_installed(name: str) -> None:
             pytest.importorskip(package, reason=f"pip install 'holdfast[{package}]'")
 
 
-def moves(seed: int) -> list[Action]:
-    numbers = random.Random(seed)
-    return [Action(f"[{numbers.randint(0, 8)}] {numbers.choice(MOVES)}") for _ in range(12)]
-
-
 def played(name: str, seed: int, *, disturbed: bool) -> list[Observation]:
     """An episode of random actions, beside another one of the same environment if `disturbed`."""
     environment, other = environment_factory(name)(), environment_factory(name)()
@@ -187,10 +182,9 @@ def played(name: str, seed: int, *, disturbed: bool) -> list[Observation]:
     if disturbed:
         other.reset(seed + 1)
         random.random()
-    for action in moves(seed):
-        if seen[-1].done:
-            break
-        seen.append(environment.step(action))
+    numbers = random.Random(seed)
+    while not seen[-1].done and len(seen) < 13:
+        seen.append(environment.step(Action(f"[{numbers.randint(0, 8)}] {numbers.choice(MOVES)}")))
         if disturbed:
             other.reset(seed + 2)
     environment.close()

@@ -73,15 +73,11 @@ ATTEMPTS = (
         "can't start new thread",
     ),
     Attempt(
-        "daemon",
-        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: time.sleep(999)\n    os._exit(0)",
+        "daemon_that_ignores_signals",
+        IGNORE_SIGNALS + "import os, time\nif os.fork() == 0:\n    os.setsid()\n    os.fork() or time.sleep(999)",
         "ok",
     ),
-    Attempt(
-        "daemon_that_ignores_signals", IGNORE_SIGNALS + "import os, time\nif os.fork() == 0: time.sleep(999)", "ok"
-    ),
     Attempt("execute_a_shell", "import os; os.execv('/bin/sh', ['sh'])", "error", "PermissionError"),
-    Attempt("execute_python", "import subprocess; subprocess.run(['/bin/python'])", "error", "PermissionError"),
     Attempt("dump_core", "import os; os.abort()", "killed"),
     Attempt("kill_a_process_of_the_host", "import os; os.kill({canary}, 9)", "error", "ProcessLookupError"),
     Attempt("kill_every_process", "import os\nif os.fork() == 0: os.kill(-1, 9)\nos.wait()", "ok killed"),
@@ -89,8 +85,6 @@ ATTEMPTS = (
     Attempt("open_the_first_process", "import os; os.pidfd_open(1)", "error", "PermissionError"),
     # files
     Attempt("read_proc", "print(open('/proc/1/environ').read(), 'ESCAPED')", "error", "FileNotFoundError"),
-    Attempt("read_sys", "import os; print(os.listdir('/sys'), 'ESCAPED')", "error", "FileNotFoundError"),
-    Attempt("read_the_password_file", "print(open('/etc/passwd').read(), 'ESCAPED')", "error", "FileNotFoundError"),
     Attempt("read_a_file_of_the_host", "print(open('{secret}').read(), 'ESCAPED')", "error", "FileNotFoundError"),
     Attempt("write_a_file_of_the_host", "open('{secret}', 'w').write('gone')", "error", "FileNotFoundError"),
     Attempt(
@@ -105,18 +99,10 @@ ATTEMPTS = (
     Attempt("create_in_the_root", "open('/a', 'w')", "error", "Errno"),
     Attempt("make_a_device", "import os; os.mknod('/tmp/a', 0o60600, os.makedev(8, 0))", "error", "PermissionError"),
     # network
-    Attempt("listen", "import socket; socket.create_server(('0.0.0.0', 0))", "error", "PermissionError"),
     Attempt("connect", "import socket; socket.create_connection(('127.0.0.1', 22))", "error", "PermissionError"),
     Attempt("unix_socket", "import socket; socket.socket(socket.AF_UNIX)", "error", "PermissionError"),
-    Attempt("netlink", "import socket; socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)", "error", "PermissionError"),
     Attempt("resolve_a_name", "import socket; socket.getaddrinfo('a.example', 80)", "error", "gaierror"),
     # resources
-    Attempt(
-        "fill_the_disk",
-        "for i in range(99):\n    with open(f'/tmp/{i}', 'wb') as f: f.write(bytes(99999))",
-        "error",
-        "No space left",
-    ),
     Attempt("one_large_file", "open('/tmp/a', 'wb').write(bytes(1 << 23))", "error", "Errno"),
     Attempt("sparse_file", "open('/tmp/a', 'wb').truncate(1 << 40)", "error", "Errno"),
     Attempt("many_files", "for i in range(99999): open(f'/tmp/{i}', 'w').close()", "error", "No space left"),
@@ -129,12 +115,10 @@ ATTEMPTS = (
     Attempt("memory_in_a_file", "import os; print(os.memfd_create('a'), 'ESCAPED')", "error", "PermissionError"),
     Attempt("shared_memory", LIBC + "print('ESCAPED' if libc.shmget(0, 4096, 0o1600) >= 0 else 'none')", "ok", "none"),
     Attempt("flood_stdout", "while True: print('x' * 9999)", "output"),
-    Attempt("flood_stderr", "import os\nwhile True: os.write(2, b'x' * 9999)", "output"),
     Attempt("flood_the_value", "import os\nwhile True: os.write(3, b'x' * 9999)", "output"),
     Attempt("spin_in_native_code", "import re; re.match(r'(a+)+$', 'a' * 99 + 'b')", "timeout"),
     Attempt("spin_without_signals", IGNORE_SIGNALS + "while True: pass", "timeout"),
     Attempt("sleep", "import time; time.sleep(99)", "timeout", limits=SHORT),
-    Attempt("wait_for_a_pipe", "import os; r, w = os.pipe(); os.read(r, 1)", "timeout", limits=SHORT),
     Attempt("stop", "import os; os.kill(os.getpid(), 19)", "timeout", limits=SHORT),
     Attempt("raise_a_limit", "import resource as r; r.setrlimit(r.RLIMIT_CPU, (99, 99))", "error", "ValueError"),
     Attempt(
