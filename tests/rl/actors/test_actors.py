@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import math
 import os
 import signal
 import subprocess
@@ -578,18 +579,11 @@ def test_no_replica_has_too_many_calls_and_none_is_idle_while_calls_wait(
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        ({"num_replicas": 0}, "num_replicas=0"),
-        ({"tries": 0}, "tries=0"),
-        ({"silence": 0.0}, "silence=0.0"),
-        ({"timeout": float("nan")}, "timeout=nan"),
-        ({"deadline": -1.0}, "deadline=-1.0"),
-    ],
+    ("name", "value"), [("num_replicas", 0), ("tries", 0), ("silence", 0.0), ("timeout", math.nan), ("deadline", -1.0)]
 )
-def test_options_that_cannot_be_are_refused(wrong: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        ServiceOptions(object, **wrong)
+def test_options_that_cannot_be_are_refused(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{name}={value}"):
+        ServiceOptions(object, **{name: value})
 
 
 def test_metrics_show_services_and_replicas() -> None:

@@ -20,6 +20,10 @@ from hypothesis import strategies as st
 
 pytest.importorskip("websockets", reason="pip install 'holdfast[rl]'")
 
+from websockets.asyncio.client import connect
+from websockets.exceptions import InvalidStatus
+from websockets.typing import Origin
+
 from holdfast.rl import errors
 from holdfast.rl.environments import messages
 from holdfast.rl.environments.builtin import GuessNumberEnvironment
@@ -214,8 +218,6 @@ GARBAGE = ["", "x", "{}", "[]", '{"type":"fly"}', '{"type":"step"}', '{"type":"r
 
 
 async def test_a_server_answers_garbage_by_an_error_and_serves_on() -> None:
-    from websockets.asyncio.client import connect
-
     async with EnvironmentServer(Misbehaving, "test") as server:
         for text in (*GARBAGE, b"\x00\xff", "[" * 100_000):
             async with connect(server.url + "/ws") as socket:
@@ -228,10 +230,6 @@ async def test_a_server_answers_garbage_by_an_error_and_serves_on() -> None:
 
 
 async def test_a_page_in_a_browser_and_another_path_get_no_session() -> None:
-    from websockets.asyncio.client import connect
-    from websockets.exceptions import InvalidStatus
-    from websockets.typing import Origin
-
     async with EnvironmentServer(Misbehaving, "test") as server:
         with pytest.raises(InvalidStatus, match="403"):
             await connect(server.url + "/ws", origin=Origin("http://127.0.0.1:8000"))
@@ -322,7 +320,6 @@ async def test_each_call_is_a_span_with_the_processor_time_of_its_own_thread() -
         assert [(each.what, each.number) for each in report.spans] == [("reset", 1), ("step", 1), ("state", 1)]
         assert all(report.now - each.began >= each.seconds >= 0 for each in report.spans)
         assert 0.1 <= report.spans[1].cpu <= report.spans[1].seconds and report.cpu >= 0.1
-        assert server.work.report().spans == ()
 
 
 def test_thousands_of_short_calls_are_a_few_spans_which_last_as_long_together() -> None:

@@ -374,16 +374,11 @@ def test_a_model_that_cannot_serve_is_refused_at_the_start(wrong: ModelSource, s
         TransformersGenerator(wrong)
 
 
-@pytest.mark.parametrize(
-    ("asked", "says"),
-    [(request((1,) * 30), "make 35 tokens"), (request((1, 17)), "token 17"), (request((1, 90)), "90")],
-)
-def test_a_request_that_the_model_cannot_serve_is_refused(
-    generators: Generators, asked: SamplingRequest, says: str
-) -> None:
+def test_a_request_that_the_model_cannot_serve_is_refused(generators: Generators) -> None:
     generator = generators()
-    with pytest.raises(errors.BadRequest, match=says):
-        run(generator, asked)
+    for prompt, says in (((1,) * 30, "make 35 tokens"), ((1, 17), "token 17"), ((1, 90), "90")):
+        with pytest.raises(errors.BadRequest, match=says):
+            run(generator, request(prompt))
     assert run(generator, request((1, 2)))[0]
 
 
@@ -402,27 +397,16 @@ async def test_open_requests_end_when_the_generator_is_closed(generators: Genera
         await generator.generate(request((1,)))
 
 
-def test_an_error_inside_a_generation_is_the_requests_error_alone(generators: Generators) -> None:
-    for mode in ("synchronous", "asynchronous"):
-        failing = [True]
-
-        def between(failing: list[bool] = failing) -> None:
-            if failing:
-                raise CorruptData("a fault between two tokens")
-
-        generator = generators(source(), mode=mode, between=between)
-        with pytest.raises(CorruptData):
-            run(generator, request((1, 2)))
-        failing.clear()
-        assert run(generator, request((1, 2)))[0]
-
-
 @pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
-def test_a_request_that_cannot_begin_fails_alone(
+def test_a_request_that_cannot_begin_or_go_on_fails_alone(
     generators: Generators, monkeypatch: pytest.MonkeyPatch, mode: Mode
 ) -> None:
     """Such as one for which there is no memory."""
-    begin = transformers_generator.uniforms
+    begin, failing = transformers_generator.uniforms, [True]
+
+    def between() -> None:
+        if failing:
+            raise CorruptData("a fault between two tokens")
 
     def uniforms(seeds: Sequence[int], count: int) -> torch.Tensor:
         if 99 in seeds:
@@ -430,7 +414,10 @@ def test_a_request_that_cannot_begin_fails_alone(
         return begin(seeds, count)
 
     monkeypatch.setattr(transformers_generator, "uniforms", uniforms)
-    generator = generators(source(), mode=mode)
+    generator = generators(source(), mode=mode, between=between)
+    with pytest.raises(CorruptData):
+        run(generator, request((1, 2)))
+    failing.clear()
 
     async def both() -> list[object]:
         asked = request((1, 2), seed=99, version=None), request((1, 2))

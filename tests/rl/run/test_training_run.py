@@ -567,15 +567,13 @@ class Outage:
 
     def __call__(self, event: run_events.Event) -> None:
         if isinstance(event, run_events.StepTrained) and event.step == self._step:
-            (folder,) = self._directory.glob("job-*")
-            files = list(folder.glob("register.sqlite*"))
-            for file in files:
-                file.rename(file.with_name(f"away-{file.name}"))
-            threading.Timer(AWAY_SECONDS, self._end, (files,)).start()
+            files = list(self._directory.glob("job-*/register.sqlite*"))
+            away = [file.rename(file.with_name(f"away-{file.name}")) for file in files]
+            threading.Timer(AWAY_SECONDS, self._end, (away, files)).start()
 
-    def _end(self, files: list[Path]) -> None:
-        for file in files:
-            file.with_name(f"away-{file.name}").rename(file)
+    def _end(self, away: list[Path], files: list[Path]) -> None:
+        for here, there in zip(away, files, strict=True):
+            here.rename(there)
         self.over.set()
 
 

@@ -244,10 +244,10 @@ class Site:
         self.url = f"sqlite://{folder}/weights.sqlite"
         self.store = opened.enter_context(WeightStore(self.url, replicas=1, keep=20))
 
-    def trainer(self, config: RunConfig, checkpoints: str = "") -> TrainerActor:
+    def trainer(self, config: RunConfig) -> TrainerActor:
         job = self._folder / f"job-{next(self._jobs)}"
         job.mkdir()
-        trainer = TrainerActor(config, SOURCE, self.url, contract_in(job, size=1), checkpoints)
+        trainer = TrainerActor(config, SOURCE, self.url, contract_in(job, size=1))
         return self._opened.enter_context(contextlib.closing(trainer))
 
     def generator(self) -> TransformersGenerator:
@@ -308,25 +308,6 @@ async def test_a_policy_learns_what_is_rewarded(site: Site, strategy: str) -> No
     with pytest.raises(TrainerEnded, match="all batches are committed"):
         await trainer.train(EncodedBatch.of(await batch_for(generator, config.steps)))
     assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.5, rewards
-
-
-async def test_a_run_goes_on_with_the_buffer_that_was_saved(site: Site, tmp_path: Path) -> None:
-    config, saved = config_of(batches=6, checkpoint_every=2), str(tmp_path / "saved")
-    first, generator = site.trainer(config, saved), site.generator()
-    await first.begin()
-    batches = []
-    for step in range(3):
-        batches.append(await batch_for(generator, step, version=step))
-        await first.train(EncodedBatch.of(batches[-1]))
-    await asyncio.to_thread(first.close)
-    with pytest.raises(TrainerEnded, match="it was closed"):
-        await first.finished()
-    second = site.trainer(msgspec.structs.replace(config, steps=3), saved)
-    await second.begin()
-    position = await second.position()
-    assert (position.step, position.buffer) == (2, batches[1].after)
-    assert (await second.train(EncodedBatch.of(batches[2]))).version == 3
-    await second.finished()
 
 
 async def test_the_steps_wait_for_a_batch_and_get_one_of_the_newest(
