@@ -83,23 +83,6 @@ def test_a_publisher_that_dies_leaves_nothing_and_the_next_may_publish(
         assert store.versions() == [3] and value_in(store, 3) == 2.0
 
 
-def test_publishers_die_one_after_the_other_and_those_who_start_anew_complete_the_version(
-    url: str, holders: Holders, start: Start
-) -> None:
-    """The first dies after its part was published, the second before; a third brings the second's bytes."""
-    living = holders(2)
-    for part, point, replicas in ((0, "returned", 2), (1, "announced", 4), (1, "returned", 2)):
-        state = partial(dict, [("ab"[part], torch.full((9,), float(part)))])
-        publisher = start(partial(a_publisher, replicas=replicas, part=part, parts=2), url, 1, state, point)
-        assert publisher.hear() == point
-        publisher.kill()
-    into = {"a": torch.zeros(9), "b": torch.zeros(9)}
-    with WeightStore(url, hold=False) as reader:
-        assert reader.get(1, into, timeout=10) == 1
-        assert (into["a"].tolist(), into["b"].tolist()) == ([0.0] * 9, [1.0] * 9)
-        eventually(lambda: pids(reader, 1) == {holder.pid for holder in living})
-
-
 def kill_later(_: Connection, pid: int, seconds: float) -> None:
     """The body of a process that sends SIGKILL after a while: threads of the reader would delay it."""
     time.sleep(seconds)
@@ -228,12 +211,15 @@ def test_holders_die_at_random_and_no_version_is_lost(url: str, holders: Holders
             assert store.latest() == version
 
 
-def test_a_publish_that_times_out_is_withdrawn(url: str, holders: Holders) -> None:
+def test_a_publish_that_times_out_is_withdrawn_and_says_what_it_lacks(url: str, holders: Holders) -> None:
+    holders(1)
+    with WeightStore(url, spread="hosts") as store:
+        with pytest.raises(StoreTimeout, match=r"1 of 2 processes keep part 0.*on 1 host, and spread='hosts' needs 2"):
+            store.publish(1, weights(1), timeout=1.0)
+        assert store.versions() == []
     with WeightStore(url, replicas=3) as store:
-        holders(1)
         with pytest.raises(StoreTimeout, match=r"2 of 3 processes keep part 0.*open it in more"):
             store.publish(1, weights(1), timeout=3.0)
-        assert store.versions() == []
         with pytest.raises(NoSuchVersion, match="nobody published"):
             value_in(store, 1)
         holders(1)
@@ -540,13 +526,12 @@ def test_a_part_whose_publish_has_returned_outlives_its_store(
         assert all(bool((into[f"part {number}"] == number).all()) for number in (0, 1))
 
 
-@pytest.mark.parametrize("point", ["closed", "returned"])
 def test_a_part_without_a_publisher_outlives_its_holders_one_after_the_other(
-    url: str, holders: Holders, start: Start, point: str
+    url: str, holders: Holders, start: Start
 ) -> None:
     """A replica that dies leaves one, which is copied before the version is complete."""
     living = holders(2)
-    publish_and_reach(start, url, point, hold=False)
+    publish_and_reach(start, url, "returned", hold=False)
     for _ in range(3):
         with WeightStore(url, hold=False) as store:
             eventually(lambda: len(store._catalog_client.remove_dead_holders()[1].keeping(_part(store))) == 2)

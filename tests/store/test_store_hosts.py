@@ -225,18 +225,6 @@ def open_on(network: Network, url: str, plane: str, tmp_path: Path) -> Iterator[
         store.kill()
 
 
-def test_a_version_is_published_on_one_host_kept_on_two_and_read_on_a_third(open_on: Open) -> None:
-    publisher, holder, reader = open_on(0), open_on(1), open_on(2, hold=False)
-    assert publisher.publish(1, 5.0, 3 * MIB).error == ""
-    assert reader.hosts(1) == {publisher.host, holder.host}
-    got = reader.get(1, 3 * MIB)
-    assert (got.value, got.found) == (1, (5.0,)), got
-    for store in (reader, publisher):
-        store.close()
-    assert holder.get(1, 3 * MIB).found == (5.0,), "it outlives its publisher's store"
-    holder.close()
-
-
 @pytest.mark.parametrize("plane", ["ucx"], indirect=True)
 def test_updates_of_a_model_arrive_whole_and_by_delta(open_on: Open, plane: str) -> None:
     """1% of 64 MiB of bf16 changes in each. `pytest -s` shows the least times of publish and get, after the first."""

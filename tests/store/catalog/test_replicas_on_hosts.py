@@ -21,7 +21,7 @@ from holdfast.comms.errors import CorruptData, Mismatch
 from holdfast.comms.transport import liveness
 from holdfast.comms.transport.base import Peer
 from holdfast.ft.registers import open_cell
-from holdfast.store import StoreTimeout, WeightStore
+from holdfast.store import WeightStore
 from holdfast.store.catalog import failure_domains, fan_out, fleet, transitions
 from holdfast.store.catalog.client import GroupClient
 from holdfast.store.catalog.records import Catalog, DeltaOffer, Holder, Reader, Version
@@ -224,33 +224,6 @@ def test_a_holder_departs_when_its_part_is_on_another_host_again_or_no_other_can
     assert transitions.may_depart(copied(catalog, "south1"), "south0")
     catalog = copied(announced(holders(north=1, south=1), "north0", replicas=2, spread="hosts"), "south0")
     assert transitions.may_depart(transitions.leave(catalog, "south0"), "south0")
-
-
-# -- stores on hosts, which an environment variable tells apart, over a memory plane that crosses hosts
-
-
-def test_publishing_for_several_hosts_fails_where_there_is_one_and_succeeds_where_there_are_two(
-    url: str, start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The failure says why, and leaves nothing behind."""
-
-    def hold_elsewhere(pipe: Connection) -> None:
-        move_to_host("south")
-        pipe.recv()
-        with WeightStore(url, plane="ucx"):
-            pipe.send("open")
-            pipe.recv()
-
-    other = start(hold_elsewhere)
-    monkeypatch.setenv("UCX_TLS", "tcp,self")
-    with WeightStore(url, spread="hosts", plane="ucx") as store:
-        with pytest.raises(StoreTimeout, match=r"1 of 2 processes keep part 0.*on 1 host, and spread='hosts' needs 2"):
-            store.publish(1, {"a": torch.ones(9)}, timeout=3.0)
-        assert store.versions() == []
-        other.tell("open")
-        other.hear()
-        store.publish(1, {"a": torch.ones(9)})
-        assert len({holder.peer.host for holder in store.holders(1)}) == 2
 
 
 # -- several stores in one register

@@ -465,13 +465,9 @@ def test_of_several_readers_of_the_base_the_one_with_most_of_it_left_serves(stor
     assert wire.take() < nbytes(state) / 20
 
 
-@pytest.mark.parametrize("had", [False, True], ids=["never had it", "has freed it"])
-def test_a_reader_without_the_base_gets_the_whole(store: WeightStore, wire: Wire, had: bool) -> None:
-    state, into = weights(), weights()
-    store.publish(1, state)
-    if had:
-        store.get(1, into)
-        into = weights()
+def test_a_reader_that_has_freed_the_base_gets_the_whole(store: WeightStore, wire: Wire) -> None:
+    state, into = read_first(store)
+    into = weights()
     step(state)
     store.publish(2, state)
     assert offered(store, 2) is not None
@@ -524,59 +520,29 @@ def test_no_delta_is_made_where_parts_are_mapped() -> None:
         assert same(state, into)
 
 
-def test_a_holder_on_another_host_makes_its_replica_from_the_one_before(
-    start: Start, url: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("hold", [True, False], ids=["holds", "reads"])
+def test_a_process_on_another_host_gets_a_replica_or_a_version_from_the_one_before(
+    start: Start, url: str, monkeypatch: pytest.MonkeyPatch, hold: bool
 ) -> None:
-    """It sends how many bytes it has read so far after each replica."""
+    """One that only reads is noted in the catalogue by its first get, so the next version has a delta for it."""
 
-    def hold_far_away(pipe: Connection) -> None:
-        def tell(kind: str, fields: dict[str, object]) -> None:
-            if kind == "replica_made":
-                pipe.send(sum(sizes))
-
+    def be_far_away(pipe: Connection) -> None:
+        """Get each version that the pipe asks for; sends how many bytes its replica and the get have read."""
         move_to_host("south")
         pipe.recv()
-        with WeightStore(url, plane="ucx", observe=tell) as store:
-            sizes = count_reads(store._plane)
-            pipe.send("open")
-            pipe.recv()
-
-    monkeypatch.setenv("UCX_TLS", "tcp,self")
-    far = start(hold_far_away)
-    with WeightStore(url, plane="ucx") as store:
-        far.tell("open")
-        assert far.hear() == "open"
-        state = weights()
-        store.publish(1, state)
-        first = far.hear()
-        assert first > nbytes(state)
-        step(state)
-        store.publish(2, state)
-        assert far.hear() - first < nbytes(state) / 10
-        far.tell("end")
-        far.end()
-
-
-def test_a_process_on_another_host_that_only_reads_gets_deltas_too(
-    start: Start, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its first get notes the host in the catalogue, so the next version has a delta for it.
-
-    It sends how many bytes each version took.
-    """
-
-    def read_far_away(pipe: Connection) -> None:
-        move_to_host("south")
-        with WeightStore(url, plane="ucx", hold=False) as store:
+        with WeightStore(url, plane="ucx", hold=hold) as store:
             into, sizes = weights(), count_reads(store._plane)
+            pipe.send("open")
             while (version := pipe.recv()) != "end":
-                sizes.clear()
                 store.get(version, into)
                 pipe.send((sum(sizes), into["large"].float().sum().item()))
+                sizes.clear()
 
     monkeypatch.setenv("UCX_TLS", "tcp,self")
-    far = start(read_far_away)
-    with WeightStore(url, plane="ucx", replicas=1) as store:
+    far = start(be_far_away)
+    with WeightStore(url, plane="ucx", replicas=2 if hold else 1) as store:
+        far.tell("open")
+        assert far.hear() == "open"
         state = weights()
         for version in (1, 2, 3):
             step(state)

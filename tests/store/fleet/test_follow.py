@@ -451,21 +451,11 @@ def test_a_reader_that_another_host_took_over_does_not_serve(store: WeightStore)
                 call()
 
 
-def test_a_reader_that_cannot_have_the_committed_version_is_ready_for_the_next(store: WeightStore) -> None:
-    """All holders of version 1 died before a second reader had it."""
-    store.publish(1, weights(1))
-    with store.follow(weights(-1), reader="g0") as one:
-        assert store.switch(1).committed and one.swap() == 1
-        store._change(lambda catalog: replace(without_versions(catalog, [1]), past=()))
-        with store.follow(weights(-1), reader="g1") as late:
-            with pytest.raises(NotCaughtUp, match="version 1, committed by switch 1, is not staged yet"):
-                late.swap()
-            store.publish(2, weights(2))
-            assert store.switch(2, ["g0", "g1"], timeout=20.0).committed
-            assert one.swap() == late.swap() == 2
-
-
-def test_a_version_that_cannot_be_read_holds_up_no_other(store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("lost", [True, False], ids=["is lost", "cannot be read"])
+def test_a_reader_that_cannot_have_the_committed_version_is_ready_for_the_next(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch, lost: bool
+) -> None:
+    """All holders of version 1 died before a second reader had it, or all its replicas are damaged."""
     read = staging.CopiedStaging.read
 
     def broken(self: staging.CopiedStaging, version: int, into: StagingState) -> None:
@@ -476,27 +466,42 @@ def test_a_version_that_cannot_be_read_holds_up_no_other(store: WeightStore, mon
     store.publish(1, weights(1))
     with store.follow(weights(-1), reader="g0") as one:
         assert store.switch(1).committed and one.swap() == 1
-        monkeypatch.setattr(staging.CopiedStaging, "read", broken)
+        if lost:
+            store._change(lambda catalog: replace(without_versions(catalog, [1]), past=()))
+        else:
+            monkeypatch.setattr(staging.CopiedStaging, "read", broken)
         with store.follow(weights(-1), reader="g1") as late:
+            if lost:
+                with pytest.raises(NotCaughtUp, match="version 1, committed by switch 1, is not staged yet"):
+                    late.swap()
             store.publish(2, weights(2))
             assert store.switch(2, ["g0", "g1"], timeout=20.0).committed
-            with pytest.raises(CorruptData):
-                late.swap()
+            if not lost:
+                with pytest.raises(CorruptData):
+                    late.swap()
             assert one.swap() == late.swap() == 2
 
 
 # -- switches of a fleet of processes
 
 
-def a_reader(pipe: Connection, url: str, name: str, dies: str = "", version: int = 0) -> None:
+def a_reader(pipe: Connection, url: str, name: str, dies: int = 0) -> None:
     """Follow as `name`, and answer orders.
 
     "swap" and "catch up" are answered with what is served then, "ready N" once it is.
 
-    Dies while it stages `version` if `dies` is "staging", with its bytes but before it says so if "staged".
+    Dies when it has the bytes of the version `dies`, before it says so.
     """
-    into, told = weights(-1), threading.Event()
-    die_at(pipe, dies, version, told)
+    into, told, complete = weights(-1), threading.Event(), StagedVersions.complete
+
+    def completed(self: StagedVersions, found: StagingState) -> None:
+        if found.version == dies:
+            told.wait()  # a thread of the follower may be here before the test has been told that it follows
+            pipe.send("dies")
+            os.kill(os.getpid(), signal.SIGKILL)
+        complete(self, found)
+
+    StagedVersions.complete = completed  # type: ignore[method-assign]
     with WeightStore(url, hold=False) as trainer, trainer.follow(into, reader=name) as follower:
         pipe.send("follows")
         told.set()
@@ -511,27 +516,6 @@ def a_reader(pipe: Connection, url: str, name: str, dies: str = "", version: int
                     pipe.send(served)
             except HoldfastError as error:
                 pipe.send(type(error).__name__)
-
-
-def die_at(pipe: Connection, dies: str, version: int, told: threading.Event) -> None:
-    complete, fill = StagedVersions.complete, StagedVersions.fill
-
-    def die() -> None:
-        told.wait()  # a thread of the follower may be here before the test has been told that it follows
-        pipe.send("dies")
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def filled(self: StagedVersions, found: StagingState, number: int, *more: Any) -> None:
-        fill(self, found, number, *more)
-        if dies == "staging" and number == version:
-            die()
-
-    def completed(self: StagedVersions, found: StagingState) -> None:
-        if dies == "staged" and found.version == version:
-            die()
-        complete(self, found)
-
-    StagedVersions.fill, StagedVersions.complete = filled, completed  # type: ignore[method-assign]
 
 
 def a_proposer(
@@ -584,13 +568,12 @@ def newest(trainer: WeightStore) -> SwitchRecord:
     return trainer._catalog_client.read()[1].switches[-1]
 
 
-@pytest.mark.parametrize("dies", ["staging", "staged"])
-def test_a_reader_that_dies_before_it_is_ready_is_counted_out(trainer: WeightStore, start: Start, dies: str) -> None:
+def test_a_reader_that_dies_before_it_is_ready_is_counted_out(trainer: WeightStore, start: Start) -> None:
     one, _ = a_fleet(trainer, start, "g0", "g1")
     with ThreadPoolExecutor(1) as pool:
         switching = pool.submit(trainer.switch, 2, ["g0", "g1", "g2"])
         eventually(lambda: newest(trainer).state == "preparing")
-        dying = start(a_reader, trainer.url, "g2", dies, 2)
+        dying = start(a_reader, trainer.url, "g2", 2)
         assert dying.hear() == "follows" and dying.hear() == "dies"
         result = switching.result()
     assert result.committed and result.ready == ("g0", "g1") and result.missing == ("g2",)
