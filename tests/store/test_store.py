@@ -401,7 +401,7 @@ def test_both_have_the_same_calls_with_the_same_arguments(sync: type, asynchrono
         if isinstance(method, property):
             assert isinstance(theirs[name], property)
             continue
-        assert inspect.iscoroutinefunction(method) or name == "batch", name
+        assert name == "batch" or (inspect.iscoroutinefunction(method) and inspect.unwrap(method) is theirs[name]), name
         assert inspect.signature(method).parameters == inspect.signature(theirs[name]).parameters, name
     if sync is WeightStore:
         assert inspect.signature(sync).parameters == inspect.signature(asynchronous).parameters
@@ -415,16 +415,10 @@ async def test_versions_are_published_and_read(tmp_path: Path) -> None:
         assert await waiting == 1
         into = weights(0)
         assert await store.get("latest", into, atomic=True) == 1 and float(into["a"][0]) == 1
-        assert float((await store.load(1, ["b"]))["b"][0, 0]) == 1
         async with await store.pin(1) as lease:
             assert lease.version == 1
             with pytest.raises(Mismatch, match="pinned"):
                 await store.delete(1)
-        await store.publish(2, weights(2))
-        await store.rollback(1)
-        assert await store.latest() == 1 and await store.versions() == [1, 2]
-        assert len(await store.holders()) == 1
-        await store.delete(2)
         held, follower = await store.pin(1), await store.follow(weights(-1))
     await held.release()
     await follower.close()

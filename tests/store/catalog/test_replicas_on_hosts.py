@@ -285,13 +285,6 @@ def sources(group: fan_out.ReaderGroup) -> dict[str, str]:
     return {each.reader: each.source for each in group.part(KEY).copies if each.handle is None}
 
 
-def test_the_first_reader_reads_elsewhere_and_the_next_from_it() -> None:
-    leader, other, third = (reader(number) for number in (1, 2, 3))
-    group = requested(fan_out.ReaderGroup(), leader, other, third, seeds=[fan_out.LEAD])
-    assert sources(group) == {leader.id: fan_out.LEAD, other.id: "", third.id: ""}
-    assert sources(announced_by(group, leader)) == {other.id: leader.id, third.id: ""}, "one at a time"
-
-
 def test_a_host_asks_for_one_copy_and_their_number_is_bounded() -> None:
     once = requested(fan_out.ReaderGroup(), reader(1, "west"))
     assert requested(once, reader(2, "west")) is once, "another process of that host is at it"

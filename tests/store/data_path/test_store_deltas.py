@@ -27,17 +27,7 @@ from holdfast.comms.work import Work
 from holdfast.store import WeightStore
 from holdfast.store.catalog.records import Catalog, DeltaOffer, Holder, Shard, Version
 from holdfast.store.catalog.transitions import COUNTS_FOR, RENEWED_AFTER, has_far_readers, note_far_read
-from holdfast.store.data.delta import (
-    BLOCK,
-    WHOLE,
-    Delta,
-    ElementPiece,
-    PackedDelta,
-    diff,
-    most_of,
-    patch,
-    to_eight,
-)
+from holdfast.store.data.delta import BLOCK, WHOLE, Delta, ElementPiece, PackedDelta, diff, most_of, patch, to_eight
 from holdfast.store.publication import pays
 from support.children import Start
 from support.mutations import damages, mutated

@@ -167,22 +167,20 @@ def test_pieces_are_copied_and_have_the_checksums_of_xxhash(
     assert sums.tolist() == [xxhash.xxh3_64_intdigest(piece.tobytes()) for piece in pieces]
 
 
-@pytest.mark.parametrize("threads", [1, 2, 5])
-def test_large_copies_are_right_with_any_number_of_threads(threads: int) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        source = torch.randint(0, 256, (40 << 20,), dtype=torch.uint8)
-        target = torch.zeros_like(source)
-        jobs = np.zeros((20, 5), np.uint64)
+def test_large_copies_are_right_with_any_number_of_threads() -> None:
+    before, source = torch.get_num_threads(), torch.randint(0, 256, (40 << 20,), dtype=torch.uint8)
+    expected = [xxhash.xxh3_64_intdigest(piece.numpy().data) for piece in source.chunk(20)]
+    for threads in (1, 2, 5):
+        target, jobs = torch.zeros_like(source), np.zeros((20, 5), np.uint64)
         jobs[:, 0] = source.data_ptr() + np.arange(20) * (2 << 20)
         jobs[:, 1] = 2 << 20
         jobs[:, 2] = target.data_ptr() + np.arange(20) * (2 << 20)
-        sums = copy_and_digest(jobs)
+        torch.set_num_threads(threads)
+        try:
+            assert copy_and_digest(jobs).tolist() == expected
+        finally:
+            torch.set_num_threads(before)
         assert torch.equal(source, target)
-        assert sums.tolist() == [xxhash.xxh3_64_intdigest(piece.numpy().data) for piece in source.chunk(20)]
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_calls_move_about_a_gigabyte_each() -> None:

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 from holdfast.comms.errors import Mismatch, Unsupported
 from holdfast.ft.state.boxes import whole
 from holdfast.store import Layout, WeightStore
+from holdfast.store.casts.wire_cast import CastName
 from holdfast.store.reshard.name_map import Component, NameRule, fill, match
 from holdfast.store.reshard.placements import Blocks, LocalBlock, PlacedTensor, blocks_of, cuts_of, local_shape
 from holdfast.store.reshard.plan import PartBox, plan
@@ -271,26 +272,22 @@ def store(store: WeightStore) -> WeightStore:
     return store
 
 
-def qkv_of(rank: int) -> torch.Tensor:
-    """What a rank of two has of the fused weights."""
-    return torch.cat([trained("qwen2, tied")[QKV.replace("qkv", letter)].chunk(2)[rank] for letter in "qkv"])
+@pytest.mark.parametrize(("cast", "dtype"), [(None, torch.float32), ("bf16", torch.float32), ("bf16", torch.bfloat16)])
+def test_ranks_of_vllm_get_their_slices_of_what_transformers_published(
+    store: WeightStore, cast: CastName | None, dtype: torch.dtype
+) -> None:
+    def wanted(tensor: torch.Tensor) -> torch.Tensor:
+        return (tensor if cast is None else tensor.bfloat16()).to(dtype)
 
-
-def test_ranks_of_vllm_get_their_slices_of_what_transformers_published(store: WeightStore) -> None:
+    published, padded = trained("qwen2, tied"), "model.embed_tokens.weight"
     for rank in range(2):
-        into = {QKV: torch.empty(32, 32), "model.embed_tokens.weight": torch.full((32, 32), -1.0)}
-        store.get(1, into, layout=Layout.vllm(QWEN, rank, 2), strict=False)
-        assert torch.equal(into[QKV], qkv_of(rank))
-        mine = trained("qwen2, tied")["model.embed_tokens.weight"][32 * rank : 32 * rank + 32]
-        assert torch.equal(into["model.embed_tokens.weight"][: len(mine)], mine)
-        assert bool((into["model.embed_tokens.weight"][len(mine) :] == -1).all())
-
-
-def test_a_fused_tensor_is_filled_in_a_cast_and_in_the_dtype_of_the_reader(store: WeightStore) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        into = {QKV: torch.empty(32, 32, dtype=dtype)}
-        store.get(1, into, layout=Layout.vllm(QWEN, 1, 2), strict=False, cast="bf16")
-        assert torch.equal(into[QKV], qkv_of(1).bfloat16().to(dtype))
+        into = {QKV: torch.empty(32, 32, dtype=dtype), padded: torch.full((32, 32), -1.0, dtype=dtype)}
+        store.get(1, into, layout=Layout.vllm(QWEN, rank, 2), strict=False, cast=cast)
+        qkv = [published[QKV.replace("qkv", letter)].chunk(2)[rank] for letter in "qkv"]
+        assert torch.equal(into[QKV], wanted(torch.cat(qkv)))
+        mine = published[padded][32 * rank : 32 * rank + 32]
+        assert torch.equal(into[padded][: len(mine)], wanted(mine))
+        assert bool((into[padded][len(mine) :] == -1).all())
 
 
 def test_what_a_layout_cannot_make_changes_nothing(store: WeightStore) -> None:
