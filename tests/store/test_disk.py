@@ -157,9 +157,7 @@ def test_an_index_cannot_name_files_elsewhere(store: WeightStore, tmp_path: Path
 # -- deaths, and memory
 
 
-def test_a_killed_export_leaves_no_version_and_the_next_one_removes_what_it_left(
-    url: str, tmp_path: Path, start: Start
-) -> None:
+def test_a_killed_export_leaves_no_version_and_the_next_one_cleans_up(url: str, tmp_path: Path, start: Start) -> None:
     """It dies by SIGKILL when all bytes are written."""
 
     def export(pipe: Connection) -> None:
@@ -311,9 +309,7 @@ def test_a_value_in_an_empty_file_is_damaged(tmp_path: Path) -> None:
     ],
     ids=["number of a value", "length of an array"],
 )
-def test_metadata_that_announces_gigabytes_is_refused_before_memory_is_taken(
-    tmp_path: Path, op: bytes, words: str
-) -> None:
+def test_metadata_that_announces_gigabytes_takes_no_memory(tmp_path: Path, op: bytes, words: str) -> None:
     (tmp_path / ".metadata").write_bytes(b"\x80\x05N" + op + b".")
     with pytest.raises(CorruptData, match=words):
         DcpDirectory(tmp_path)
@@ -551,9 +547,7 @@ def test_a_directory_of_another_run_is_not_overwritten_and_a_copy_that_is_right_
     [{"every": 0}, {"keep": 0}, {"format": "zip"}, {"timeout": float("nan")}],
     ids=lambda value: next(iter(value)),
 )
-def test_wrong_arguments_are_refused_and_start_nothing(
-    store: WeightStore, tmp_path: Path, wrong: dict[str, Any]
-) -> None:
+def test_wrong_arguments_are_refused(store: WeightStore, tmp_path: Path, wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         DiskRetention(store, tmp_path, **wrong)
 
@@ -579,9 +573,7 @@ def retains(pipe: Connection, url: str, directory: Path, slow: bool) -> None:
         pipe.recv()
 
 
-def test_a_writer_is_killed_in_the_middle_and_another_one_writes_the_copy(
-    url: str, other: WeightStore, tmp_path: Path, start: Start
-) -> None:
+def test_a_killed_writer_leaves_its_copy_to_another(url: str, other: WeightStore, tmp_path: Path, start: Start) -> None:
     directory = tmp_path / "copies"
     first = start(retains, url, directory, True)
     assert first.hear() == "ready"
@@ -602,9 +594,7 @@ def test_a_writer_is_killed_in_the_middle_and_another_one_writes_the_copy(
     assert restore(other, directory) == 0 and value_in(other, 0) == 0.0
 
 
-def test_a_process_that_closes_leaves_its_unfinished_copy_to_another(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_closed_writer_leaves_its_copy_to_another(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     held, check = threading.Event(), DiskRetention._check_abort
 

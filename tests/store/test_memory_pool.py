@@ -83,9 +83,7 @@ def publish_versions(pool: MemoryPool, count: int) -> None:
 # Touched beside the program -------------------------------------------------------------------------------------------
 
 
-def test_the_memory_of_the_next_two_versions_is_touched_once_the_size_of_one_is_known(
-    plane: CountingPlane, pool: MemoryPool
-) -> None:
+def test_memory_of_two_more_versions_is_touched_once_sizes_are_known(plane: CountingPlane, pool: MemoryPool) -> None:
     part = take(pool, 1)
     eventually(lambda: is_idle(pool))
     assert plane.made == [NBYTES] * (1 + AHEAD)
@@ -133,9 +131,7 @@ def test_small_parts_are_touched_as_they_come_and_no_more_than_half_of_what_the_
     assert len(plane.made) == 1
 
 
-def test_a_part_touches_its_memory_itself_if_the_thread_could_not_and_a_closed_pool_keeps_nothing(
-    plane: CountingPlane, pool: MemoryPool
-) -> None:
+def test_a_part_touches_what_no_thread_did_and_a_closed_pool_is_empty(plane: CountingPlane, pool: MemoryPool) -> None:
     plane.is_full = True
     publish_versions(pool, 3)
     assert len(plane.made) == 3

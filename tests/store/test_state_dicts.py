@@ -624,9 +624,7 @@ def test_every_rank_has_the_same_skeleton_and_ties_also_where_its_shards_are_emp
 
 
 @pytest.mark.parametrize("dtype", [torch.int4, torch.uint1, torch.uint7, torch.float4_e2m1fn_x2, torch.bits4x2])
-def test_dtypes_that_torch_cannot_compute_with_arrive_whatever_their_strides(
-    store: WeightStore, dtype: torch.dtype
-) -> None:
+def test_dtypes_that_torch_cannot_compute_with_arrive_with_any_strides(store: WeightStore, dtype: torch.dtype) -> None:
     raw = torch.randint(0, 256, (700, 800), dtype=torch.uint8)
     state = {
         "small": raw[:5, :7].contiguous().view(dtype),
@@ -645,9 +643,7 @@ def test_dtypes_that_torch_cannot_compute_with_arrive_whatever_their_strides(
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(state_dicts())
-def test_any_state_dict_is_loaded_as_it_was_published_unless_a_name_occurs_twice(
-    tmp_path: Path, state: dict[str, Any]
-) -> None:
+def test_a_state_dict_is_loaded_as_published_unless_a_name_occurs_twice(tmp_path: Path, state: dict[str, Any]) -> None:
     names = named_leaves(state)
     with WeightStore(f"memory://{tmp_path}/any") as store:
         if len(set(names)) < len(names):
@@ -692,9 +688,7 @@ def test_tied_weights_are_published_once_and_tied_again(store: WeightStore) -> N
 
 
 @pytest.mark.parametrize("atomic", [True, False])
-def test_a_get_that_fails_changes_nothing_if_atomic_and_else_says_what_is_mixed(
-    store: WeightStore, atomic: bool
-) -> None:
+def test_a_get_that_fails_changes_nothing_if_atomic_or_says_what_is_mixed(store: WeightStore, atomic: bool) -> None:
     state = {name: torch.full((1 << 20,), 2.0) for name in ("first", "second", "third")}
     store.publish(1, state)
     (kept,) = store._replica_holder._kept.values()

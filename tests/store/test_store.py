@@ -230,9 +230,7 @@ def test_wait_returns_a_version_that_is_published_meanwhile(store: WeightStore) 
         store.get(5, weights(), timeout=0)
 
 
-def test_calls_of_a_closed_store_are_refused_and_one_without_references_is_closed(
-    store: WeightStore, tmp_path: Path
-) -> None:
+def test_a_closed_store_refuses_calls_and_one_without_references_is_closed(store: WeightStore, tmp_path: Path) -> None:
     store.publish(1, weights())
     store.close()
     store.close()
@@ -451,9 +449,7 @@ async def test_a_follower_is_a_series_of_versions(tmp_path: Path) -> None:
 
 
 @without_complaint
-async def test_many_calls_that_wait_keep_no_other_from_working_and_end_at_once_when_they_are_cancelled(
-    tmp_path: Path,
-) -> None:
+async def test_many_calls_that_wait_keep_no_other_from_working_and_end_when_cancelled(tmp_path: Path) -> None:
     url = f"memory://{tmp_path}"
     async with AsyncWeightStore(url) as store, await store.follow(weights(-1)) as follower:
         waits = [asyncio.create_task(store.wait(1)) for _ in range(50)]

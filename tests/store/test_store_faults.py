@@ -67,9 +67,7 @@ def test_a_death_is_reported_where_descriptors_run_out() -> None:
             eventually(lambda peer=peer: peer in reported.get(timeout=PATIENCE))
 
 
-def test_a_publisher_that_dies_leaves_nothing_and_the_next_may_publish(
-    url: str, holders: Holders, start: Start
-) -> None:
+def test_a_publisher_that_dies_leaves_nothing_to_the_next(url: str, holders: Holders, start: Start) -> None:
     """The publisher asks for more replicas than there are processes, so it dies before the version is visible."""
     holders(1)
     with WeightStore(url) as store:
@@ -265,9 +263,7 @@ def test_a_lease_that_could_not_be_released_can_be_released_again_and_a_closed_s
         holder.delete(1)
 
 
-def test_the_same_bytes_published_anew_right_after_they_were_deleted_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bytes_published_anew_as_soon_as_they_are_deleted_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The holder has read that they are deleted, and acts on it after they were announced anew."""
     has_read, announced, has_acted = threading.Event(), threading.Event(), threading.Event()
 
@@ -501,9 +497,7 @@ def publish_and_reach(start: Start, url: str, point: str, hold: bool) -> None:
         pytest.param("gone", True, marks=pytest.mark.thorough),
     ],
 )
-def test_a_part_whose_publish_has_returned_outlives_its_store(
-    url: str, holders: Holders, start: Start, point: str, hold: bool
-) -> None:
+def test_a_published_part_outlives_its_store(url: str, holders: Holders, start: Start, point: str, hold: bool) -> None:
     holders(2)
     publish_and_reach(start, url, point, hold)
     with WeightStore(url, hold=False) as store:
@@ -515,9 +509,7 @@ def test_a_part_whose_publish_has_returned_outlives_its_store(
         assert all(bool((into[f"part {number}"] == number).all()) for number in (0, 1))
 
 
-def test_a_part_without_a_publisher_outlives_its_holders_one_after_the_other(
-    url: str, holders: Holders, start: Start
-) -> None:
+def test_a_part_without_a_publisher_outlives_its_holders_in_turn(url: str, holders: Holders, start: Start) -> None:
     """A replica that dies leaves one, which is copied before the version is complete."""
     living = holders(2)
     publish_and_reach(start, url, "returned", hold=False)
@@ -537,9 +529,7 @@ def _part(store: WeightStore) -> Shard:
     return found
 
 
-def test_a_part_that_is_still_being_published_is_withdrawn_when_its_store_closes(
-    url: str, holders: Holders, start: Start
-) -> None:
+def test_a_part_being_published_is_withdrawn_when_its_store_closes(url: str, holders: Holders, start: Start) -> None:
     """The publishing thread must not announce the part after that: no process could retract it."""
     announced = threading.Event()
     holders(1)

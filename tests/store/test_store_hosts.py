@@ -288,9 +288,7 @@ def test_a_get_goes_on_from_another_host_when_one_is_cut_off(network: Network, o
         network.heal(cut)
 
 
-def test_a_reader_that_is_cut_off_fails_by_its_deadline_and_reads_again_once_it_is_back(
-    network: Network, open_on: Open
-) -> None:
+def test_a_reader_that_is_cut_off_fails_in_time_and_reads_once_it_is_back(network: Network, open_on: Open) -> None:
     size = 16 * MIB
     publisher, _, reader = open_on(0), open_on(1), open_on(2, hold=False)
     assert publisher.publish(1, 5.0, size).error == ""
@@ -362,9 +360,7 @@ def test_publishing_goes_on_when_all_processes_of_a_host_are_killed(open_on: Ope
 
 
 @pytest.mark.parametrize("plane", ["ucx"], indirect=True)
-def test_a_host_that_is_cut_off_from_register_and_stores_comes_back(
-    network: Network, open_on: Open, tmp_path: Path
-) -> None:
+def test_a_host_that_was_cut_off_from_all_comes_back(network: Network, open_on: Open, tmp_path: Path) -> None:
     """What only it has stays in the catalogue meanwhile."""
     with EtcdCluster(1, tmp_path / "etcd", host=network.addresses[0], enter=network.entry(0)) as etcd:
         url = f"{etcd.url}/job"

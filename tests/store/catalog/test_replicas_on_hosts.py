@@ -337,9 +337,7 @@ def test_a_reader_tries_its_own_memory_then_its_host_and_all_spread_over_the_oth
     ),
     seeds=st.sets(st.sampled_from(["p", "q"]), min_size=1).map(tuple),
 )
-def test_no_source_serves_more_than_its_share_and_no_free_source_is_left_idle(
-    steps: list[tuple[str, int]], seeds: tuple[str, ...]
-) -> None:
+def test_no_source_serves_too_many_and_none_is_left_idle(steps: list[tuple[str, int]], seeds: tuple[str, ...]) -> None:
     group = fan_out.ReaderGroup()
     for step, number in steps:
         who = reader(number)

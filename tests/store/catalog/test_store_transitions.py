@@ -500,9 +500,7 @@ def test_one_holder_is_asked_once_and_only_for_what_is_there(catalog: Catalog) -
         assert request_cast(catalog, number, part, digest, "bf16") == catalog
 
 
-def test_only_the_holder_that_was_asked_lists_a_form_and_one_that_is_withdrawn_is_asked_for_anew(
-    catalog: Catalog,
-) -> None:
+def test_only_the_holder_that_was_asked_lists_a_form_until_it_is_withdrawn(catalog: Catalog) -> None:
     now = asked(catalog)
     maker = form(now).maker
     other = next(each for each in "abc" if each != maker)
@@ -516,9 +514,7 @@ def test_only_the_holder_that_was_asked_lists_a_form_and_one_that_is_withdrawn_i
     assert asked(withdraw_cast(listed, 1, 0, form(listed))) == now
 
 
-def test_another_holder_packs_when_one_goes_and_a_form_goes_with_the_replica_of_its_holder_and_its_version(
-    catalog: Catalog,
-) -> None:
+def test_another_holder_packs_when_one_goes_and_a_form_goes_with_its_replica_and_version(catalog: Catalog) -> None:
     now = asked(catalog)
     maker = next(each for each in KEEPERS if each.id == form(now).maker)
     for left in (transitions.remove_dead_holders(now, {maker.peer}), transitions.leave(now, maker.id)):

@@ -186,9 +186,7 @@ def publish_and_get(store: WeightStore, cuda: FakeCuda, state: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("atomic", [False, True])
-def test_tensors_of_a_device_are_published_and_got(
-    cuda: FakeCuda, store: WeightStore, state: dict[str, Tensor], atomic: bool
-) -> None:
+def test_publish_and_get_of_devices(cuda: FakeCuda, store: WeightStore, state: dict[str, Tensor], atomic: bool) -> None:
     store.publish(1, state)
     assert cuda.digested == 5, "of the dense ones with pieces of their own: 3 of large, 1 of half, 1 of bytes"
     check(store.load(1), state)
@@ -227,9 +225,7 @@ def test_the_host_computes_checksums_where_the_device_cannot_and_says_so_once(
     assert [why in holder.slow for holder in report.holders] == [True]
 
 
-def test_a_kernel_that_fails_leaves_its_checksums_to_the_host(
-    cuda: FakeCuda, store: WeightStore, state: dict[str, Tensor]
-) -> None:
+def test_the_host_does_what_a_kernel_fails_at(cuda: FakeCuda, store: WeightStore, state: dict[str, Tensor]) -> None:
     def fail() -> None:
         raise RuntimeError("CUDA error: out of memory")
 
@@ -257,9 +253,7 @@ def test_what_cannot_be_mapped_is_read_for_a_device(
     publish_and_get(store, cuda, state)
 
 
-def test_each_mapping_is_registered_once_and_until_it_goes(
-    cuda: FakeCuda, store: WeightStore, state: dict[str, Tensor]
-) -> None:
+def test_each_mapping_is_registered_until_it_goes(cuda: FakeCuda, store: WeightStore, state: dict[str, Tensor]) -> None:
     for version in range(1, 9):
         store.publish(version, state)
         store.get(version, on_the_device(cuda, blank(state)))

@@ -276,9 +276,7 @@ def test_targets_of_any_strides_and_meshes_tied_ones_and_atomic_reads_take_a_cas
     assert found["embed"].data_ptr() == found["head"].data_ptr()
 
 
-def test_many_tensors_are_decoded_in_batches_and_cast_once_if_that_is_asked_for(
-    store: WeightStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensors_are_decoded_in_batches_and_cast_if_asked(store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {f"t{number}": torch.randn(number, 40) for number in range(1, 9)}
     store.publish(1, state)
     store.load(1)
@@ -329,9 +327,7 @@ def test_the_memory_of_a_cast_counts_and_goes_with_its_version(store: WeightStor
     eventually(lambda: pool.used == 0)
 
 
-def test_a_part_for_whose_form_there_is_no_room_is_cast_by_the_reader(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_form_that_has_no_room_is_left_to_the_reader(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The store has room for two versions of a megabyte, and no more."""
     with WeightStore(f"memory://{tmp_path}/tight", limit=(2 << 20) + (256 << 10)) as tight:
         for version in (1, 2):
@@ -345,9 +341,7 @@ def test_a_part_for_whose_form_there_is_no_room_is_cast_by_the_reader(
         assert len(forms(tight, 2)) == 1, "the next reader asks anew"
 
 
-def test_parts_that_are_cast_by_the_reader_are_logged_together(
-    store: WeightStore, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_parts_that_the_reader_casts_are_logged_together(store: WeightStore, caplog: pytest.LogCaptureFixture) -> None:
     for part in (0, 1):
         store.publish(1, {f"w{part}": torch.ones(1000)}, part=part, parts=2)
     with cast_here():
@@ -356,9 +350,7 @@ def test_parts_that_are_cast_by_the_reader_are_logged_together(
     assert message.startswith("version 1 part 0, 1 is read whole")
 
 
-def test_a_get_that_is_cancelled_while_it_waits_for_a_form_changes_nothing(
-    store: WeightStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_get_that_waits_for_a_form_can_be_cancelled(store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:
     def cancelled(*_: object) -> None:
         raise CallCancelled("a get")
 

@@ -129,9 +129,7 @@ def test_both_kernels_write_the_elements_that_torch_finds_changed(case: Case) ->
 
 
 @given(damages, st.sampled_from([1, 2, 4, 8]))
-def test_a_damaged_delta_writes_nowhere_else_and_is_never_taken_for_good(
-    damage: tuple[str, int, int], itemsize: int
-) -> None:
+def test_a_damaged_delta_writes_nowhere_else_and_is_not_trusted(damage: tuple[str, int, int], itemsize: int) -> None:
     elements = BLOCK + 37
     piece = ElementPiece(64, elements * itemsize, itemsize)
     old = torch.zeros(piece.nbytes + 128, dtype=torch.uint8)
@@ -161,9 +159,7 @@ def test_a_damaged_delta_writes_nowhere_else_and_is_never_taken_for_good(
     ],
     ids=["twice", "descending", "behind the end", "too many", "not enough", "overflow", "empty", "other values"],
 )
-def test_a_record_of_another_piece_is_refused_before_a_byte_is_written(
-    counts: list[int], places: list[int], values: int
-) -> None:
+def test_a_wrong_record_is_refused_before_a_byte_is_written(counts: list[int], places: list[int], values: int) -> None:
     """The piece has 65536 + 37 elements of 2 bytes."""
     piece = ElementPiece(0, 2 * (BLOCK + 37), 2)
     parts = [np.array(counts, "<u4"), np.array(places, "<u2"), np.zeros(values, "<u2")]
@@ -378,9 +374,7 @@ def read_first(store: WeightStore) -> tuple[dict[str, torch.Tensor], dict[str, t
     return state, into
 
 
-def test_a_reader_of_the_version_before_reads_what_changed_there_or_in_its_own_tensors(
-    store: WeightStore, wire: Wire
-) -> None:
+def test_a_reader_of_the_version_before_reads_what_changed_there_or_in_its_own(store: WeightStore, wire: Wire) -> None:
     state, into = read_first(store)
     assert wire.take() > nbytes(state)
     for version, share in ((2, 1 / 20), (3, 1 / 20), (4, 1 / 2)):

@@ -143,9 +143,7 @@ def test_the_way_back_needs_one_call(store: WeightStore, serving: Serving) -> No
 
 
 @pytest.mark.parametrize("pinned", [True, False])
-def test_the_way_back_reads_the_version_again_if_its_memory_was_needed(
-    store: WeightStore, serving: Serving, pinned: bool
-) -> None:
+def test_the_way_back_reads_again_what_is_no_longer_staged(store: WeightStore, serving: Serving, pinned: bool) -> None:
     """It cannot be gone back to if the store has let it go."""
     follower, into = serving
     with store.pin(1) if pinned else nullcontext():
@@ -176,9 +174,7 @@ def test_a_rollback_is_followed(store: WeightStore, serving: Serving, swapped: b
     assert follower.catch_up() == 3
 
 
-def test_a_version_that_does_not_fit_is_an_error_of_the_next_call_and_not_the_end(
-    store: WeightStore, serving: Serving
-) -> None:
+def test_a_version_that_does_not_fit_is_an_error_of_the_next_call_alone(store: WeightStore, serving: Serving) -> None:
     follower, into = serving
     store.publish(2, {"a": torch.ones(3)})
     eventually(lambda: follower.failures > 0)
@@ -191,9 +187,7 @@ def test_a_version_that_does_not_fit_is_an_error_of_the_next_call_and_not_the_en
     assert follower.swap() == 3 and follower.failures == 1
 
 
-def test_a_swap_that_is_broken_off_leaves_the_version_before(
-    store: WeightStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_swap_that_is_broken_off_leaves_the_one_before(store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:
     into = weights(-1)
     copies = staging.copy_state
 
@@ -402,9 +396,7 @@ def test_a_switch_makes_all_readers_serve_a_version(store: WeightStore) -> None:
         assert one.swap() == two.swap() == 1
 
 
-def test_a_reader_may_serve_before_its_background_has_said_that_it_is_ready(
-    store: WeightStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reader_may_serve_before_it_reports_to_be_ready(store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its quorum did not need it, and it reaches a batch boundary between the last byte and the report."""
     complete, completed, go_on = StagedVersions.complete, threading.Event(), threading.Event()
 
@@ -576,9 +568,7 @@ def test_a_reader_that_dies_before_it_is_ready_is_counted_out(trainer: WeightSto
     eventually(lambda: {each.id for each in trainer.readers()} == {"g0", "g1"})
 
 
-def test_a_proposer_that_dies_before_the_switch_is_committed_leaves_the_fleet_as_it_was(
-    trainer: WeightStore, start: Start
-) -> None:
+def test_a_proposer_that_dies_before_the_commit_leaves_the_fleet_as_it_was(trainer: WeightStore, start: Start) -> None:
     readers = a_fleet(trainer, start, "g0", "g1")
     proposer = start(a_proposer, trainer.url, 2, ["g0", "g1", "absent"])
     assert proposer.hear() == "switch_proposed"
@@ -605,9 +595,7 @@ def test_readers_settle_a_switch_of_another_host_that_went_silent(trainer: Weigh
     assert [said(reader, "swap") for reader in readers] == [1, 1]
 
 
-def test_a_quorum_decides_without_a_stopped_reader_which_catches_up_before_it_serves(
-    trainer: WeightStore, start: Start
-) -> None:
+def test_a_quorum_goes_on_without_a_stopped_reader_which_then_catches_up(trainer: WeightStore, start: Start) -> None:
     one, other = a_fleet(trainer, start, "g0", "g1")
     trainer.publish(3, weights(3))
     other.stop(trainer.url)

@@ -98,9 +98,7 @@ def test_a_placement_of_another_library_is_refused_by_its_name() -> None:
 
 
 @given_examples(meshes, st.integers(0, 40), st.data())
-def test_the_order_of_fully_shard_differs_in_uneven_tensors_only(
-    sizes: Sizes, length: int, data: st.DataObject
-) -> None:
+def test_the_order_of_fully_shard_differs_if_uneven_only(sizes: Sizes, length: int, data: st.DataObject) -> None:
     """`fully_shard` cuts what tensor parallelism has cut; its placement says chunks that stand for that cut."""
     sizes = (*sizes[:1], data.draw(st.integers(1, 8 // sizes[0])))
     cuts = cuts_of("w", (_StridedShard(0, split_factor=sizes[1]), Shard(0)), 1)

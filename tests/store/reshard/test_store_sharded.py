@@ -125,9 +125,7 @@ def test_a_mesh_of_readers_is_switched_to_the_version_of_another_mesh(cluster: L
     assert in_group(cluster, tmp_path, body) == [[]] * 4
 
 
-def test_what_ranks_saved_with_dcp_as_shards_is_put_together(
-    cluster: LocalCluster, store: WeightStore, tmp_path: Path
-) -> None:
+def test_shards_that_ranks_saved_with_dcp_are_joined(cluster: LocalCluster, store: WeightStore, tmp_path: Path) -> None:
     whole = torch.arange(35.0).view(7, 5)
 
     def body(rank: int, size: int) -> None:
@@ -170,9 +168,7 @@ def fully_sharded_over_tensor_parallel() -> dict[str, Any]:
     return state
 
 
-def test_the_state_of_a_model_that_is_fully_sharded_over_tensor_parallel_is_published_and_filled(
-    cluster: LocalCluster, tmp_path: Path
-) -> None:
+def test_the_state_of_fsdp_over_tensor_parallel_is_published_and_filled(cluster: LocalCluster, tmp_path: Path) -> None:
     """Each rank's blocks are its local tensors, each element is given once, and all make up the whole."""
     url = f"sqlite:///{tmp_path}/job.sqlite"
 
@@ -232,9 +228,7 @@ def test_stages_that_publish_equal_bytes_of_a_tensor_share_it(store: WeightStore
     assert store.load(1, ["shared"], map=True)["shared"].equal(into["shared"])
 
 
-def test_another_dtype_or_shape_is_refused_and_parts_of_an_epoch_that_is_over_are_not_compared(
-    store: WeightStore,
-) -> None:
+def test_other_forms_are_refused_and_parts_of_an_epoch_that_is_over_not_compared(store: WeightStore) -> None:
     store.publish(1, stage(0, torch.zeros(4)), part=0, parts=2)
     for other in (torch.zeros(5), torch.zeros(4, dtype=torch.bfloat16)):
         with pytest.raises(Mismatch, match=r"a part of the version has shared .*, another shared float32\[4\]"):

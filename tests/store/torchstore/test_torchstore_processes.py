@@ -59,9 +59,7 @@ def call(child: Child, name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 @pytest.mark.usefixtures("torchstore")
-def test_a_reader_of_a_key_that_is_overwritten_gets_one_value_whole_also_after_its_writers_are_killed(
-    start: Start,
-) -> None:
+def test_a_reader_gets_one_value_whole_while_its_writers_put_and_are_killed(start: Start) -> None:
     def overwrite(pipe: Connection) -> None:
         async def put_all() -> None:
             for value in count():
@@ -102,9 +100,7 @@ def test_memory_that_a_dead_process_was_filling_is_used_again(start: Start) -> N
     eventually(taken_again)
 
 
-def test_a_process_that_was_started_before_the_store_finds_it_and_may_end_it(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_older_than_the_store_finds_and_ends_it(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOSTNAME", "here")
     child = start(a_caller)
     child.tell(("keys", (), {}))
@@ -126,9 +122,7 @@ def test_a_process_that_was_started_before_the_store_finds_it_and_may_end_it(
     child.end()
 
 
-def test_each_rank_puts_into_its_volume_and_readers_get_that_of_the_first(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_rank_puts_into_its_volume_and_all_get_the_first(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     run(ts.initialize(2, strategy=ts.LocalRankStrategy(ts.TransportType.Gloo)))
     try:
@@ -230,9 +224,7 @@ def test_ranks_that_torchrun_starts_share_a_store(tmp_path: Path) -> None:
     assert sorted(shown.splitlines()) == found
 
 
-def test_the_environment_of_torchrun_is_read_and_a_job_of_several_hosts_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_environment_of_torchrun_is_read_and_several_hosts_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     env = ts.spmd.SPMDEnv(0, 0, 4, 2, "127.0.0.1", 1)
     with pytest.raises(Unsupported, match="over 2 hosts"):
         run(ts.initialize_spmd(strategy=ts.LocalRankStrategy(), env=env))
