@@ -45,7 +45,7 @@ from holdfast.store.read import filling
 from holdfast.store.read.version_reader import VersionReader
 from support.children import Start
 from support.samples.store_processes import Holders, a_holder
-from support.waiting import becomes_true, eventually
+from support.waiting import eventually
 from support.weights.state_dicts import value_in, value_of, weights
 
 # -- one process
@@ -314,27 +314,6 @@ def test_an_idle_holder_costs_little(url: str, start: Start) -> None:
             pipe.send(time.process_time() - before)
 
     assert start(idler).hear() < 0.05
-
-
-def test_a_store_leaves_no_thread_and_no_descriptor(url: str, holders: Holders) -> None:
-    """The memory that it shares lies behind descriptors."""
-    holders(1)
-
-    def use() -> None:
-        with WeightStore(url) as store:
-            store.publish(store.latest() or 1, weights(3))
-            store.get("latest", weights())
-
-    def descriptors() -> list[str]:
-        return sorted(str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink())
-
-    use()
-    before = descriptors()
-    threads = set(threading.enumerate())
-    for _ in range(3):
-        use()
-    eventually(lambda: set(threading.enumerate()) <= threads)
-    assert becomes_true(lambda: len(descriptors()) <= len(before)), (before, descriptors())
 
 
 def test_first_calls_take_fewer_page_faults(start: Start, url: str) -> None:

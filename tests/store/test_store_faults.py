@@ -363,18 +363,28 @@ def test_a_register_that_was_away_long_ago_is_waited_for_again(
     assert "waits for its register, up to 60 s" in caplog.text
 
 
-def test_a_store_that_cannot_open_leaves_no_descriptor_and_no_thread(tmp_path: Path) -> None:
-    """Its register has a catalogue that it cannot read."""
-    url = f"sqlite://{tmp_path}/job.sqlite"
-    with contextlib.closing(open_cell(url, "store")) as cell:
+def test_a_store_that_closes_or_cannot_open_leaves_no_descriptor_and_no_thread(url: str, holders: Holders) -> None:
+    """The memory that it shares lies behind descriptors."""
+    holders(1)
+    broken = f"{url}-of-another-release"
+    with contextlib.closing(open_cell(broken, "store")) as cell:
         assert cell.compare_and_set(0, b"of another release")
 
-    def fail() -> tuple[int, set[threading.Thread]]:
+    def use() -> None:
+        with WeightStore(url) as store:
+            store.publish(store.latest() or 1, weights(3))
+            store.get("latest", weights())
         with pytest.raises(CorruptData):
-            WeightStore(url, expect=4 << 20)
-        return len(list(Path("/proc/self/fd").iterdir())), set(threading.enumerate())
+            WeightStore(broken, expect=4 << 20)
 
-    assert fail() == fail()
+    def descriptors() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    use()
+    before, threads = descriptors(), set(threading.enumerate())
+    for _ in range(3):
+        use()
+    eventually(lambda: descriptors() <= before and set(threading.enumerate()) <= threads)
 
 
 def test_a_publish_whose_part_is_safe_is_no_failure_if_the_register_goes_then(

@@ -414,7 +414,12 @@ def copying(tmp_path: Path, ipc: FakeIpc, unused: Events) -> Iterator[WeightStor
 
 
 def test_a_reader_copies_within_the_device(
-    copying: WeightStore, cuda: FakeCuda, ipc: FakeIpc, state: dict[str, Tensor], unused: Events
+    copying: WeightStore,
+    cuda: FakeCuda,
+    ipc: FakeIpc,
+    state: dict[str, Tensor],
+    unused: Events,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Large tensors and runs of small ones; what goes to the host comes from the host."""
     for version in range(1, 7):
@@ -425,15 +430,10 @@ def test_a_reader_copies_within_the_device(
     assert (copying.device_reads.read, copying.device_reads.unused, unused) == (6, 0, [])
     assert len(ipc.made) <= 3, "of the versions that are kept, and of the one that is published"
     assert ipc.opened == len(ipc.made), "each copy is opened once"
-
-
-def test_of_a_copy_on_the_device_only_host_tensors_are_read_from_the_host(
-    copying: WeightStore, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state = on_the_device(cuda, {"large": torch.randn(1 << 20), "half": torch.randn(1 << 18)})
-    copying.publish(1, state)
+    alone = {name: state[name] for name in ("large", "half")}
+    copying.publish(7, alone)
     monkeypatch.setattr(filling, "copy_and_digest", None)
-    check_get(copying, cuda, 1, state)
+    check_get(copying, cuda, 7, alone)
 
 
 @pytest.mark.parametrize(

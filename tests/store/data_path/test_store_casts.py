@@ -6,8 +6,8 @@ import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,16 +17,16 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from holdfast.backends.inproc.transport import InprocPlane
 from holdfast.comms.codecs import float8_blocks as fp8
-from holdfast.comms.errors import CorruptData, Mismatch
+from holdfast.comms.errors import CorruptData, Mismatch, Unsupported
 from holdfast.store import CallCancelled, Slice, WeightStore
 from holdfast.store.casts import cast_reader
 from holdfast.store.casts.cast_reader import CastVersionReader
 from holdfast.store.casts.wire_cast import CastName, EncodedTensor, WireCast
 from holdfast.store.catalog import part_casts
-from support.children import Child, Start
-from support.samples.store_processes import count_reads, move_to_host
-from support.waiting import eventually
+from support.samples.store_processes import count_reads
+from support.waiting import PATIENCE, eventually
 from support.weights.layouts import as_rank
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -396,63 +396,36 @@ def test_a_follower_takes_a_cast(store: WeightStore) -> None:
             assert torch.equal(into["w"], values.bfloat16().float())
 
 
-# -- between hosts
-
-
-VALUES = torch.randn(1 << 12, 256, generator=torch.Generator().manual_seed(1))
-
-
-def a_holder(pipe: Connection, url: str) -> None:
-    """Publish version 1 on another host over ucx, and pack forms of it once the pipe says so. None ends it."""
-    move_to_host("south")
-    may_pack, encode = threading.Event(), WireCast.encode
-
-    def waiting(cast: WireCast, source: torch.Tensor, into: EncodedTensor) -> None:
-        assert may_pack.wait(60.0)
-        encode(cast, source, into)
-
-    WireCast.encode = waiting  # type: ignore[method-assign]
-    with WeightStore(url, plane="ucx", replicas=1) as store:
-        store.publish(1, {"w": VALUES})
-        pipe.send("published")
-        while pipe.recv() is not None:
-            may_pack.set()
-
-
-@pytest.fixture
-def holder(url: str, start: Start, monkeypatch: pytest.MonkeyPatch) -> Child:
-    monkeypatch.setenv("UCX_TLS", "tcp,self")
-    monkeypatch.setattr(cast_reader, "PACK_SECONDS", 0.3)
-    child = start(a_holder, url)
-    assert child.hear() == "published"
-    return child
-
-
-@pytest.fixture
-def reader(holder: Child, url: str) -> Iterator[WeightStore]:
-    """A reader on another host. It does not wait long for a form."""
-    with WeightStore(url, plane="ucx", hold=False, timeout=60.0) as store:
-        yield store
-
-
-def bytes_of(store: WeightStore, cast: CastName | None) -> tuple[int, torch.Tensor]:
-    """The bytes that a get moves from another host, and what it got."""
-    sizes, into = count_reads(store._plane), {"w": torch.zeros_like(VALUES)}
-    store.get(1, into, cast=cast)
-    return sum(sizes), into["w"]
+# -- the bytes that are moved
 
 
 @pytest.mark.parametrize(("cast", "share"), [("bf16", 1 / 2), ("fp8", 1 / 4 + 1 / 256)])
-def test_a_half_or_a_quarter_of_the_bytes_is_moved_between_hosts(
-    holder: Child, reader: WeightStore, cast: CastName, share: float
+def test_a_half_or_a_quarter_of_the_bytes_is_moved_where_nothing_is_mapped(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch, cast: CastName, share: float
 ) -> None:
     """All of them until a holder has packed it: then the reader casts what it gets, to the same bits."""
-    whole, exact = bytes_of(reader, None)
-    assert torch.equal(exact, VALUES)
-    moved, cast_here = bytes_of(reader, cast)
-    assert moved / whole == pytest.approx(1.0, rel=0.02) and not torch.equal(cast_here, VALUES)
-    holder.tell("pack")
-    eventually(lambda: forms(reader) != [])
-    moved, found = bytes_of(reader, cast)
+    may_pack, encode = threading.Event(), WireCast.encode
+
+    def waiting(cast: WireCast, source: torch.Tensor, into: EncodedTensor) -> None:
+        assert threading.current_thread() is threading.main_thread() or may_pack.wait(PATIENCE)
+        encode(cast, source, into)
+
+    def bytes_of(cast: CastName | None) -> tuple[int, torch.Tensor]:
+        sizes, into = count_reads(store._plane), {"w": torch.zeros(1 << 12, 256)}
+        store.get(1, into, cast=cast)
+        return sum(sizes), into["w"]
+
+    monkeypatch.setattr(InprocPlane, "can_map", False)
+    monkeypatch.setattr(InprocPlane, "map", Mock(side_effect=Unsupported("mapping", "read it")))
+    monkeypatch.setattr(WireCast, "encode", waiting)
+    monkeypatch.setattr(cast_reader, "PACK_SECONDS", 0.3)
+    values = torch.randn(1 << 12, 256)
+    store.publish(1, {"w": values})
+    whole, exact = bytes_of(None)
+    assert torch.equal(exact, values)
+    moved, cast_here = bytes_of(cast)
+    assert moved / whole == pytest.approx(1.0, rel=0.02) and not torch.equal(cast_here, values)
+    may_pack.set()
+    eventually(lambda: forms(store) != [])
+    moved, found = bytes_of(cast)
     assert moved / whole == pytest.approx(share, rel=0.02) and torch.equal(found, cast_here)
-    holder.tell(None)

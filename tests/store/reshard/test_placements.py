@@ -74,6 +74,10 @@ def test_fsdp_over_tensor_parallel_is_one_box_free_chunks_are_several_and_an_emp
     assert in_cutting_order(stands_for_no_cut, (2, 2)) is None
 
 
+class Interleaved(Shard):
+    """A placement of another library."""
+
+
 @pytest.mark.parametrize(
     ("placed", "why"),
     [
@@ -82,19 +86,12 @@ def test_fsdp_over_tensor_parallel_is_one_box_free_chunks_are_several_and_an_emp
         ((_MaskPartial("sum"),), r"summands"),
         ((Shard(2),), r"it has 2 dimensions"),
         ((Shard(-3),), r"it has 2 dimensions"),
+        ((Interleaved(0),), r"'w' is placed as .*: Interleaved is not known here"),
     ],
 )
-def test_placements_without_elements_are_refused_by_name(placed: tuple[Any, ...], why: str) -> None:
+def test_placements_without_elements_or_of_another_library_are_refused_by_name(placed: Any, why: str) -> None:
     with pytest.raises(Unsupported, match=why):
         cuts_of("w", placed, 2)
-
-
-def test_a_placement_of_another_library_is_refused_by_its_name() -> None:
-    class Interleaved(Shard):
-        pass
-
-    with pytest.raises(Unsupported, match=r"'w' is placed as .*: Interleaved is not known here"):
-        cuts_of("w", (Interleaved(0),), 2)
 
 
 @given_examples(meshes, st.integers(0, 40), st.data())
