@@ -324,20 +324,6 @@ def test_a_publisher_that_is_cut_off_does_not_hold_up_the_others(network: Networ
     assert other.get(3, 16 * MIB).found == (3.0,)
 
 
-def test_replicas_are_made_again_when_a_host_is_back(network: Network, open_on: Open) -> None:
-    """While one of three hosts is cut off, the version lies on the two others."""
-    publisher, holder = open_on(0), open_on(1)
-    network.cut(1)
-    assert publisher.publish(1, 1.0, MIB, timeout=3.0).error == "StoreTimeout", "a publish does not return unsafe"
-    network.heal(1)
-    assert publisher.publish(1, 1.0, MIB).error == ""
-    holder.kill()
-    again = open_on(1)
-    eventually(lambda: publisher.hosts(1) == {publisher.host, again.host})
-    publisher.close()
-    assert again.get(1, MIB).found == (1.0,)
-
-
 # -- away: a host that no longer beats in the register
 
 

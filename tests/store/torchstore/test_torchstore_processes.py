@@ -265,21 +265,43 @@ def test_stores_are_found_while_others_end() -> None:
 # -- in Monarch's actors
 
 
-needs_monarch = pytest.mark.skipif(
-    importlib.util.find_spec("monarch") is None, reason="needs Monarch: pip install 'holdfast[monarch]'"
-)
 DRIVER = """
 import asyncio, os
 import pytest, torch
-from monarch.actor import shutdown_context, this_host
+from monarch.actor import this_host
 import holdfast.store.torchstore as ts
 from support.samples.torchstore_actors import Worker
 
 def spawn(count, name):
-    return this_host().spawn_procs(per_host={{"gpus": count}}).spawn(name, Worker)
+    return this_host().spawn_procs(per_host={"gpus": count}).spawn(name, Worker)
 
 async def main():
-{body}
+    before = spawn(2, "before")
+    await before.initialized
+    await ts.initialize(num_storage_volumes=2, strategy=ts.LocalRankStrategy())
+    after = spawn(2, "after")
+    await before.put_rank.call()
+    for point, value in await after.get.call(1):
+        assert torch.equal(value, torch.full((5000,), 1))
+    assert sorted(await ts.keys()) == ["key_0", "key_1"]
+    assert "not in the store" in await after.slice(gpus=0).why_not.call_one("missing")
+    await ts.shutdown()
+    await ts.initialize(num_storage_volumes=2, strategy=ts.LocalRankStrategy())
+    assert await ts.keys() == []
+    await after.put_rank.call()
+    assert torch.equal(await before.slice(gpus=0).get.call_one(1), torch.full((5000,), 1))
+    await ts.shutdown()
+
+    first, second = after.slice(gpus=0), after.slice(gpus=1)
+    await first.initialize.call_one("theirs")
+    await second.put.call_one({"step": 7}, "theirs")
+    assert await first.get.call_one(1, "theirs") == {"step": 7}
+    assert await ts.get("key_1", store_name="theirs") == {"step": 7}
+    with pytest.raises(RuntimeError, match="already initialized"):
+        await ts.initialize(store_name="theirs")
+    await second.shutdown.call_one("theirs")
+    with pytest.raises(RuntimeError, match="none that this process can find"):
+        await ts.keys(store_name="theirs")
 
 asyncio.run(main())
 print("done", flush=True)
@@ -287,48 +309,10 @@ os._exit(0)
 """
 
 
-def drive(body: str) -> None:
-    """Run `body` in the coroutine of a Monarch driver; fails with the driver's output unless it ends well."""
-    program = DRIVER.format(body="\n".join(f"    {line}" for line in body.strip().splitlines()))
+@pytest.mark.thorough
+@pytest.mark.skipif(
+    importlib.util.find_spec("monarch") is None, reason="needs Monarch: pip install 'holdfast[monarch]'"
+)
+def test_actors_share_a_store_of_their_driver_or_of_one_of_them_wherever_they_were_spawned() -> None:
     environ = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(TESTS), "MONARCH_FILE_LOG": "error", "OMP_NUM_THREADS": "1"}
-    assert run_python("-c", program, environ=environ, timeout=280.0).endswith("done\n")
-
-
-@pytest.mark.thorough
-@needs_monarch
-def test_actors_of_two_meshes_share_a_store_wherever_they_were_spawned() -> None:
-    drive("""
-before = spawn(2, "before")
-await before.initialized
-await ts.initialize(num_storage_volumes=2, strategy=ts.LocalRankStrategy())
-after = spawn(2, "after")
-await before.put_rank.call()
-for point, value in await after.get.call(1):
-    assert torch.equal(value, torch.full((5000,), 1))
-assert sorted(await ts.keys()) == ["key_0", "key_1"]
-assert "not in the store" in await after.slice(gpus=0).why_not.call_one("missing")
-await ts.shutdown()
-await ts.initialize(num_storage_volumes=2, strategy=ts.LocalRankStrategy())
-assert await ts.keys() == []
-await after.put_rank.call()
-assert torch.equal(await before.slice(gpus=0).get.call_one(1), torch.full((5000,), 1))
-await ts.shutdown()
-""")
-
-
-@pytest.mark.thorough
-@needs_monarch
-def test_a_store_that_an_actor_owns_is_found_by_its_job() -> None:
-    drive("""
-workers = spawn(2, "workers")
-first, second = workers.slice(gpus=0), workers.slice(gpus=1)
-await first.initialize.call_one("theirs")
-await second.put.call_one({"step": 7}, "theirs")
-assert await first.get.call_one(1, "theirs") == {"step": 7}
-assert await ts.get("key_1", store_name="theirs") == {"step": 7}
-with pytest.raises(RuntimeError, match="already initialized"):
-    await ts.initialize(store_name="theirs")
-await second.shutdown.call_one("theirs")
-with pytest.raises(RuntimeError, match="none that this process can find"):
-    await ts.keys(store_name="theirs")
-""")
+    assert run_python("-c", DRIVER, environ=environ, timeout=280.0).endswith("done\n")
