@@ -534,9 +534,7 @@ def test_a_part_without_a_publisher_outlives_its_holders_in_turn(url: str, holde
 
 
 def _part(store: WeightStore) -> Shard:
-    found = store._catalog_client.read()[1].shard(1, 0)
-    assert found is not None
-    return found
+    return store._catalog_client.read()[1].shard(1, 0)
 
 
 def test_a_part_being_published_is_withdrawn_when_its_store_closes(url: str, holders: Holders, start: Start) -> None:

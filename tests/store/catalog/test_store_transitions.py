@@ -78,6 +78,7 @@ parts = st.integers(0, 1)
 hosts = st.sampled_from(["north", "south", "west"])
 digests = st.sampled_from([b"x" * 16, b"x" * 16, b"x" * 16, b"y" * 16])
 fences = st.none() | st.integers(0, 3)
+drops = st.sampled_from([transitions.withdraw, transitions.drop_replica])
 
 Part = tuple[int, int, bytes]
 """The number of a version, a part, its digest."""
@@ -159,14 +160,10 @@ class Catalogue(RuleBasedStateMachine):
         oldest = visible[-after.keep] if len(visible) >= after.keep else 0
         pinned = {pin.version for pin in after.pins}
         for number in set(before.visible()) - set(visible) - set(deleted):
-            version = before.version(number)
-            assert version is not None
-            left = [any(one.holder not in without for one in each.replicas) for each in version.shards]
+            left = [any(one.holder not in without for one in each.replicas) for each in before.version(number).shards]
             assert not all(left) or (number < oldest and number not in pinned and number != after.latest)
         for number, part, digest in accepted(before, without) - accepted(after):
-            version = before.version(number)
-            assert version is not None
-            if not version.visible:
+            if not before.version(number).visible:
                 assert number < oldest or after.fence != before.fence, (number, part, digest)
 
     def check_ended(self, before: Catalog, after: Catalog, deleted: Collection[int]) -> None:
@@ -296,16 +293,10 @@ class Catalogue(RuleBasedStateMachine):
         made = replica(holder, number, part, digest)
         self.apply(lambda now: transitions.replicated(now, number, part, digest, made))
 
-    @rule(holder=holders, number=numbers, part=parts)
-    def withdraw(self, holder: Holder, number: int, part: int) -> None:
+    @rule(holder=holders, number=numbers, part=parts, drop=drops)
+    def withdraw_or_drop(self, holder: Holder, number: int, part: int, drop: Callable[..., Catalog]) -> None:
         before = self.catalog
-        self.apply(lambda now: transitions.withdraw(now, number, part, holder.id))
-        assert self.catalog.visible() == before.visible() and accepted(self.catalog) == accepted(before)
-
-    @rule(holder=holders, number=numbers, part=parts)
-    def drop_replica(self, holder: Holder, number: int, part: int) -> None:
-        before = self.catalog
-        self.apply(lambda now: transitions.drop_replica(now, number, part, holder.id))
+        self.apply(lambda now: drop(now, number, part, holder.id))
         assert self.catalog.visible() == before.visible() and accepted(self.catalog) == accepted(before)
 
     # -- versions are kept and let go
@@ -479,10 +470,7 @@ def asked(catalog: Catalog, cast: str = "bf16") -> Catalog:
 
 
 def form(catalog: Catalog) -> CastForm:
-    shard = catalog.shard(1, 0)
-    found = None if shard is None else shard.cast("bf16")
-    assert found is not None
-    return found
+    return catalog.shard(1, 0).cast("bf16")
 
 
 def packed(maker: str) -> CastForm:
@@ -520,7 +508,6 @@ def test_another_holder_packs_when_one_goes_and_a_form_goes_with_its_replica_and
     for left in (transitions.remove_dead_holders(now, {maker.peer}), transitions.leave(now, maker.id)):
         assert form(left).maker in {"a", "b", "c"} - {maker.id}
     listed = announce_cast(now, 1, 0, DIGEST, packed(maker.id))
-    dead = transitions.remove_dead_holders(listed, {maker.peer}).shard(1, 0)
-    assert dead is not None and dead.casts == ()
+    assert transitions.remove_dead_holders(listed, {maker.peer}).shard(1, 0).casts == ()
     assert form(transitions.leave(listed, maker.id)) == packed(maker.id)
     assert list(casts_of(transitions.delete(listed, 1), maker.id, packed=True)) == []

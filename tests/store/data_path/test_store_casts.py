@@ -158,11 +158,9 @@ CASTS: tuple[CastName, ...] = ("bf16", "fp8")
 
 def forms(store: WeightStore, version: int = 1) -> list[tuple[int, str, int]]:
     """Part, cast and size of each form that the catalogue lists."""
-    found = store._catalog_client.read()[1].version(version)
-    assert found is not None
     return [
         (shard.part, form.cast, form.handle.nbytes)
-        for shard in found.shards
+        for shard in store._catalog_client.read()[1].version(version).shards
         for form in shard.casts
         if form.handle is not None
     ]

@@ -25,7 +25,7 @@ from holdfast.comms.memory_plane import Handle
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.work import Work
 from holdfast.store import WeightStore
-from holdfast.store.catalog.records import Catalog, DeltaOffer, Holder, Shard, Version
+from holdfast.store.catalog.records import Catalog, DeltaOffer, Holder, Version
 from holdfast.store.catalog.transitions import COUNTS_FOR, RENEWED_AFTER, has_far_readers, note_far_read
 from holdfast.store.data.delta import BLOCK, WHOLE, Delta, ElementPiece, PackedDelta, diff, most_of, patch, to_eight
 from holdfast.store.publication import pays
@@ -357,9 +357,7 @@ def step(state: dict[str, torch.Tensor], share: float = 0.01) -> None:
 
 
 def offered(store: WeightStore, version: int) -> DeltaOffer | None:
-    shard = store._catalog_client.read()[1].shard(version, 0)
-    assert isinstance(shard, Shard)
-    return shard.delta
+    return store._catalog_client.read()[1].shard(version, 0).delta
 
 
 def nbytes(state: dict[str, torch.Tensor]) -> int:
@@ -480,15 +478,13 @@ def test_a_damaged_delta_is_never_taken_for_the_new_version(store: WeightStore, 
     state, into = read_first(store)
     step(state)
     store.publish(2, state)
-    delta = offered(store, 2)
-    assert delta is not None
 
     def damage(data: torch.Tensor) -> None:
         if where is None:
             raise RegionGone("the holder has closed it")
         data[where] ^= 1
 
-    wire.deltas.append(delta.handle)
+    wire.deltas.append(offered(store, 2).handle)
     wire.damage = damage
     store.get(2, into)
     assert same(state, into)
@@ -551,7 +547,6 @@ def test_deltas_count_towards_the_limit_and_go_with_their_version(wire: Wire, re
         step(state)
         store.publish(2, state)
         offer = offered(store, 2)
-        assert offer is not None
         (shown,) = store.inspect().report().holders
         parts = sum(store.inspect().report().versions[number].nbytes for number in (0, 1))
         assert shown.nbytes == parts + offer.handle.nbytes

@@ -272,7 +272,6 @@ def states(draw: st.DrawFn) -> State:
 
 def packed(state: State) -> PackedPart:
     plain = PlainTensors.of(state)
-    assert plain is not None
     return pack_plain(state, plain, b"", lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8))
 
 
@@ -363,9 +362,7 @@ def test_shared_memory_is_noticed() -> None:
         ({"a": base, "b": base[3:3]}, False),
         ({"a": base[8:], "b": base[2:4], "c": base}, True),
     ):
-        plain = PlainTensors.of(state)
-        assert plain is not None
-        assert plain.share_memory == shared
+        assert PlainTensors.of(state).share_memory == shared
 
 
 def test_targets_that_fitted_before_are_compared_again_if_anything_about_them_differs(store: WeightStore) -> None:

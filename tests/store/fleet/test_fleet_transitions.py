@@ -163,7 +163,6 @@ class Fleet(RuleBasedStateMachine):
     def complete_all_that_is_wanted(self) -> None:
         for name, process in self.processes.items():
             me = fleet.find_reader(self.catalog, name)
-            assert me is not None
             process.copying |= set(fleet.wanted(self.catalog, me)) - process.has
             self.report(process)
             self.complete_the_copies(name)
@@ -224,20 +223,15 @@ class Fleet(RuleBasedStateMachine):
             version, token, peer = self.published - back, f"switch {self.proposed}", process.reader.peer
             self.apply(lambda now: fleet.propose(now, token, version, readers, quorum, 5.0, peer))
 
-    @precondition(lambda self: fleet.preparing(self.catalog) is not None)
-    @rule()
-    def lose_patience(self) -> None:
-        proposed = fleet.preparing(self.catalog)
-        assert proposed is not None
-        token = proposed.token
-        self.apply(lambda now: fleet.abort(now, token, "it took too long"))
-        assert fleet.preparing(self.catalog) is None
-
-    @precondition(lambda self: bool(self.decided))
+    @precondition(lambda self: self.catalog.switches)
     @rule(data=st.data())
-    def lose_patience_too_late(self, data: st.DataObject) -> None:
-        token = data.draw(st.sampled_from(sorted(self.decided)))
+    def lose_patience(self, data: st.DataObject) -> None:
+        """Too late, if the switch is decided."""
+        tokens = {*self.decided, *(each.token for each in self.catalog.switches)}
+        token = data.draw(st.sampled_from(sorted(tokens)))
+        undecided = fleet.preparing(self.catalog)
         self.apply(lambda now: fleet.abort(now, token, "it took too long"))
+        assert fleet.preparing(self.catalog) == (None if undecided and undecided.token == token else undecided)
 
     @invariant()
     def it_survives_the_register(self) -> None:

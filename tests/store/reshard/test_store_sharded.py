@@ -79,9 +79,8 @@ def wrong(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     return [name for name in found if not torch.equal(local(found[name]), local(expected[name]))]
 
 
-def test_any_mesh_is_published_and_any_mesh_filled(cluster: LocalCluster, tmp_path: Path) -> None:
+def test_any_mesh_is_published_and_any_mesh_filled(cluster: LocalCluster, tmp_path: Path, url: str) -> None:
     """Every pair of layouts, over four ranks; and plain tensors filled from each, and each from plain ones."""
-    url = f"sqlite:///{tmp_path}/job.sqlite"
 
     def body(rank: int, size: int) -> list[str]:
         problems, given = [], {kind: distributed(kind) for kind in MESHES}
@@ -105,9 +104,8 @@ def test_any_mesh_is_published_and_any_mesh_filled(cluster: LocalCluster, tmp_pa
     assert in_group(cluster, tmp_path, body) == [[]] * 4
 
 
-def test_a_mesh_of_readers_is_switched_to_the_version_of_another_mesh(cluster: LocalCluster, tmp_path: Path) -> None:
+def test_a_mesh_of_readers_is_switched_to_that_of_another_mesh(cluster: LocalCluster, tmp_path: Path, url: str) -> None:
     """Each rank stages and swaps its own shards."""
-    url = f"sqlite:///{tmp_path}/job.sqlite"
 
     def body(rank: int, size: int) -> list[str]:
         with WeightStore(url, replicas=1) as store:
@@ -168,9 +166,8 @@ def fully_sharded_over_tensor_parallel() -> dict[str, Any]:
     return state
 
 
-def test_the_state_of_fsdp_over_tensor_parallel_is_published_and_filled(cluster: LocalCluster, tmp_path: Path) -> None:
+def test_the_state_of_fsdp_over_tensor_parallel_comes_and_goes(cluster: LocalCluster, tmp_path: Path, url: str) -> None:
     """Each rank's blocks are its local tensors, each element is given once, and all make up the whole."""
-    url = f"sqlite:///{tmp_path}/job.sqlite"
 
     def body(rank: int, size: int) -> tuple[list[str], dict[str, int]]:
         state = fully_sharded_over_tensor_parallel()
