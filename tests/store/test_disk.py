@@ -346,8 +346,11 @@ def test_no_mutation_of_a_directory_raises_anything_but_our_errors(
 EXPORTS = {"safetensors": safetensors.export_version, "dcp": dcp.export_version}
 
 
+Export = Callable[..., int]
+
+
 @pytest.fixture(params=sorted(EXPORTS))
-def export_version(request: pytest.FixtureRequest) -> Callable[..., int]:
+def export(request: pytest.FixtureRequest) -> Export:
     return EXPORTS[request.param]
 
 
@@ -375,13 +378,11 @@ def zeroed(state: dict[str, Any]) -> dict[str, Any]:
     return {**found, "step": 0}
 
 
-def test_a_training_state_comes_back_as_it_was(
-    store: WeightStore, other: WeightStore, tmp_path: Path, export_version: Callable[..., int]
-) -> None:
+def test_a_training_state_comes_back(store: WeightStore, other: WeightStore, tmp_path: Path, export: Export) -> None:
     frozen = nn.Parameter(torch.arange(3.0), requires_grad=False)
     state = training_state() | {"many": of_many_dtypes(), "leaves": [nn.Parameter(torch.ones(2)), frozen]}
     store.publish(1, state)
-    export_version(store, 1, tmp_path / "copy")
+    export(store, 1, tmp_path / "copy")
     for _ in range(2):
         assert import_version(other, tmp_path / "copy") == 1
     found = other.load(1)
@@ -395,12 +396,10 @@ def test_a_training_state_comes_back_as_it_was(
     assert len(tied) == bool(names), "tied tensors are in the files once"
 
 
-def test_shares_of_a_training_state_fill_what_the_whole_would(
-    store: WeightStore, other: WeightStore, tmp_path: Path, export_version: Callable[..., int]
-) -> None:
+def test_shares_fill_a_training_state(store: WeightStore, other: WeightStore, tmp_path: Path, export: Export) -> None:
     state = training_state()
     store.publish(1, state)
-    export_version(store, 1, tmp_path / "copy")
+    export(store, 1, tmp_path / "copy")
     for part in range(3):
         assert other.versions() == []
         import_version(other, tmp_path / "copy", part=part, parts=3)
@@ -409,9 +408,7 @@ def test_shares_of_a_training_state_fill_what_the_whole_would(
     assert same(into, state)
 
 
-def test_plain_dcp_loads_a_nested_state_from_several_files(
-    store: WeightStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plain_dcp_loads_a_nested_state(store: WeightStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = training_state() | plain_weights()
     store.publish(1, state)
     monkeypatch.setattr(dcp, "FILE_BYTES", 1000)
@@ -434,9 +431,7 @@ def test_tensors_in_tuples_are_found_by_plain_dcp_by_their_names(store: WeightSt
 # -- what is refused, in both formats
 
 
-def test_a_full_disk_is_a_typed_error_and_leaves_nothing(
-    store: WeightStore, tmp_path: Path, export_version: Callable[..., int]
-) -> None:
+def test_a_full_disk_is_a_typed_error_and_leaves_nothing(store: WeightStore, tmp_path: Path, export: Export) -> None:
     store.publish(1, {"a": torch.ones(500_000)})
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -444,17 +439,15 @@ def test_a_full_disk_is_a_typed_error_and_leaves_nothing(
         for megabytes in (1.0, 2.0, 2.004):  # the last two have room for the tensor, but not for all beside it
             with small_disk(disk, megabytes):
                 with pytest.raises(NoRoomOnDisk, match="2000000 bytes" if megabytes == 1.0 else None):
-                    export_version(store, 1, disk / "copy")
+                    export(store, 1, disk / "copy")
                 assert not list(disk.iterdir())
     except Unsupported as error:
         pytest.skip(str(error))
 
 
-def test_a_changed_byte_is_found_by_the_checksum_of_its_tensor(
-    store: WeightStore, other: WeightStore, tmp_path: Path, export_version: Callable[..., int]
-) -> None:
+def test_a_changed_byte_is_found(store: WeightStore, other: WeightStore, tmp_path: Path, export: Export) -> None:
     store.publish(3, {"a": torch.full((1000,), 3.0)})
-    export_version(store, 3, tmp_path / "copy")
+    export(store, 3, tmp_path / "copy")
     (path,) = (each for each in (tmp_path / "copy").iterdir() if each.suffix in (".safetensors", ".distcp"))
     data = bytearray(path.read_bytes())
     data[data.index(torch.full((100,), 3.0).numpy().tobytes()) + 20] ^= 1
@@ -468,14 +461,12 @@ def test_every_fault_of_a_directory_is_in_one_error_and_nothing_is_published(
     store: WeightStore,
     other: WeightStore,
     tmp_path: Path,
-    export_version: Callable[..., int],
+    export: Export,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store.publish(3, {f"{number}": torch.randn(100) for number in range(6)})
     monkeypatch.setattr(dcp, "FILE_BYTES", 1000)
-    export_version(
-        store, 3, tmp_path / "copy", **({"shard_bytes": 1000} if export_version is EXPORTS["safetensors"] else {})
-    )
+    export(store, 3, tmp_path / "copy", **({"shard_bytes": 1000} if export is EXPORTS["safetensors"] else {}))
     one, two, *_ = sorted(each for each in (tmp_path / "copy").iterdir() if each.suffix in (".safetensors", ".distcp"))
     one.unlink()
     two.write_bytes(two.read_bytes()[:-500])
@@ -619,9 +610,7 @@ def test_a_closed_writer_leaves_its_copy_to_another(url: str, tmp_path: Path, mo
 # -- coming back
 
 
-def test_restore_takes_the_newest_copy_that_is_whole_and_raises_if_there_is_none(
-    store: WeightStore, other: WeightStore, tmp_path: Path
-) -> None:
+def test_restore_takes_the_newest_copy_that_is_whole(store: WeightStore, other: WeightStore, tmp_path: Path) -> None:
     with WeightStore(f"memory://{tmp_path}/before", keep=5) as before:
         for version in range(3):
             before.publish(version, weights(version))

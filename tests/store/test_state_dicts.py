@@ -287,9 +287,7 @@ def read_only_tensor(path: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kernel_answers", [True, False])
-def test_targets_in_memory_that_cannot_be_written_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel_answers: bool
-) -> None:
+def test_read_only_targets_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel_answers: bool) -> None:
     """Kernels before 6.11 answer no question about one address; then the whole memory map is read."""
     if not kernel_answers:
         monkeypatch.setattr("holdfast.store.read.targets._PROCMAP_QUERY", 0)
@@ -490,9 +488,7 @@ def merged(*parts: dict[str, Any]) -> Skeleton:
 
 
 @given(state_dicts(), st.data())
-def test_a_state_dict_divided_among_parts_is_one_again_in_any_order_of_dicts(
-    state: dict[str, Any], data: st.DataObject
-) -> None:
+def test_a_state_dict_divided_among_parts_is_one_again_in_any_order(state: dict[str, Any], data: st.DataObject) -> None:
     def shuffled(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: shuffled(value[key]) for key in data.draw(st.permutations(list(value)))}

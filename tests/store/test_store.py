@@ -144,9 +144,7 @@ def test_the_newest_versions_stay(store: WeightStore) -> None:
         store.publish(2, weights(99))
 
 
-def test_a_version_whose_memory_is_used_anew_while_its_rows_are_copied_is_not_returned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_version_that_goes_while_it_is_copied_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their checksum was right before. A reader may get no processor between the two."""
     with WeightStore(f"memory://{tmp_path}", keep=1) as store:
         store.publish(1, weights(1.0))
@@ -478,9 +476,7 @@ class Held:
 
 
 @without_complaint
-async def test_a_cancelled_get_changes_nothing_or_says_what_it_mixed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_cancelled_get_is_atomic_or_says_what_it_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with AsyncWeightStore(f"memory://{tmp_path}") as store:
         await store.publish(1, weights(1))
         filling = Held(monkeypatch, VersionReader, "carry_out", again=True)

@@ -241,9 +241,7 @@ def test_listeners_are_told_of_versions_that_are_superseded_deleted_or_lost(url:
         assert ended == [("lost", 5), ("lost", 6)] and store.versions() == [] and store.latest() is None
 
 
-def test_a_lease_that_could_not_be_released_can_be_released_again_and_a_closed_store_pins_nothing(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_leases_can_be_released_again_and_a_closed_store_has_none(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def away(*_: object) -> None:
         raise RegisterAway(url, "it is locked")
 
@@ -348,9 +346,7 @@ def test_every_call_goes_on_once_the_register_is_back(register: Register, store:
     assert store.versions() == [1, 2]
 
 
-def test_a_register_that_was_away_long_ago_is_waited_for_again(
-    register: Register, store: WeightStore, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_outage_long_ago_is_over(register: Register, store: WeightStore, caplog: pytest.LogCaptureFixture) -> None:
     """Nothing asked it meanwhile, so no answer has ended the outage."""
     with WeightStore(register.url, hold=False, timeout=60.0) as reader, ThreadPoolExecutor(1) as pool:
         outage = reader._catalog_client._reads
@@ -411,9 +407,7 @@ def test_a_longer_outage_is_a_typed_error(register: Register) -> None:
         assert store.latest() is None
 
 
-def test_a_change_is_given_up_while_another_process_holds_the_lock_though_all_reads_succeed(
-    register: Register, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changes_are_given_up_while_another_has_the_lock(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sqlite, "BUSY_SECONDS", 0.01)
     with WeightStore(register.url, replicas=1, timeout=0.5) as store, ThreadPoolExecutor(1) as pool:
         store.publish(1, STATE)

@@ -369,9 +369,7 @@ def test_a_host_that_was_cut_off_from_all_comes_back(network: Network, open_on: 
 
 
 @pytest.mark.parametrize("plane", ["ucx"], indirect=True)
-def test_versions_are_published_and_read_while_leaders_of_etcd_are_killed(
-    network: Network, open_on: Open, start: Start, tmp_path: Path
-) -> None:
+def test_a_store_goes_on_while_etcd_leaders_die(network: Network, open_on: Open, start: Start, tmp_path: Path) -> None:
     entry = network.entry(0)
     with EtcdCluster(3, tmp_path / "etcd", host=network.addresses[0], enter=entry) as etcd:
 

@@ -114,11 +114,7 @@ class Catalogue(RuleBasedStateMachine):
         self.all_join()
 
     def apply(
-        self,
-        transition: Callable[[Catalog], Catalog],
-        *,
-        without: Collection[str] = (),
-        deleted: Collection[int] = (),
+        self, transition: Callable[[Catalog], Catalog], *, without: Collection[str] = (), deleted: Collection[int] = ()
     ) -> bool:
         """Apply a transition; returns whether it was allowed. A refused one changes nothing.
 

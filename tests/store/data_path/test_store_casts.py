@@ -210,9 +210,7 @@ def cast_here() -> Iterator[None]:
 
 
 @given(st.lists(st.sampled_from(UNUSUAL), max_size=2), st.sampled_from(CASTS), st.sampled_from(FLOATS))
-def test_no_box_or_dtype_of_a_reader_turns_a_number_into_an_infinity_or_an_infinity_into_a_nan(
-    unusual: list[float], cast: CastName, dtype: torch.dtype
-) -> None:
+def test_no_box_or_dtype_makes_an_infinity_or_a_nan(unusual: list[float], cast: CastName, dtype: torch.dtype) -> None:
     wanted = torch.randn(2, 300, dtype=torch.float64).to(dtype)
     wanted[1, 3 : 3 + len(unusual)] = torch.tensor(unusual, dtype=dtype)
     with WeightStore("memory://unusual") as store:

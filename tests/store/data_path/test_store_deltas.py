@@ -320,9 +320,7 @@ def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
     def refuse(plane: InprocPlane, handle: Handle, *, lasting: bool) -> torch.Tensor:
         raise Unsupported("mapping", "read it")
 
-    def counted(
-        plane: InprocPlane, handle: Handle, into: torch.Tensor, offset: int = 0, *, timeout: float = 30.0
-    ) -> Work:
+    def count(plane: InprocPlane, handle: Handle, into: torch.Tensor, offset: int = 0, *, timeout: float = 30) -> Work:
         wire.bytes += into.nbytes
         work = read(plane, handle, into, offset, timeout=timeout)
         if handle in wire.deltas:
@@ -331,7 +329,7 @@ def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
 
     monkeypatch.setattr(InprocPlane, "can_map", False)
     monkeypatch.setattr(InprocPlane, "map", refuse)
-    monkeypatch.setattr(InprocPlane, "read", counted)
+    monkeypatch.setattr(InprocPlane, "read", count)
     return wire
 
 
@@ -501,9 +499,7 @@ def test_no_delta_is_made_where_parts_are_mapped() -> None:
 
 
 @pytest.mark.parametrize("hold", [True, False], ids=["holds", "reads"])
-def test_a_process_on_another_host_gets_a_replica_or_a_version_from_the_one_before(
-    start: Start, url: str, monkeypatch: pytest.MonkeyPatch, hold: bool
-) -> None:
+def test_another_host_gets_what_changed(start: Start, url: str, monkeypatch: pytest.MonkeyPatch, hold: bool) -> None:
     """One that only reads is noted in the catalogue by its first get, so the next version has a delta for it."""
 
     def be_far_away(pipe: Connection) -> None:

@@ -120,9 +120,7 @@ def test_a_part_larger_than_the_limit_is_refused_at_once_and_a_plane_that_cannot
 
 
 @pytest.mark.parametrize(("plane", "tls"), [("ucx", "tcp,self"), ("nixl", "posix,cma,self")])
-def test_readers_of_the_host_map_what_another_plane_moves(
-    url: str, start: Start, monkeypatch: pytest.MonkeyPatch, plane: str, tls: str
-) -> None:
+def test_readers_of_the_host_map(url: str, start: Start, monkeypatch: pytest.MonkeyPatch, plane: str, tls: str) -> None:
     monkeypatch.setenv("UCX_TLS", tls)
     holder = start(a_holder, url, plane)
     assert holder.hear() == "published"

@@ -510,9 +510,7 @@ def a_reader(pipe: Connection, url: str, name: str, dies: int = 0) -> None:
                 pipe.send(type(error).__name__)
 
 
-def a_proposer(
-    pipe: Connection, url: str, version: int, readers: list[str], timeout: float = 15.0, host: str = ""
-) -> None:
+def a_proposer(pipe: Connection, url: str, version: int, names: list[str], timeout: float = 15, host: str = "") -> None:
     """Propose a switch of the fleet, and die by SIGKILL after that."""
     if host:
         move_to_host(host)
@@ -523,7 +521,7 @@ def a_proposer(
             os.kill(os.getpid(), signal.SIGKILL)
 
     with WeightStore(url, hold=False, observe=observe) as trainer:
-        trainer.switch(version, readers, timeout=timeout)
+        trainer.switch(version, names, timeout=timeout)
 
 
 @pytest.fixture

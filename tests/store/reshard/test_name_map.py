@@ -141,9 +141,7 @@ def test_other_models_and_heads_that_ranks_cannot_share_are_refused() -> None:
 
 
 @given(meshes, meshes, st.data())
-def test_a_sharded_fused_tensor_is_filled_from_sharded_pieces(
-    before: tuple[int, ...], after: tuple[int, ...], data: st.DataObject
-) -> None:
+def test_shards_fill_fused_tensors(before: tuple[int, ...], after: tuple[int, ...], data: st.DataObject) -> None:
     """And the other way round: both layouts are any placements on any mesh."""
     dim = data.draw(st.integers(0, 1))
     lengths = data.draw(st.lists(st.integers(0, 5), min_size=2, max_size=3))
@@ -273,9 +271,7 @@ def store(store: WeightStore) -> WeightStore:
 
 
 @pytest.mark.parametrize(("cast", "dtype"), [(None, torch.float32), ("bf16", torch.float32), ("bf16", torch.bfloat16)])
-def test_ranks_of_vllm_get_their_slices_of_what_transformers_published(
-    store: WeightStore, cast: CastName | None, dtype: torch.dtype
-) -> None:
+def test_ranks_of_vllm_get_their_slices(store: WeightStore, cast: CastName | None, dtype: torch.dtype) -> None:
     def wanted(tensor: torch.Tensor) -> torch.Tensor:
         return (tensor if cast is None else tensor.bfloat16()).to(dtype)
 

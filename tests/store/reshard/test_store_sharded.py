@@ -253,9 +253,7 @@ def test_of_publishers_that_begin_together_one_is_refused(store: WeightStore) ->
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
-def test_a_reader_refuses_parts_that_publishers_could_not_compare(
-    store: WeightStore, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reader_refuses_parts_that_disagree(store: WeightStore, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Publication, "_to_compare", lambda *_: [])
     for number in range(2):
         store.publish(1, stage(number, torch.full((size,), float(number))), part=number, parts=2)
