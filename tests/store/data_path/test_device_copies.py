@@ -52,6 +52,8 @@ class FakeCuda(Cuda):
         self.before_digest: Callable[[], object] = bool
         self.digested = 0
         """The pieces whose checksums the device was asked for."""
+        self.state: dict[str, Tensor] = {}
+        """A state dict of which most is on the device."""
         self._spans: list[Tensor] = []
 
     def put(self, tensor: Tensor) -> Tensor:
@@ -120,6 +122,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     fake.digested = 0
     fake.log.clear()
     monkeypatch.setattr(state_dicts, "PlainTensors", SimpleNamespace(of=described))
+    fake.state = on_the_device(fake, a_state())
     return fake
 
 
@@ -143,11 +146,6 @@ def a_state() -> dict[str, Tensor]:
 
 def on_the_device(cuda: FakeCuda, state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: each if "host" in name else cuda.put(each) for name, each in state.items()}
-
-
-@pytest.fixture
-def state(cuda: FakeCuda) -> dict[str, Tensor]:
-    return on_the_device(cuda, a_state())
 
 
 def blank(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -178,30 +176,25 @@ def no_kernel(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_store, "digests", digests)
 
 
-def publish_and_get(store: WeightStore, cuda: FakeCuda, state: dict[str, Any]) -> None:
+def publish_and_get(store: WeightStore, cuda: FakeCuda) -> None:
     """Three versions of a state on the device, each read into other tensors there."""
     for version in (1, 2, 3):
-        store.publish(version, state)
-        check_get(store, cuda, version, state)
+        store.publish(version, cuda.state)
+        check_get(store, cuda, version, cuda.state)
 
 
 @pytest.mark.parametrize("atomic", [False, True])
-def test_publish_and_get_of_devices(cuda: FakeCuda, store: WeightStore, state: dict[str, Tensor], atomic: bool) -> None:
-    store.publish(1, state)
+def test_tensors_of_a_device_are_published_and_got(cuda: FakeCuda, store: WeightStore, atomic: bool) -> None:
+    store.publish(1, cuda.state)
     assert cuda.digested == 5, "of the dense ones with pieces of their own: 3 of large, 1 of half, 1 of bytes"
-    check(store.load(1), state)
-    check_get(store, cuda, 1, state, atomic=atomic)
+    check(store.load(1), cuda.state)
+    check_get(store, cuda, 1, cuda.state, atomic=atomic)
     assert cuda.digested == (5 if atomic else 10), "an atomic get verifies copies on the host"
 
 
 @pytest.mark.parametrize("fault", ["missing", "other checksums than xxhash", "other bytes"])
 def test_the_host_computes_checksums_where_the_device_cannot_and_says_so_once(
-    cuda: FakeCuda,
-    no_kernel: None,
-    store: WeightStore,
-    state: dict[str, Tensor],
-    caplog: pytest.LogCaptureFixture,
-    fault: str,
+    cuda: FakeCuda, no_kernel: None, store: WeightStore, caplog: pytest.LogCaptureFixture, fault: str
 ) -> None:
     """Before the kernel is used, it is tried with pieces of awkward lengths."""
     if fault != "missing":
@@ -215,9 +208,9 @@ def test_the_host_computes_checksums_where_the_device_cannot_and_says_so_once(
 
         cuda.digest = wrong  # type: ignore[method-assign]
     with caplog.at_level(logging.WARNING):
-        publish_and_get(store, cuda, state)
+        publish_and_get(store, cuda)
         eventually(lambda: cuda_copies.digests.refused != "")
-        store.publish(4, state | {"odd": state["odd"] + 1})
+        store.publish(4, cuda.state | {"odd": cuda.state["odd"] + 1})
         report = store.inspect().report()
     said = [each.getMessage() for each in caplog.records if "checksums" in each.getMessage()]
     why = "No module named 'triton'" if fault == "missing" else fault
@@ -225,13 +218,13 @@ def test_the_host_computes_checksums_where_the_device_cannot_and_says_so_once(
     assert [why in holder.slow for holder in report.holders] == [True]
 
 
-def test_the_host_does_what_a_kernel_fails_at(cuda: FakeCuda, store: WeightStore, state: dict[str, Tensor]) -> None:
+def test_a_kernel_that_fails_leaves_its_checksums_to_the_host(cuda: FakeCuda, store: WeightStore) -> None:
     def fail() -> None:
         raise RuntimeError("CUDA error: out of memory")
 
     cuda.before_digest = fail
-    store.publish(1, state)
-    check_get(store, cuda, 1, state)
+    store.publish(1, cuda.state)
+    check_get(store, cuda, 1, cuda.state)
     assert cuda_copies.digests.refused == "RuntimeError: CUDA error: out of memory"
 
 
@@ -243,20 +236,18 @@ def test_bytes_that_change_on_the_way_to_a_device_are_not_taken(cuda: FakeCuda, 
         store.get(1, {"large": into})
 
 
-def test_what_cannot_be_mapped_is_read_for_a_device(
-    cuda: FakeCuda, store: WeightStore, state: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_mapped_is_read(cuda: FakeCuda, store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(plane: InprocPlane, handle: Handle, *, lasting: bool) -> Tensor:
         raise Unsupported("mapping", "read it")
 
     monkeypatch.setattr(InprocPlane, "map", refuse)
-    publish_and_get(store, cuda, state)
+    publish_and_get(store, cuda)
 
 
-def test_each_mapping_is_registered_until_it_goes(cuda: FakeCuda, store: WeightStore, state: dict[str, Tensor]) -> None:
+def test_each_mapping_is_registered_once_and_until_it_goes(cuda: FakeCuda, store: WeightStore) -> None:
     for version in range(1, 9):
-        store.publish(version, state)
-        store.get(version, on_the_device(cuda, blank(state)))
+        store.publish(version, cuda.state)
+        store.get(version, on_the_device(cuda, blank(cuda.state)))
     own, mapped = (sum(writable is kind for writable in cuda.registered.values()) for kind in (True, False))
     assert 1 <= own <= 5, "the pool has the memory of two versions, of the next one, and two ahead"
     assert 1 <= mapped <= own, "what is read is mapped once more, to be read alone"
@@ -276,12 +267,10 @@ def test_what_is_expected_is_registered_before_it_is_published(tmp_path: Path, c
         assert len(ahead - {memory.data_ptr() for memory in pool._spare}) == 1, "one of them has the version"
 
 
-def test_a_refusal_is_said_once_and_the_bytes_are_right(
-    cuda: FakeCuda, store: WeightStore, state: dict[str, Tensor], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_refusal_is_said_once(cuda: FakeCuda, store: WeightStore, caplog: pytest.LogCaptureFixture) -> None:
     cuda.refusal = "out of memory"
     with caplog.at_level(logging.WARNING):
-        publish_and_get(store, cuda, state)
+        publish_and_get(store, cuda)
         report = store.inspect().report()
     said = [each.getMessage() for each in caplog.records if "cudaHostRegister" in each.getMessage()]
     assert len(said) == 1
@@ -311,11 +300,11 @@ def test_bytes_are_digested_while_the_next_ones_are_copied(cuda: FakeCuda, monke
 
 
 def test_a_version_that_goes_while_it_is_copied_is_not_taken(
-    tmp_path: Path, cuda: FakeCuda, no_kernel: None, state: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cuda: FakeCuda, no_kernel: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The host's checksums hold for what the device got as long as the region is open."""
     with WeightStore(f"memory://{tmp_path}", keep=1) as store:
-        store.publish(1, state)
+        store.publish(1, cuda.state)
         newer = on_the_device(cuda, a_state())
         newer["small"] += 1
 
@@ -352,6 +341,8 @@ class FakeIpc(CudaIpc):
     def __init__(self, cuda: FakeCuda) -> None:
         self.cuda, self.failure, self.opened = cuda, "", 0
         self.made: dict[bytes, Tensor] = {}
+        self.unused: list[dict[str, object]] = []
+        """The events of copies that could not be used."""
 
     def check(self) -> None:
         """All is there."""
@@ -392,45 +383,31 @@ def ipc(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> FakeIpc:
     return fake
 
 
-Events = list[dict[str, object]]
-
-
 @pytest.fixture
-def unused() -> Events:
-    """The events of copies that could not be used."""
-    return []
-
-
-@pytest.fixture
-def copying(tmp_path: Path, ipc: FakeIpc, unused: Events) -> Iterator[WeightStore]:
+def copying(tmp_path: Path, ipc: FakeIpc) -> Iterator[WeightStore]:
     """A store that keeps copies of parts on the device."""
 
     def observe(kind: str, fields: dict[str, object]) -> None:
         if kind == "device_copy_unused":
-            unused.append(fields)
+            ipc.unused.append(fields)
 
     with WeightStore(f"memory://{tmp_path}", device_copies=True, observe=observe) as opened:
         yield opened
 
 
 def test_a_reader_copies_within_the_device(
-    copying: WeightStore,
-    cuda: FakeCuda,
-    ipc: FakeIpc,
-    state: dict[str, Tensor],
-    unused: Events,
-    monkeypatch: pytest.MonkeyPatch,
+    copying: WeightStore, cuda: FakeCuda, ipc: FakeIpc, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Large tensors and runs of small ones; what goes to the host comes from the host."""
     for version in range(1, 7):
-        state["large"] += 1
-        copying.publish(version, state)
-        check_get(copying, cuda, version, state)
-        check(copying.load(version), state)
-    assert (copying.device_reads.read, copying.device_reads.unused, unused) == (6, 0, [])
+        cuda.state["large"] += 1
+        copying.publish(version, cuda.state)
+        check_get(copying, cuda, version, cuda.state)
+        check(copying.load(version), cuda.state)
+    assert (copying.device_reads.read, copying.device_reads.unused, ipc.unused) == (6, 0, [])
     assert len(ipc.made) <= 3, "of the versions that are kept, and of the one that is published"
     assert ipc.opened == len(ipc.made), "each copy is opened once"
-    alone = {name: state[name] for name in ("large", "half")}
+    alone = {name: cuda.state[name] for name in ("large", "half")}
     copying.publish(7, alone)
     monkeypatch.setattr(filling, "copy_and_digest", None)
     check_get(copying, cuda, 7, alone)
@@ -446,17 +423,10 @@ def test_a_reader_copies_within_the_device(
     ],
 )
 def test_what_the_device_does_not_have_is_read_from_the_host(
-    copying: WeightStore,
-    cuda: FakeCuda,
-    ipc: FakeIpc,
-    state: dict[str, Tensor],
-    unused: Events,
-    fault: str,
-    why: str,
-    monkeypatch: pytest.MonkeyPatch,
+    copying: WeightStore, cuda: FakeCuda, ipc: FakeIpc, fault: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copying.publish(1, state)
-    expected, version = state, 1
+    copying.publish(1, cuda.state)
+    expected, version = cuda.state, 1
     if fault == "refused":
         ipc.failure = why
     elif fault == "damaged":
@@ -475,8 +445,8 @@ def test_what_the_device_does_not_have_is_read_from_the_host(
 
         cuda.before_digest = supersede
     check_get(copying, cuda, version, expected)
-    assert copying.device_reads.unused == len(unused) == 1
-    assert why in str(unused[0]["why"]) and {"version", "part", "holder"} <= unused[0].keys()
+    assert copying.device_reads.unused == len(ipc.unused) == 1
+    assert why in str(ipc.unused[0]["why"]) and {"version", "part", "holder"} <= ipc.unused[0].keys()
 
 
 def test_copies_on_a_device_go_with_their_versions(copying: WeightStore, cuda: FakeCuda, ipc: FakeIpc) -> None:
