@@ -32,7 +32,7 @@ from holdfast.ft.registers import RegisterAway, open_cell, sqlite
 from holdfast.ft.registers.etcd import OtherCluster
 from holdfast.store import NoSuchVersion, StoreTimeout, WeightStore
 from holdfast.store.catalog.client import UNKNOWN_SECONDS, Cancellation
-from holdfast.store.catalog.records import Catalog, Shard
+from holdfast.store.catalog.records import Catalog
 from holdfast.store.errors import CallCancelled
 from holdfast.store.holding.watchers import DeathWatcher
 from support.children import Start, register_lock
@@ -519,16 +519,13 @@ def test_a_part_without_a_publisher_outlives_its_holders_in_turn(url: str, holde
     publish_and_reach(start, url, "returned", hold=False)
     for _ in range(3):
         with WeightStore(url, hold=False) as store:
-            eventually(lambda: len(store._catalog_client.remove_dead_holders()[1].keeping(_part(store))) == 2)
+            read = store._catalog_client.remove_dead_holders
+            eventually(lambda read=read: len((now := read()[1]).keeping(now.shard(1, 0))) == 2)
         living.pop(0).kill()
         living += holders(1)
     with WeightStore(url) as store:
         store.publish(1, a_part(1), part=1, parts=2)
         eventually(lambda: store.versions() == [1])
-
-
-def _part(store: WeightStore) -> Shard:
-    return store._catalog_client.read()[1].shard(1, 0)
 
 
 def test_a_part_being_published_is_withdrawn_when_its_store_closes(url: str, holders: Holders, start: Start) -> None:

@@ -341,17 +341,6 @@ def put_by_all(key: str, tensor: torch.Tensor, placed: tuple[Any, ...], sizes: S
             put(key, sharded(tensor, placed, sizes, rank))
 
 
-def got_by_all(key: str, like: torch.Tensor, placed: tuple[Any, ...], sizes: Sizes) -> list[torch.Tensor]:
-    """The local tensors of a mesh's ranks, after each has got its shard in place."""
-    found, size = [], math.prod(sizes)
-    for rank in range(size):
-        with as_rank(rank, size):
-            target = sharded(torch.full_like(like, -1), placed, sizes, rank)
-            assert get(key, target) is target
-            found.append(target.to_local())
-    return found
-
-
 @given(meshes, meshes, shapes, st.data())
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_mesh_reads_what_any_mesh_put(there: Sizes, here: Sizes, shape: Shape, data: st.DataObject) -> None:
@@ -361,12 +350,14 @@ def test_any_mesh_reads_what_any_mesh_put(there: Sizes, here: Sizes, shape: Shap
     run(ts.delete_batch(["k"]))
     try:
         put_by_all("k", tensor, put_as, there)
-        found = got_by_all("k", tensor, get_as, here)
+        for rank, place in enumerate(coordinates(here)):
+            with as_rank(rank, math.prod(here)):
+                target = sharded(torch.full_like(tensor, -1), get_as, here, rank)
+                assert get("k", target) is target
+                assert torch.equal(target.to_local(), torchs_local(tensor, get_as, here, place))
     except Unsupported:
         assume(False)
     assert torch.equal(get("k"), tensor)
-    for local, place in zip(found, coordinates(here), strict=True):
-        assert torch.equal(local, torchs_local(tensor, get_as, here, place))
 
 
 def test_a_key_is_there_once_all_ranks_have_put_their_shard() -> None:
