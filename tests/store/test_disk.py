@@ -301,18 +301,14 @@ def test_a_value_in_an_empty_file_is_damaged(tmp_path: Path) -> None:
         DcpDirectory(changed(directory, elsewhere)).state({}, 0, 1)
 
 
-@pytest.mark.parametrize(
-    ("op", "words"),
-    [
+def test_metadata_that_announces_gigabytes_takes_no_memory(tmp_path: Path) -> None:
+    for op, words in (
         (b"r" + struct.pack("<I", 1 << 31), "it numbers a value 2147483648, and has 9 bytes"),
         (b"\x96" + struct.pack("<Q", 1 << 40), "expected 1099511627776 bytes"),
-    ],
-    ids=["number of a value", "length of an array"],
-)
-def test_metadata_that_announces_gigabytes_takes_no_memory(tmp_path: Path, op: bytes, words: str) -> None:
-    (tmp_path / ".metadata").write_bytes(b"\x80\x05N" + op + b".")
-    with pytest.raises(CorruptData, match=words):
-        DcpDirectory(tmp_path)
+    ):
+        (tmp_path / ".metadata").write_bytes(b"\x80\x05N" + op + b".")
+        with pytest.raises(CorruptData, match=words):
+            DcpDirectory(tmp_path)
 
 
 FUZZED = {"safetensors": (INDEX, "holdfast.json"), "dcp": (".metadata", "__0_0.distcp")}
@@ -533,14 +529,10 @@ def test_a_directory_of_another_run_is_not_overwritten_and_a_copy_that_is_right_
     assert restore(other, tmp_path / "copies") == 0 and value_in(other, 0) == 7.0
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [{"every": 0}, {"keep": 0}, {"format": "zip"}, {"timeout": float("nan")}],
-    ids=lambda value: next(iter(value)),
-)
-def test_wrong_arguments_are_refused(store: WeightStore, tmp_path: Path, wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        DiskRetention(store, tmp_path, **wrong)
+def test_wrong_arguments_are_refused(store: WeightStore, tmp_path: Path) -> None:
+    for name, wrong in (("every", 0), ("keep", 0), ("format", "zip"), ("timeout", float("nan"))):
+        with pytest.raises(ValueError, match=name):
+            DiskRetention(store, tmp_path, **{name: wrong})
 
 
 # -- several processes

@@ -462,7 +462,6 @@ class Held:
         monkeypatch.setattr(kind, name, held)
 
     async def cancel(self, call: Awaitable[Any]) -> asyncio.CancelledError:
-        """Cancel a call that is held."""
         self._done.clear(), self._go_on.clear()
         task = asyncio.ensure_future(call)
         while not self._done.is_set():

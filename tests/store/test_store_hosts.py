@@ -75,7 +75,6 @@ class StoreOnHost:
         return self.ask("get", version, nbytes, **options)
 
     def hosts(self, version: int) -> set[str]:
-        """The hosts that keep a version."""
         return set(self.ask("hosts", version).value)
 
     def ask(self, call: str, *arguments: Any, **options: Any) -> Outcome:
@@ -158,7 +157,6 @@ class Calls:
         return self.store.versions()
 
     def events(self) -> list[tuple[str, dict[str, object]]]:
-        """The events of the store so far, with their fields."""
         return list(self._events)
 
     def swap(self, version: int, nbytes: int) -> float:

@@ -168,7 +168,6 @@ class Fleet(RuleBasedStateMachine):
             self.complete_the_copies(name)
 
     def report(self, process: Process) -> bool:
-        """Report what a process has and copies."""
         me, pinned, had = process.reader, process.has | process.copying, bytes_of(*process.has)
         return self.apply(lambda now: fleet.report(now, me.id, me.token, pinned, had))
 
