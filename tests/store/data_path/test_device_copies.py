@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -366,11 +365,18 @@ class FakeIpc(CudaIpc):
         return self.made[address.handle]
 
 
+class NothingOwn(dict[bytes, Tensor]):
+    """No memory is this process's own: all of it is opened, as in another process."""
+
+    def __setitem__(self, handle: bytes, memory: Tensor) -> None:
+        """Forgets it."""
+
+
 @pytest.fixture
 def ipc(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> FakeIpc:
     fake = FakeIpc(cuda)
     monkeypatch.setattr(device_copies, "ipc", fake)
-    monkeypatch.setattr(device_copies, "_own", MagicMock(get=lambda handle: None))  # as in another process
+    monkeypatch.setattr(device_copies, "_own", NothingOwn())
     monkeypatch.setattr(cuda_copies.digests, "compile", lambda device: None)  # it was, for what passes for a device
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
