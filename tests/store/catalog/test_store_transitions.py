@@ -416,9 +416,10 @@ def test_two_stores_of_one_process_are_one_process() -> None:
 
 
 def test_a_version_that_is_not_there_says_why_and_one_that_is_published_anew_is_not_lost() -> None:
-    pending = Version(5, 2, 2, None, False, ())
+    pending = Version(5, 2, 2, None, False, (shard(HOLDERS[0], 5, 0, DIGEST),))
     catalog = Catalog(versions=(pending,), lost=(3,), pins=(Pin("p", 9, PEERS[0]),))
-    for number, why in ((5, "0 of 2 parts"), (3, "all its holders are gone"), (4, "nobody published")):
+    begun = "0 of 2 parts are published, 1 more lack replicas"
+    for number, why in ((5, begun), (3, "all its holders are gone"), (4, "nobody published")):
         with pytest.raises(NoSuchVersion, match=why):
             catalog.need(number)
     catalog = announced(transitions.join(Catalog(lost=(1, 2)), HOLDERS[0]), HOLDERS[0].id)
