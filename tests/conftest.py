@@ -25,6 +25,7 @@ from hypothesis import settings
 
 from holdfast.ft.launch.job_contract import ReservedPort
 from holdfast.ft.processes import zygote_client as processes
+from holdfast.ft.processes.zygote_start import OPTIMIZERS, start_early
 from holdfast.harness import LocalCluster
 from support.children import Child, children
 from support.comms.ranks import MPI
@@ -184,6 +185,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_sessionstart(session: pytest.Session) -> None:
     # for the first TCPStore of a process libuv opens a pipe for good
     dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    if hasattr(session.config, "workerinput"):  # a worker of xdist, which will fork many ranks that import these
+        start_early("pytest", OPTIMIZERS)
     _start.append(Snapshot.take())
 
 

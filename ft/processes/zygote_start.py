@@ -120,6 +120,9 @@ def start_zygote(*modules: str) -> StartedZygote:
     return StartedZygote(process, control, log, modules)
 
 
+OPTIMIZERS = "torch._dynamo"
+"""What the first optimizer of a process imports: it takes as long as torch itself. For zygotes of ranks that train."""
+
 _early: StartedZygote | None = None
 
 

@@ -27,6 +27,7 @@ from holdfast.ft.membership.view import View
 from holdfast.ft.node.register import Register
 from holdfast.ft.processes.channel import ChannelClosed
 from holdfast.ft.processes.zygote_client import ForkedProcess
+from holdfast.ft.processes.zygote_start import OPTIMIZERS
 from holdfast.ft.registers import RegisterAway
 from holdfast.harness.cluster.cluster_ranks import ClusterSettings, Ended, RankResult, RunTimeout, death, values
 from holdfast.harness.cluster.rank_processes import Echo, last_stack, zygote_of_ranks
@@ -262,7 +263,7 @@ class Job:
         name, output = f"process {number}", self.directory / f"process-{number}.log"
         assert self._launch is not None
         own = {**self._settings.environ, **self._contract.environ(), **self._launch.environ(number)}
-        process = zygote_of_ranks("holdfast.harness.cluster.rank_worker", "holdfast.ft.session").spawn(
+        process = zygote_of_ranks("holdfast.harness.cluster.rank_worker", "holdfast.ft.session", OPTIMIZERS).spawn(
             self._target, name=name, output=output, threads=self._settings.threads, environ=own
         )
         self.processes += (process,)

@@ -38,6 +38,7 @@ from holdfast.ft.events import (
 )
 from holdfast.ft.faultpoints import Arrival, GateAddress, PointFilter
 from holdfast.ft.processes.zygote_client import zygote_with
+from holdfast.ft.processes.zygote_start import OPTIMIZERS
 from holdfast.ft.telemetry.event_log import EventDescriber, EventLog
 from holdfast.harness import training
 from holdfast.harness.chaos.fault_type import Undo
@@ -157,7 +158,7 @@ class PointGate:
 LOOK_SECONDS = 0.01
 START_SECONDS = 0.5
 """How much time before the first step belongs to a run: before that the processes only import."""
-FOR_DDP = ("torch.nn.parallel.distributed", "torch.optim", "holdfast.comms.torchdist.process_group")
+FOR_DDP = (OPTIMIZERS, "holdfast.comms.torchdist.process_group")
 PRELOAD = ("holdfast.harness.chaos.run.session_processes",)
 
 

@@ -25,7 +25,6 @@ from torch.nn.parallel import DistributedDataParallel
 from holdfast.comms import Communicator, Mismatch, OpTimeout, PeerFailed, Revoked, Unsupported, Work
 from holdfast.comms.torchdist import Options, behind, process_group
 from holdfast.comms.torchdist.process_group import HoldfastProcessGroup
-from holdfast.ft.processes.zygote_client import zygote_with
 from holdfast.harness import LocalCluster
 from support.comms import torch_groups
 from support.comms.ranks import on_ranks, on_ranks_of, second_tier
@@ -36,12 +35,6 @@ four = shared_groups(4, "shm")
 unchecked = shared_groups(2, "shm", HOLDFAST_CHECK="0")
 in_detail = shared_groups(2, "shm", HOLDFAST_CHECK="0", TORCH_DISTRIBUTED_DEBUG="DETAIL")
 compiling = shared_groups(2, "shm", timeout=300.0, TORCHINDUCTOR_COMPILE_THREADS="1")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imported_once() -> None:
-    """Import in the zygote what would take each rank more than a second."""
-    zygote_with("torch._dynamo", "torch.distributed.tensor")
 
 
 def train_with_fp16_hook(rank: int, size: int) -> list[float]:

@@ -319,12 +319,6 @@ def train(
     return {"losses": losses, "weights": final}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def preloaded() -> None:
-    modules = "distributed.fsdp", "distributed.tensor.parallel", "distributed.checkpoint"
-    zygote().preload(*(f"torch.{module}" for module in modules), "torch._dynamo")  # each optimizer imports the last
-
-
 cluster = partial(tally.cluster, timeouts=QUICK, shards=SHARDS)
 
 
