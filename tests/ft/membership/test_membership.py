@@ -1,14 +1,14 @@
-"""The membership state machine: its rules, and every interleaving of a small world.
-
-Random ones of larger worlds, of processes that run it: tests/harness/chaos/test_simulate.py.
-"""
+"""The membership state machine: its rules, every interleaving of a small world, random ones of larger worlds."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from msgspec import structs
 
 from holdfast.ft.membership import events
@@ -19,6 +19,8 @@ from holdfast.ft.membership.topology import Shape, observers
 from holdfast.ft.membership.view import Job, Member, StepError, Timeouts, View, delta_between
 from holdfast.harness.simulate.known_bugs.reproduce import KNOWN_BUGS
 from support.samples.membership_world import (
+    BUDGET,
+    Action,
     InvariantBroken,
     World,
     actions,
@@ -475,3 +477,42 @@ def test_the_explorer_finds_known_bugs(name: str) -> None:
     bug = next(bug for bug in KNOWN_BUGS if bug.name == name)
     with bug.inject(), pytest.raises(InvariantBroken):
         explore(started(new_world(3, size=2, kills=2, ticks=1)))
+
+
+# Random orders of larger worlds ---------------------------------------------------------------------------------
+
+
+@settings(suppress_health_check=list(HealthCheck))
+@given(
+    size=st.integers(1, 5),
+    spares=st.integers(0, 3),
+    faults=st.tuples(st.integers(0, 4), st.integers(0, 6), st.integers(0, 2), st.integers(0, 1)),
+    choices=st.lists(st.integers(0, 1_000_000), min_size=20, max_size=150),
+)
+def test_random_orders_break_nothing_and_settle(
+    size: int, spares: int, faults: tuple[int, int, int, bool], choices: list[int]
+) -> None:
+    world = new_world(size + spares, size=size, **dict(zip(BUDGET, faults, strict=False)))
+    for choice in choices:
+        possible = sorted(actions(world), key=repr)
+        if not possible:
+            break
+        world = apply(world, possible[choice % len(possible)])
+    world = replace(world, **dict.fromkeys(BUDGET, 0))
+    for _ in range(2_000):
+        action = next(actions(world), None) or _waiting(world)
+        if action is None:
+            break
+        world = apply(replace(world, ticks=1), action)
+        world = replace(world, ticks=0)
+    check_settled(world)
+
+
+def _waiting(world: World) -> Action | None:
+    """The tick that is due first, if a process waits for one."""
+    waits = [
+        (process.core.wake_at, i)
+        for i, process in enumerate(world.processes)
+        if process.alive and not process.evicted and process.core.wake_at is not None
+    ]
+    return Action(min(waits)[1], events.Tick(), "ticks") if waits else None
