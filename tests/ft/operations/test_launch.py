@@ -572,7 +572,11 @@ def test_a_fork_forks_its_own_zygote_which_has_nothing_of_it_open(tmp_path: Path
         with (tmp_path / "open").open("w") as secret:
             inherit_zygote()
             asked = partial(facts, secret.name)
-            return os.getpid(), zygote_pid(), call_in_fork(asked, name="inner", output=tmp_path / "inner", timeout=60.0)
+            return (
+                os.getpid(),
+                zygote_pid(),
+                call_in_fork(asked, name="inner", output=tmp_path / "inner", timeout=SECONDS),
+            )
 
     pid, own, (inner, parent, sees) = call_in_fork(call, name="outer", output=tmp_path / "outer", timeout=SECONDS)
     assert own not in (None, zygote_pid()) and parent == own and inner not in (pid, own)

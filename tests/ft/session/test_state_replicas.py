@@ -387,6 +387,23 @@ def test_parts_of_killed_ranks_are_restored_and_the_weights_are_the_same(
         assert [e["sources"].keys() for e in events if e["kind"] == "restored" and e["sources"]] == [{"2"}]
 
 
+def test_a_process_whose_rank_is_another_one_in_a_job_as_large_as_before_has_its_part(undisturbed: Any) -> None:
+    """torch takes a mesh of the same ranks for the former one, in which this process had another rank."""
+    with cluster(3) as ranks:
+        gate = ranks.logs / "gate"
+        job = ranks.start(train, gate=str(gate))
+        job.wait_for("committed", step=0)
+        epoch = job.view().epoch
+        job.kill(0)
+        job.wait_for("installed", epoch=epoch + 1)  # of two
+        job.add()
+        job.wait_for("installed", epoch=epoch + 2)  # of three again
+        gate.touch()
+        results = job.results()
+    assert len(results) == 3
+    assert_same(results, undisturbed)
+
+
 @pytest.mark.parametrize(
     ("size", "how", "step"),
     [(3, {"kills": {5: (1, 2)}}, 4), (4, {"kind": "replicate", "copies": 0, "kills": {3: (1, 2, 3)}}, 2)],
