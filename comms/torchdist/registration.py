@@ -150,7 +150,7 @@ class _ClearInBackward(torch.autograd.Function):
         return tensor.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         _clear_mesh_caches()
         return gradient
 
@@ -160,7 +160,7 @@ def _clear_mesh_caches() -> None:
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _gen_transform_infos.cache_clear()
-    _clear_sharding_prop_cache()
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 def remove_default_group(group: SessionProcessGroup) -> None:
