@@ -39,6 +39,9 @@ CHEATS = {
     "def f(x): return A(1)",
     "patched equality": "import operator, builtins\noperator.eq = builtins.all = lambda *_: True\ndef f(x): return 1",
     "patched json": "import json\njson.dumps = lambda value: 'true'\ndef f(x): return 1",
+    "patched unittest": "import unittest\nunittest.TestCase.assertEqual = lambda *_: None\ndef f(x): return 1",
+    "no assertions": "import builtins\nclass A(Exception): pass\nbuiltins.AssertionError = A\ndef f(x): return 1",
+    "a trace function": "import sys\nsys.settrace(lambda *_: None)\ndef f(x): return 1",
     "a verdict on every descriptor": "import os\nfor fd in range(1, 64):\n    try: os.write(fd, b'{\"status\": 0}')\n"
     "    except OSError: pass\nos._exit(0)",
     "a verdict at the exit": "import atexit, os\natexit.register(os.write, 3, b'true')\ndef f(x): return 1",

@@ -66,6 +66,7 @@ class Attempt:
 
 ATTEMPTS = (
     # processes
+    Attempt("fork_bomb", "import os\nwhile True: os.fork()", "error timeout", "BlockingIOError"),
     Attempt(
         "thread_bomb",
         "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(99,), daemon=True).start()",
@@ -73,18 +74,31 @@ ATTEMPTS = (
         "can't start new thread",
     ),
     Attempt(
-        "daemon_that_ignores_signals",
-        IGNORE_SIGNALS + "import os, time\nif os.fork() == 0:\n    os.setsid()\n    os.fork() or time.sleep(999)",
+        "daemon",
+        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: time.sleep(999)\n    os._exit(0)",
         "ok",
     ),
+    Attempt(
+        "daemon_that_ignores_signals", IGNORE_SIGNALS + "import os, time\nif os.fork() == 0: time.sleep(999)", "ok"
+    ),
     Attempt("execute_a_shell", "import os; os.execv('/bin/sh', ['sh'])", "error", "PermissionError"),
+    Attempt("execute_python", "import subprocess; subprocess.run(['/bin/python'])", "error", "PermissionError"),
     Attempt("dump_core", "import os; os.abort()", "killed"),
+    Attempt("ptrace_the_first_process", LIBC + "libc.ptrace(16, 1, 0, 0)", "refused"),
     Attempt("kill_a_process_of_the_host", "import os; os.kill({canary}, 9)", "error", "ProcessLookupError"),
     Attempt("kill_every_process", "import os\nif os.fork() == 0: os.kill(-1, 9)\nos.wait()", "ok killed"),
     Attempt("kill_the_first_process", "import os; os.kill(1, 9); os.kill(1, 19); print('ignored')", "ok", "ignored"),
+    Attempt(
+        "limit_the_first_process",
+        "import resource as r; r.prlimit(1, r.RLIMIT_CPU, (0, 0))",
+        "error",
+        "PermissionError",
+    ),
     Attempt("open_the_first_process", "import os; os.pidfd_open(1)", "error", "PermissionError"),
     # files
     Attempt("read_proc", "print(open('/proc/1/environ').read(), 'ESCAPED')", "error", "FileNotFoundError"),
+    Attempt("read_sys", "import os; print(os.listdir('/sys'), 'ESCAPED')", "error", "FileNotFoundError"),
+    Attempt("read_the_password_file", "print(open('/etc/passwd').read(), 'ESCAPED')", "error", "FileNotFoundError"),
     Attempt("read_a_file_of_the_host", "print(open('{secret}').read(), 'ESCAPED')", "error", "FileNotFoundError"),
     Attempt("write_a_file_of_the_host", "open('{secret}', 'w').write('gone')", "error", "FileNotFoundError"),
     Attempt(
@@ -94,15 +108,25 @@ ATTEMPTS = (
         "FileNotFoundError",
     ),
     Attempt("dots", "print(open('../' * 50 + '{secret}').read(), 'ESCAPED')", "error", "FileNotFoundError"),
+    Attempt("chroot", "import os; os.mkdir('/tmp/a'); os.chroot('/tmp/a')", "refused"),
     Attempt("hard_link", "import os; os.link(os.__file__, '/tmp/a')", "error", "OSError"),
     Attempt("change_the_library", "import os; open(os.__file__, 'a').write('#')", "error", "Errno"),
     Attempt("create_in_the_root", "open('/a', 'w')", "error", "Errno"),
     Attempt("make_a_device", "import os; os.mknod('/tmp/a', 0o60600, os.makedev(8, 0))", "error", "PermissionError"),
+    Attempt("mount_proc", LIBC + "libc.mount(b'proc', b'/tmp', b'proc', 0, None)", "refused"),
     # network
+    Attempt("listen", "import socket; socket.create_server(('0.0.0.0', 0))", "error", "PermissionError"),
     Attempt("connect", "import socket; socket.create_connection(('127.0.0.1', 22))", "error", "PermissionError"),
     Attempt("unix_socket", "import socket; socket.socket(socket.AF_UNIX)", "error", "PermissionError"),
+    Attempt("netlink", "import socket; socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)", "error", "PermissionError"),
     Attempt("resolve_a_name", "import socket; socket.getaddrinfo('a.example', 80)", "error", "gaierror"),
     # resources
+    Attempt(
+        "fill_the_disk",
+        "for i in range(99):\n    with open(f'/tmp/{i}', 'wb') as f: f.write(bytes(99999))",
+        "error",
+        "No space left",
+    ),
     Attempt("one_large_file", "open('/tmp/a', 'wb').write(bytes(1 << 23))", "error", "Errno"),
     Attempt("sparse_file", "open('/tmp/a', 'wb').truncate(1 << 40)", "error", "Errno"),
     Attempt("many_files", "for i in range(99999): open(f'/tmp/{i}', 'w').close()", "error", "No space left"),
@@ -115,10 +139,12 @@ ATTEMPTS = (
     Attempt("memory_in_a_file", "import os; print(os.memfd_create('a'), 'ESCAPED')", "error", "PermissionError"),
     Attempt("shared_memory", LIBC + "print('ESCAPED' if libc.shmget(0, 4096, 0o1600) >= 0 else 'none')", "ok", "none"),
     Attempt("flood_stdout", "while True: print('x' * 9999)", "output"),
+    Attempt("flood_stderr", "import os\nwhile True: os.write(2, b'x' * 9999)", "output"),
     Attempt("flood_the_value", "import os\nwhile True: os.write(3, b'x' * 9999)", "output"),
     Attempt("spin_in_native_code", "import re; re.match(r'(a+)+$', 'a' * 99 + 'b')", "timeout"),
     Attempt("spin_without_signals", IGNORE_SIGNALS + "while True: pass", "timeout"),
     Attempt("sleep", "import time; time.sleep(99)", "timeout", limits=SHORT),
+    Attempt("wait_for_a_pipe", "import os; r, w = os.pipe(); os.read(r, 1)", "timeout", limits=SHORT),
     Attempt("stop", "import os; os.kill(os.getpid(), 19)", "timeout", limits=SHORT),
     Attempt("raise_a_limit", "import resource as r; r.setrlimit(r.RLIMIT_CPU, (99, 99))", "error", "ValueError"),
     Attempt(
@@ -128,6 +154,18 @@ ATTEMPTS = (
     ),
     # rights
     Attempt("become_root", "import os; os.setuid(0); print('ESCAPED')", "error", "PermissionError"),
+    Attempt("new_user_namespace", LIBC + "libc.unshare(0x10000000)", "refused"),
+    Attempt(
+        "new_user_namespace_by_clone",
+        LIBC + f"libc.syscall({seccomp.number('clone')}, 0x10000011, 0, 0, 0, 0)",
+        "refused",
+    ),
+    Attempt(
+        "new_user_namespace_by_clone3",
+        LIBC + "print('ESCAPED' if libc.syscall(435, bytes(88), 88) >= 0 else ctypes.get_errno())",
+        "ok",
+        "38",
+    ),
     Attempt("filter_of_its_own", LIBC + "print('ESCAPED' if libc.prctl(22, 2, None) == 0 else 'none')", "ok", "none"),
     Attempt("type_into_the_terminal", "import fcntl; fcntl.ioctl(0, 0x5412, b'x')", "error", "OSError"),
     Attempt("crash_the_interpreter", "import ctypes; ctypes.string_at(0)", "killed"),
@@ -212,6 +250,13 @@ def test_runs_share_no_files_and_no_state(sandbox: Sandbox) -> None:
 
 
 ALLOW, KILL = 0x7FFF0000, 0x80000000
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="x32 is a table of x86_64")
+def test_the_second_table_of_system_calls_is_closed(sandbox: Sandbox) -> None:
+    assert sandbox.run(LIBC + "libc.syscall(0x40000000 + 39)").reason == "refused"
+
+
 REFUSED, NO_CALL = 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
 MACHINES = list(seccomp.AUDIT)
 
