@@ -452,8 +452,8 @@ def test_threads_tasks_and_exit_functions_end_as_in_an_interpreter(sandbox: Sand
     code = """
 import asyncio, atexit, threading, time
 atexit.register(print, "third")
-threading.Thread(target=lambda: (time.sleep(0.05), print("second"))).start()
 print(asyncio.run(asyncio.sleep(0.01, "first")))
+threading.Thread(target=lambda: (time.sleep(0.05), print("second"))).start()
 """
     assert sandbox.run(code).stdout.split() == ["first", "second", "third"]
 

@@ -79,9 +79,13 @@ def on_ranks(
     def decorate(body: Test) -> Test:
         def test(**fixtures: Any) -> None:
             with running(size, fixtures[of], **options) as cluster:
-                run = cluster.outcomes if killed else cluster.run
-                ends = run(body, *(fixtures[name] for name in _parameters(body)[1:]))
-                assert not killed or not [end.error for end in ends if end.error and end.rank not in killed]
+                arguments = [fixtures[name] for name in _parameters(body)[1:]]
+                if not killed:
+                    cluster.run(body, *arguments)
+                    return
+                for end in cluster.outcomes(body, *arguments):
+                    if end.error and end.rank not in killed:
+                        raise end.error
 
         made = as_test(test, body, [of, *_parameters(body)[1:]])
         return pytest.mark.parametrize(of, backends)(made) if backends else made
