@@ -138,7 +138,7 @@ def openenv_server() -> Iterator[str]:
         url = f"http://127.0.0.1:{port.number}"
         process = subprocess.Popen([PEER, SERVE, "guess", str(port.number)])
         try:
-            run(played(url), 100.0)
+            run(played(url), PROGRAM_SECONDS)
             yield url
         finally:
             process.kill()

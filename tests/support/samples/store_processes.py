@@ -34,11 +34,10 @@ def a_publisher(
     version: int,
     state: Callable[[], Mapping[str, Tensor]],
     point: str,
-    part: int = 0,
     parts: int = 1,
     **options: Any,
 ) -> None:
-    """Publish `state()`, close the store, and die by SIGKILL at `point`, after its name was sent.
+    """Publish `state()` as part 0, close the store, and die by SIGKILL at `point`, after its name was sent.
 
     It is an event of the store, "returned" from the publish, "leaving" between the two steps of closing, "gone" after
     them, or "closed": then the process stays, without a store.
@@ -56,7 +55,7 @@ def a_publisher(
         return found
 
     store = WeightStore(url, observe=lambda kind, _: reach(kind), **options)
-    store.publish(version, state(), part=part, parts=parts)
+    store.publish(version, state(), part=0, parts=parts)
     reach("returned")
     change = store._catalog_client.change
     store._catalog_client.change = leave  # type: ignore[method-assign]
