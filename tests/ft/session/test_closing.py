@@ -132,11 +132,12 @@ def call_at_line(number: int, handler: Callable[[], None], body: Callable[[], No
             handler()
         return at_line
 
+    before = sys.gettrace()  # that of coverage
     sys.settrace(lambda frame, *_: at_line if frame.f_code.co_filename.startswith(CODE) else None)
     try:
         body()
     finally:
-        sys.settrace(None)
+        sys.settrace(before)
     return lines
 
 

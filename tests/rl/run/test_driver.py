@@ -108,11 +108,12 @@ def counting() -> Iterator[list[int]]:
     def count(frame: FrameType, event: str, argument: object) -> None:
         found[0] += event == "call"
 
+    before = sys.getprofile()
     sys.setprofile(count)
     try:
         yield found
     finally:
-        sys.setprofile(None)
+        sys.setprofile(before)
 
 
 def batch_of(tokens: int) -> tuple[tuple[Group, ...], int]:

@@ -15,9 +15,10 @@ def functions_entered(call: Callable[[], object]) -> list[str]:
         if event == "call":
             entered.append(frame.f_code.co_name)
 
+    before = sys.getprofile()
     sys.setprofile(profile)
     try:
         call()
     finally:
-        sys.setprofile(None)
+        sys.setprofile(before)
     return entered
