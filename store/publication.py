@@ -252,10 +252,10 @@ class Publication:
             there = _find(catalog, self._version.number, self._shard)
             if there == "safe":
                 return at, catalog
-            if there == "gone":
+            left = deadline - time.monotonic()
+            if there == "gone" and left > 0:
                 at, catalog = self._announce()
                 continue
-            left = deadline - time.monotonic()
             found = self._catalog_client.wait(at, left) if left > 0 else None
             if found is None:
                 known = catalog.find(*self._at)

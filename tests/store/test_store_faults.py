@@ -214,6 +214,18 @@ def test_a_publish_that_times_out_is_withdrawn_and_says_what_it_lacks(url: str, 
         assert value_in(store, 1) == 2.0
 
 
+def test_a_publish_whose_part_goes_each_time_it_is_announced_ends_by_its_deadline(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("holdfast.store.publication.transitions.announce", lambda catalog, *_: catalog)
+    with WeightStore(url, replicas=1) as store:
+        with pytest.raises(StoreTimeout, match="part 0 is not in the catalogue"):
+            store.publish(1, weights(1), timeout=0.2)
+        monkeypatch.undo()
+        store.publish(1, weights(2))
+        assert value_in(store, 1) == 2.0
+
+
 def test_listeners_are_told_of_versions_that_are_superseded_deleted_or_lost(url: str, holders: Holders) -> None:
     """The end of a store is no loss."""
     ended: list[tuple[str, object]] = []
