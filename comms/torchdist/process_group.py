@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence, Set
@@ -649,6 +650,7 @@ class HoldfastProcessGroup(dist.ProcessGroup):
 
     def _begin_anew(self) -> None:
         """Go on over the communicator, which has other connections."""
+        forget_meshes(self.communicator.device)
         self._p2p = P2PChannels(self.communicator, self._timeout)
         self._monitored = self._monitored_barrier(f"reconfigured/{self.communicator.name}")
         self._hooks.rank = self.communicator.rank
@@ -753,3 +755,37 @@ def behind(group: object) -> HoldfastProcessGroup | None:
             if isinstance(backend, HoldfastBackend):
                 return backend.group
     return None
+
+
+def forget_meshes(device: torch.device) -> None:
+    """Drop what torch keeps of the meshes over former ranks: this process gets its rank in a default group, or another.
+
+    DTensor's ops take the mesh of their results from a cache, and there a mesh equals each other one of the same ranks:
+    also one over a group that is gone, in which this process had another rank, and so another part of each tensor.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    _clear_mesh_caches()
+    # Each thread has such a cache; the backward passes of a device run in a thread of its own.
+    if device.type == "cuda" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        with torch.enable_grad():
+            _ClearInBackward.apply(torch.zeros((), device=device, requires_grad=True)).backward()  # type: ignore[no-untyped-call]
+
+
+class _ClearInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        _clear_mesh_caches()
+        return gradient
+
+
+def _clear_mesh_caches() -> None:
+    from torch.distributed.tensor._redistribute import _gen_transform_infos
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _gen_transform_infos.cache_clear()
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]

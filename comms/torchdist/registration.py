@@ -6,7 +6,6 @@ torch functions that accept only torch's own backends are patched, so that they 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -28,6 +27,7 @@ from holdfast.comms.torchdist.process_group import (
     HoldfastProcessGroup,
     Options,
     behind,
+    forget_meshes,
     refused,
     resolve_options,
 )
@@ -67,6 +67,8 @@ def create(given: Any, pg_options: object = None) -> HoldfastProcessGroup:
         part = default.split_communicator(given.global_ranks_in_group, options)
         return _group_over(part, given.store, options, timeout)
     options = resolve_options(pg_options, inherited)
+    if not dist.is_initialized():
+        forget_meshes(torch.device(options.device) if options.over is None else options.over.device)
     if options.over is not None:
         return SessionProcessGroup(given.store, options.over, options, timeout)
     with checked_members(given):
@@ -115,7 +117,6 @@ def install_default_group(communicator: Communicator, store: dist.Store, timeout
             "session makes the group"
         )
     register()
-    _forget_meshes(communicator.device)
     options = Options(backend=communicator.backend, device=communicator.device.type, over=communicator)
     dist.init_process_group(
         BACKEND,
@@ -128,39 +129,6 @@ def install_default_group(communicator: Communicator, store: dist.Store, timeout
     group: Any = dist.group.WORLD
     assert isinstance(group, SessionProcessGroup)
     return group
-
-
-def _forget_meshes(device: torch.device) -> None:
-    """Drop what torch keeps of the meshes of former default groups.
-
-    DTensor's ops take the mesh of their results from a cache, and there a mesh equals each other one of the same ranks:
-    also one over a group that is gone, in which this process had another rank, and so another part of each tensor.
-    """
-    if "torch.distributed.tensor" not in sys.modules:
-        return
-    _clear_mesh_caches()
-    if device.type != "cpu":  # each thread has such a cache; the backward passes of a device run in a thread of its own
-        with torch.enable_grad():
-            _ClearInBackward.apply(torch.zeros((), device=device, requires_grad=True)).backward()  # type: ignore[no-untyped-call]
-
-
-class _ClearInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        _clear_mesh_caches()
-        return gradient
-
-
-def _clear_mesh_caches() -> None:
-    from torch.distributed.tensor._redistribute import _gen_transform_infos
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-    _gen_transform_infos.cache_clear()
-    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 def remove_default_group(group: SessionProcessGroup) -> None:

@@ -452,6 +452,25 @@ def test_reconfigure_to_the_same_members_then_fewer_then_all_in_another_order(
         assert (dist.get_rank(), sum_of_ranks()) == (sorted(handles).index(handles[outer.rank]), 6)
 
 
+def doubled() -> list[float]:
+    whole = distribute_tensor(torch.arange(3.0), dist.init_device_mesh("cpu", (2,)), [Replicate()])
+    return (whole * 2).redistribute(placements=[Shard(0)]).full_tensor().tolist()  # type: ignore[no-any-return]
+
+
+@on_ranks_of("pair")
+def test_a_process_whose_rank_is_another_one_in_a_group_as_large_as_before_has_its_part(
+    outer: Communicator, tmp_path: Path
+) -> None:
+    """torch takes a mesh of the same ranks for the former one, in which this process had another rank."""
+    with group_and_handles(outer, tmp_path) as (group, handles):
+        assert doubled() == [0, 2, 4]
+        group.reconfigure(1, list(reversed(handles)))
+        assert dist.get_rank() == 1 - outer.rank
+        assert doubled() == [0, 2, 4]
+    with default_group(outer, tmp_path, init_method=f"file://{tmp_path}/second"):
+        assert doubled() == [0, 2, 4]
+
+
 @on_ranks_of("three")
 def test_reconfigure_works_after_an_abort_and_refuses_bad_arguments(outer: Communicator, tmp_path: Path) -> None:
     with group_and_handles(outer, tmp_path) as (group, handles):
