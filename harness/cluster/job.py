@@ -93,14 +93,19 @@ class Job:
     # -- watching it
 
     def view(self, timeout: float = 30.0) -> View:
-        """The newest view of the job, which may have ended; waits for the job to form.
+        """The newest view of the job, which may have ended; waits for the job to form, and while its register is away.
 
-        Raises `RunTimeout` after `timeout` seconds without a view, and the failure if a process fails before.
+        Raises after `timeout` seconds without a view `RunTimeout`, or `RegisterAway`; before, the failure of a process.
         """
         deadline = time.monotonic() + seconds(timeout)
         epoch = 0
         while True:
-            view = self._register.watch(epoch, min(0.1, max(0.0, deadline - time.monotonic())))
+            view = away = None
+            try:
+                view = self._register.watch(epoch, min(0.1, max(0.0, deadline - time.monotonic())))
+            except RegisterAway as error:
+                away = error
+                time.sleep(AGAIN_SECONDS)
             if view is not None and view.phase != "forming":
                 return view
             epoch = view.epoch if view is not None else epoch
@@ -108,7 +113,9 @@ class Job:
             if len(self._running()) < self._settings.size:
                 self._raise_failures()
             if time.monotonic() >= deadline:
-                raise RunTimeout(range(self._settings.size), timeout, "the job has not formed\n" + self._where())
+                raise away or RunTimeout(
+                    range(self._settings.size), timeout, "the job has not formed\n" + self._where()
+                )
 
     def pid(self, rank: int) -> int:
         """The process id of a rank."""

@@ -13,6 +13,7 @@ import time
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -22,6 +23,7 @@ from holdfast import comms
 from holdfast.ft import Session
 from holdfast.ft.processes import zygote_client
 from holdfast.ft.processes.remote_calls import pack_error, unpack_error
+from holdfast.ft.registers import RegisterAway
 from holdfast.harness import LocalCluster, RankDied, RankFailed, RunTimeout
 from holdfast.harness.cluster.cluster_ranks import rank_failure
 from holdfast.harness.cluster.job import standing_by
@@ -431,6 +433,20 @@ def test_a_job_tells_its_pids_and_events_and_refuses_a_rank_out_of_range_and_a_c
     assert [event["time"] for event in events] == sorted(event["time"] for event in events)
     committed = [(event["pid"], event["step"]) for event in events if event["kind"] == "committed"]
     assert len(committed) == len(set(committed)) == 2 * 50
+
+
+def test_the_view_of_a_job_is_waited_for_while_its_register_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    away = RegisterAway("etcd://host/job", "no answer within 1 s")
+    with LocalCluster(1) as cluster:
+        job = cluster.start(train, 1)
+        view = job.view()
+        monkeypatch.setattr(job, "_register", Mock(watch=Mock(side_effect=[away, away, view])))
+        assert job.view() == view
+        monkeypatch.setattr(job, "_register", Mock(watch=Mock(side_effect=away)))
+        with pytest.raises(RegisterAway, match="no answer"):
+            job.view(timeout=0.2)
+        monkeypatch.undo()
+        job.results()
 
 
 def test_two_jobs_run_side_by_side_and_a_paused_rank_goes_on_when_it_is_resumed() -> None:

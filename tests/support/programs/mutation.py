@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from support.source_tree import ROOT
@@ -173,6 +172,17 @@ def _import_changed(mutant: Mutant) -> None:
     SourceFileLoader.get_code = code_of
 
 
+class _Failures:
+    """A plugin of pytest: whether a test failed, or a module of tests could not be imported."""
+
+    failed = False
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        self.failed |= report.failed
+
+    pytest_collectreport = pytest_runtest_logreport
+
+
 def _run_tests(target: str, mutant: Mutant | None, output: int) -> NoReturn:
     """Run the tests in this process, a fork, with its output in a file, and end with their status."""
     status = 99
@@ -185,10 +195,9 @@ def _run_tests(target: str, mutant: Mutant | None, output: int) -> NoReturn:
         import pytest
 
         options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not thorough", "-k", NO_PROCESSES]
-        failed = list[Any]()
-        plugin = SimpleNamespace(pytest_runtest_logreport=lambda report: failed.extend([report] * report.failed))
-        status = int(pytest.main([*options, "--hypothesis-seed=1", *TARGETS[target][1].split()], [plugin]))
-        if status == pytest.ExitCode.TESTS_FAILED and not failed:
+        tests = _Failures()
+        status = int(pytest.main([*options, "--hypothesis-seed=1", *TARGETS[target][1].split()], [tests]))
+        if status == pytest.ExitCode.TESTS_FAILED and not tests.failed:
             status = 0
         sys.stdout.flush()
     finally:
