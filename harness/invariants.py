@@ -194,12 +194,15 @@ class ProgressResumes(Checker):
 
 
 ENDED = events.ProcessDied | events.SessionFailed | events.StepsFinished | events.CoreBroken
+Asked = events.JoinRequested | events.SpareWaits | events.ViewInstalled
+"""What a process says that has not ended."""
 
 
 class CompletionChecker(Checker):
     """Within a bound after the last fault all that live have finished or ended with a reason.
 
-    Checks runs that end with an event `horizon`, with `seconds` since the end of the last fault.
+    So have those that asked for a place, and members of a job that never began. Checks runs that end with an event
+    `horizon`, with `seconds` since the end of the last fault.
     """
 
     name: ClassVar[str] = "a healed job ends"
@@ -207,12 +210,12 @@ class CompletionChecker(Checker):
 
     def __init__(self, bounds: Bounds) -> None:
         super().__init__(bounds)
-        self._open: dict[str, events.ViewInstalled | events.SpareWaits] = {}
+        self._open: dict[str, Asked] = {}
         self._members: set[str] = set()
         self._finished = False
 
     def observe(self, event: Event) -> None:
-        if isinstance(event, events.ViewInstalled | events.SpareWaits):
+        if isinstance(event, Asked):
             self._open[event.process] = event
             if isinstance(event, events.ViewInstalled):
                 self._members.add(event.process)
@@ -222,12 +225,12 @@ class CompletionChecker(Checker):
         elif isinstance(event, events.SimulationEnds):
             self.looked += 1
             for process, last in self._open.items():
-                if process in self._members or self._finished:
+                if process in self._members or self._finished or not self._members:
+                    epoch = "" if isinstance(last, events.JoinRequested) else f" epoch {last.epoch}"
                     self.violated(
                         event,
-                        f"{process} has not ended {event.seconds:.3g} s after the last fault was over; "
-                        f"the last "
-                        f"it said: {last.kind} epoch {last.epoch} at {last.time:.3g} s",
+                        f"{process} has not ended {event.seconds:.3g} s after the last fault was over; the last it "
+                        f"said: {last.kind}{epoch} at {last.time:.3g} s",
                     )
 
 

@@ -13,7 +13,17 @@ import msgspec
 
 from holdfast.ft import events
 from holdfast.ft.membership.view import View
-from holdfast.harness.invariants import CHECKERS, ENDED, Bounds, Checker, Deadlines, Event, ProgressResumes, Violation
+from holdfast.harness.invariants import (
+    CHECKERS,
+    ENDED,
+    Asked,
+    Bounds,
+    Checker,
+    Deadlines,
+    Event,
+    ProgressResumes,
+    Violation,
+)
 from holdfast.harness.simulate.core.schedule import Schedule
 from holdfast.harness.simulate.core.world import TraceWriter, World
 
@@ -92,7 +102,7 @@ class _Observer:
     def observe(self, event: Event) -> None:
         if self._also is not None:
             self._also(event)
-        if isinstance(event, events.ViewInstalled | events.SpareWaits):
+        if isinstance(event, Asked):
             self._open.add(event.process)
             if isinstance(event, events.ViewInstalled):
                 self.installed = event.time

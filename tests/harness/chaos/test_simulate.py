@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from holdfast.ft import events
 from holdfast.ft.console.console import console
+from holdfast.ft.membership.state_machine import Membership
 from holdfast.ft.membership.view import OnDeath
 from holdfast.harness.invariants import Event
 from holdfast.harness.simulate import compare
@@ -173,6 +174,19 @@ def test_a_job_without_steps_that_never_recovers_breaks_an_invariant() -> None:
     assert stuck.installed is None
     assert stuck.violation is not None and stuck.violation.invariant == "a healed job ends"
     assert "installed epoch 1" in stuck.violation.message
+
+
+@pytest.mark.parametrize("steps", [0, 5], ids=["without steps", "with steps"])
+def test_a_job_that_never_begins_breaks_an_invariant(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody proposes a first view, and all wait for it."""
+    schedule = Schedule(layout=JobLayout(ranks=4, hosts=2, racks=1, steps=steps, form=True))
+    assert run(schedule).violation is None
+    propose = Membership._next_proposal
+    monkeypatch.setattr(Membership, "_next_proposal", lambda core: core.view and propose(core))
+    stuck = run(schedule)
+    assert stuck.epochs == 0
+    assert stuck.violation is not None and stuck.violation.invariant == "a healed job ends"
+    assert "has not ended" in stuck.violation.message and "the last it said: joined at" in stuck.violation.message
 
 
 def test_a_job_in_which_everybody_gives_up_breaks_an_invariant() -> None:
