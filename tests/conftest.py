@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import inspect
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -198,6 +199,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
         output["leaks"] = _start[0].left_behind(patience)
+        if "coverage" in sys.modules and (measured := sys.modules["coverage"].Coverage.current()) is not None:
+            measured.save()  # xdist kills a worker that takes ten seconds to end
         return
     if not session.config.pluginmanager.has_plugin("dsession"):
         _leaks.extend(_start[0].left_behind(patience))

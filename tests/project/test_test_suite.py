@@ -48,17 +48,27 @@ LEAKING = """
         KEPT.append(socket.create_server(("127.0.0.1", 0)))
 
     def test_shared_file():
-        open("/dev/shm/holdfast-left-{pid}", "w").close()
+        open("/dev/shm/{mine}", "w").close()
 
     def test_mapping():
         KEPT.append(os.memfd_create("left"))
 """
 
 
+MINE = f"left-by-a-test-{os.getpid()}"
+
+
 def session(tmp_path: Path, source: str, *options: str) -> subprocess.CompletedProcess[str]:
-    """Run a test session with our `conftest.py` and one file of tests."""
+    """Run a test session with our `conftest.py` and one file of tests.
+
+    Of shared memory it counts `MINE` alone: what other tests leave, and remove later, is not its own.
+    """
     shutil.copy(TESTS / "conftest.py", tmp_path)
     shutil.copytree(TESTS / "support", tmp_path / "support")
+    leaks = tmp_path / "support" / "leaks.py"
+    counting, replaced = re.subn(r"(?m)^OURS = .*", f"OURS = ({MINE!r},)", leaks.read_text())
+    assert replaced == 1
+    leaks.write_text(counting)
     (tmp_path / "pytest.ini").write_text("[pytest]\npythonpath = .\nleak_patience = 1\n")
     (tmp_path / "test_one.py").write_text(textwrap.dedent(source))
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
@@ -74,10 +84,9 @@ def session(tmp_path: Path, source: str, *options: str) -> subprocess.CompletedP
 
 @pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.thorough), 1])
 def test_a_session_that_leaves_something_behind_fails_and_says_what(tmp_path: Path, workers: int) -> None:
-    shared = Path(f"/dev/shm/holdfast-left-{os.getpid()}")
+    shared = Path("/dev/shm", MINE)
     try:
-        leaking = LEAKING.replace("{pid}", str(os.getpid()))
-        done = session(tmp_path, leaking, "-n", str(workers), "--record", "record")
+        done = session(tmp_path, LEAKING.replace("{mine}", MINE), "-n", str(workers), "--record", "record")
     finally:
         shared.unlink(missing_ok=True)
     assert done.returncode == 1, done.stdout
