@@ -64,6 +64,13 @@ def core(index: int, view: View | None = RUNNING, spares: tuple[Member, ...] = (
     return state.on(events.Started(), 0.0)[0]
 
 
+def test_a_view_has_a_positive_epoch_and_each_member_once() -> None:
+    with pytest.raises(ValueError, match="epoch 0 of a view is not positive"):
+        structs.replace(RUNNING, epoch=0)
+    with pytest.raises(ValueError, match="a member is twice in the view"):
+        structs.replace(RUNNING, members=(*RUNNING.members, member(1)))
+
+
 def dead(*indices: int) -> events.ProvenDeaths:
     return events.ProvenDeaths(tuple(events.Death(f"p{i}", "its process ended") for i in indices))
 
