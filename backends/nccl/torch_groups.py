@@ -34,6 +34,7 @@ import torch.distributed as dist
 from holdfast.backends.nccl.streams import until
 from holdfast.comms.errors import HoldfastError
 from holdfast.comms.system.environment import flag, set_meanwhile
+from holdfast.comms.system.signal_safety import run_shielded
 from holdfast.comms.system.waiting import run_within
 from holdfast.comms.transport.base import Context
 
@@ -263,7 +264,7 @@ class BackgroundEnds:
             finally:
                 self._turns.put(None)
 
-        threading.Thread(target=run, name="holdfast-nccl-end").start()
+        run_shielded(threading.Thread(target=run, name="holdfast-nccl-end").start)
 
     def check(self) -> None:
         """Raise HoldfastError if so many groups were left behind that this process should make no further one."""

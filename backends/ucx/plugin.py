@@ -18,6 +18,7 @@ from holdfast.comms.plugins.spec import (
     refused,
 )
 from holdfast.comms.system import forks
+from holdfast.comms.system.signal_safety import run_shielded
 from holdfast.comms.tensors.packing import DTYPES, names
 from holdfast.comms.transport.base import Context, Link, Transport
 
@@ -43,7 +44,7 @@ def prepare() -> None:
     global _prepared
     if not _prepared:
         _prepared = True
-        threading.Thread(target=_load, name="holdfast-ucx-start").start()
+        run_shielded(threading.Thread(target=_load, name="holdfast-ucx-start").start)
 
 
 def _load() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from _thread import start_new_thread
 from collections.abc import Callable
 
 from holdfast.comms.errors import again
@@ -67,7 +68,9 @@ def run_shielded(call: Callable[[], None]) -> None:
     if threading.current_thread() is not threading.main_thread() or any(lock._is_owned() for lock in list(_shared)):  # type: ignore[attr-defined]
         call()
         return
-    begun, ended, raised = threading.Lock(), threading.Event(), list[BaseException]()
+    begun, ended = threading.Lock(), threading.Lock()
+    over, raised = list[bool](), list[BaseException]()
+    ended.acquire()
 
     def run() -> None:
         if not begun.acquire(blocking=False):  # the caller was interrupted before this began, and has gone on
@@ -77,12 +80,14 @@ def run_shielded(call: Callable[[], None]) -> None:
         except BaseException as error:
             raised.append(error)
         finally:
-            ended.set()
+            over.append(True)
+            ended.release()
 
-    thread = threading.Thread(target=run, name="holdfast-shielded")
+    # Not with threading.Thread and Event: a handler that raises amid their Python code leaves their locks locked, and
+    # the next wait, or the interpreter's exit, waits for good.
     interruption: BaseException | None = None
     try:
-        thread.start()
+        start_new_thread(run, ())
     except RuntimeError:  # there can be no more threads: they are used up, or the interpreter ends
         call()
         return
@@ -90,10 +95,9 @@ def run_shielded(call: Callable[[], None]) -> None:
         if begun.acquire(blocking=False):
             raise
         interruption = error
-    while not ended.is_set() or thread.is_alive():
+    while not over:
         try:
-            ended.wait()
-            thread.join()
+            ended.acquire()
         except BaseException as error:
             interruption = error
     if interruption is not None:

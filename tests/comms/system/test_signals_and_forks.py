@@ -21,6 +21,7 @@ import torch
 
 from holdfast.comms import Communicator, HoldfastError, UsedAfterFork
 from holdfast.comms.ops import OpDescription
+from holdfast.comms.system import signal_safety
 from holdfast.comms.system.signal_safety import HandlerLock, run_shielded, shared_lock
 from holdfast.comms.system.waiting import run_interruptible
 from holdfast.ft import Session
@@ -32,6 +33,7 @@ from support.children import children
 from support.comms.collectives import COLLECTIVES, collective
 from support.comms.meeting import alone
 from support.comms.ranks import MPI, on_ranks, on_ranks_of
+from support.programs.forked_programs import run_python
 from support.rpc_servers import RpcThread
 from support.waiting import PROGRAM_SECONDS
 
@@ -165,19 +167,42 @@ def test_a_shielded_call_ends_before_the_interruption_is_raised() -> None:
 
 def test_a_call_whose_thread_begins_after_the_interruption_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """It ran beside its caller, which had gone on, and found half of what it was to make."""
-    launched, made = list[threading.Thread](), list[int]()
+    launched, made = list[Callable[[], None]](), list[int]()
 
-    def interrupted(thread: threading.Thread) -> None:
-        launched.append(thread)
+    def interrupted(run: Callable[[], None], _: tuple[()]) -> None:
+        launched.append(run)
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            run_shielded(lambda: made.append(1))
-    launched[0].start()
-    launched[0].join()
+    monkeypatch.setattr(signal_safety, "start_new_thread", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_shielded(lambda: made.append(1))
+    launched[0]()
     assert made == []
+
+
+INTERRUPTED_SHIELDS = """
+import random, signal
+from holdfast.comms.system.signal_safety import run_shielded
+
+def press_ctrl_c(*_):
+    raise KeyboardInterrupt
+
+signal.signal(signal.SIGALRM, press_ctrl_c)
+draw, raised = random.Random(1), 0
+for _ in range(10_000):
+    try:
+        signal.setitimer(signal.ITIMER_REAL, draw.uniform(1e-6, 2e-4))
+        run_shielded(lambda: None)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    except KeyboardInterrupt:
+        raised += 1
+print(raised)
+"""
+
+
+def test_an_interruption_at_any_point_of_a_shielded_call_lets_it_and_the_program_end() -> None:
+    """It left a lock of a threading.Event locked, for which the call's thread waited, and the program at its end."""
+    assert int(run_python("-c", INTERRUPTED_SHIELDS)) > 100
 
 
 def test_a_shielded_call_runs_at_once_below_a_handler_that_came_under_a_shared_lock() -> None:
