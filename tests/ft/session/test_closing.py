@@ -42,6 +42,7 @@ from support.samples.tally import (
     start_with_spares,
     tally_up,
 )
+from support.waiting import eventually
 
 
 @pytest.fixture
@@ -382,12 +383,14 @@ def test_an_exception_whose_text_is_no_valid_unicode_leaves_the_session_as_it_is
 # -- stopping early
 
 
-def stops(session: Session, at: int, only: int = -1, late: float = 0.0, gate: str = "") -> int:
+def stops(session: Session, at: int, only: int = -1, late: float = 0.0, gate: str = "", last: str = "") -> int:
     for attempt in session.steps(10):
         with attempt:
             while gate and attempt.step == at and not Path(gate).exists():
                 time.sleep(0.005)
             attempt.comm.barrier()
+            while last and attempt.step == at and attempt.rank == 2 and not Path(last).exists():
+                time.sleep(0.005)
         if attempt.step == at and only in (-1, attempt.rank):
             break
     time.sleep(late * (session.rank or 0))
@@ -398,7 +401,10 @@ def stops(session: Session, at: int, only: int = -1, late: float = 0.0, gate: st
 def test_all_ranks_may_leave_the_steps_early(fault: str, done: list[int]) -> None:
     """Also if rank 2 dies in the last step that is done: the spare that takes its place has no state, and does none."""
     with cluster(3, spares=1, fault=fault, min_size=2) as ranks:
-        job = start_with_spares(ranks, stops, 4, late=0.0 if fault else 0.4)
+        last = ranks.logs / "last"
+        job = start_with_spares(ranks, stops, 4, late=0.0 if fault else 0.4, last=str(last))
+        eventually(lambda: [e["step"] for e in job.events() if e["kind"] == "prepared"].count(4) == 2)
+        last.touch()  # rank 2 dies when the others have all results of the step
         assert job.results() == done
         assert errors_of(job, job.processes) == [None] * 4, "the spare is let go too"
         view = job.newest_view()
