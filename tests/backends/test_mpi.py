@@ -25,6 +25,7 @@ from holdfast.ft.launch.launcher import launch, mpirun_path
 from holdfast.harness import LocalCluster
 from support.comms.collectives import COLLECTIVES, collective
 from support.comms.ranks import on_ranks, on_ranks_of, shared_ranks
+from support.leaks import Snapshot
 from support.programs.forked_programs import run_program
 from support.waiting import PATIENCE
 
@@ -98,7 +99,7 @@ def test_survivors_of_a_kill_build_the_next_communicator_again_and_again_and_not
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the end no session directory and no shared memory is left either, nor a process."""
-    before, temporary = set(Path("/dev/shm").iterdir()), tmp_path / "t"
+    before, temporary = Snapshot.take(), tmp_path / "t"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
     monkeypatch.setattr("tempfile.tempdir", None)
@@ -124,8 +125,7 @@ def test_survivors_of_a_kill_build_the_next_communicator_again_and_again_and_not
         assert [outcome.error for outcome in cluster.outcomes(body) if outcome.rank] == [None, None]
         assert cluster.run(lambda comm: comm.size) == [3, 3, 3], "the next run has all ranks again"
     assert not list(temporary.iterdir())
-    mine = [path for path in set(Path("/dev/shm").iterdir()) - before if path.name.startswith("sm_segment")]
-    assert not [path for path in mine if path.exists()]
+    assert not [line for line in before.files_left_behind() if "sm_segment" in line]
 
 
 @on_ranks(3, "mpi", killed=(1,), timeout=2 * PATIENCE)
