@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from msgspec.structs import replace
 
-from holdfast.comms.errors import CorruptData, HoldfastError
+from holdfast.comms.errors import CorruptData, HoldfastError, Mismatch
 from holdfast.comms.memory_plane import Handle
 from holdfast.comms.transport.base import Peer
 from holdfast.store.catalog import fleet, transitions
@@ -426,6 +426,28 @@ def test_a_version_that_is_not_there_says_why_and_one_that_is_published_anew_is_
     assert catalog.visible() == (1,) and catalog.lost == (2,)
     gone = transitions.remove_dead_holders(catalog, {HOLDERS[0].peer})
     assert list(transitions.ended(catalog, gone, HOLDERS[1].id)) == [("lost", 1)]
+
+
+def test_a_part_is_withdrawn_by_its_own_publisher_alone_and_stays_while_another_publishes_it() -> None:
+    alone = announced(joined(*HOLDERS[:3]), HOLDERS[0].id, replicas=3)
+    assert transitions.withdraw(alone, 2, 0, HOLDERS[0].id) == alone
+    assert transitions.withdraw(alone, 1, 0, HOLDERS[1].id) == alone
+    both = announced(alone, HOLDERS[1].id, replicas=3)
+    left = transitions.withdraw(both, 1, 0, HOLDERS[0].id)
+    assert left.versions[0].shards[0].publishers == (HOLDERS[1].id,)
+    assert transitions.withdraw(left, 1, 0, HOLDERS[1].id).versions == ()
+    with pytest.raises(Mismatch, match="was closed meanwhile"):
+        announced(alone, HOLDERS[3].id, replicas=3)
+
+
+def test_of_a_version_that_is_not_visible_the_parts_that_are_left_stay() -> None:
+    catalog = joined(*HOLDERS[:3])
+    for part in (0, 1):
+        version = Version(1, 3, 2, None, False, ())
+        catalog = transitions.announce(catalog, version, shard(HOLDERS[part], 1, part, DIGEST), 2)
+    left = transitions.remove_dead_holders(catalog, {HOLDERS[0].peer})
+    assert [each.part for each in left.versions[0].shards] == [1]
+    assert list(transitions.ended(catalog, left, HOLDERS[2].id)) == []
 
 
 # -- which holder packs which cast

@@ -292,6 +292,19 @@ def test_a_dead_reader_is_counted_out_unless_the_quorum_needs_it() -> None:
         assert quorum != 2 or "1 of 2 readers are left, and 2 are needed" in switch.reason
 
 
+def test_a_dead_reader_that_comes_back_counts_again_in_the_switch_that_is_prepared() -> None:
+    catalog, one = follow(store_with(1), "g0")
+    catalog, two = follow(catalog, "g1")
+    catalog = fleet.propose(catalog, "t", 1, ["g0", "g1"], None, 5.0, TRAINER.peer)
+    catalog = transitions.remove_dead_holders(catalog, {two.reader.peer})
+    assert [switch.gone for switch in catalog.switches] == [("g1",)]
+    catalog, two = follow(catalog, "g1")
+    assert [switch.gone for switch in catalog.switches] == [()]
+    catalog = stage(catalog, one, 1)
+    assert [switch.state for switch in catalog.switches] == ["preparing"]
+    assert [switch.state for switch in stage(catalog, two, 1).switches] == ["committed"]
+
+
 def test_a_new_reader_joins_the_newest_committed_switch_and_an_older_one_keeps_its_version_for_the_late() -> None:
     catalog, one = follow(store_with(1, 2), "g0")
     catalog = fleet.propose(stage(catalog, one, 1), "t", 1, None, None, 5.0, TRAINER.peer)
