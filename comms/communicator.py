@@ -730,13 +730,13 @@ class Communicator:
             if (part := reference()) is not None:
                 part.settle()
 
-    def announce(self, word: bytes) -> bool:
-        """End the ops of all other ranks, and set their `announced` to `word`. From any thread.
+    def announce(self, word: bytes, why: HoldfastError) -> bool:
+        """End the ops of all other ranks, and set their `announced` to `word`; its own end with `why`. From any thread.
 
         Returns False, and does nothing, if the backend has no such channel, `word` is too long for it (every one takes
         2,048 bytes), or this communicator is over.
         """
-        return self._executor.announce(word)
+        return self._executor.announce(word, why)
 
     def abort(self, reason: str | HoldfastError = "aborted") -> None:
         """Make the running op, and all later ones, raise `reason`, or a `Revoked` with that text.

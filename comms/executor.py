@@ -381,10 +381,14 @@ class Executor:
 
         self._ending.run(add, add)
 
-    def announce(self, word: bytes) -> bool:
+    def announce(self, word: bytes, why: HoldfastError) -> bool:
         """`Transport.announce`; False once this communicator is over."""
         announced: list[bool] = []
-        self._ending.run(lambda: announced.append(self._over is None and self._transport.announce(word)), lambda: None)
+
+        def announce() -> None:
+            announced.append(self._over is None and self._transport.announce(word, why))
+
+        self._ending.run(announce, lambda: None)
         return announced == [True]
 
     def _end(self, error: HoldfastError) -> None:

@@ -247,11 +247,11 @@ class Transport(ABC):
     def rest(self) -> None:  # noqa: B027  (most transports do not spin)
         """Stop spinning in waits: a rank is gone, so only `abort` can end a collective. From any thread."""
 
-    def announce(self, word: bytes) -> bool:
+    def announce(self, word: bytes, why: HoldfastError) -> bool:
         """End the ops of all other ranks, and set their `announced` to `word`; faster than a message to each.
 
-        From any thread, by one rank at most. Returns False, and does nothing, if the transport has no such channel or
-        `word` is too long for it.
+        This rank's own ops end with `why`. From any thread, by one rank at most. Returns False, and does nothing, if
+        the transport has no such channel or `word` is too long for it.
         """
         return False
 

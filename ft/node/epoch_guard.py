@@ -124,7 +124,7 @@ class EpochGuard:
         if old is None or comm is None or comm.epoch != old.epoch:
             return False
         change = delta_between(old, view)
-        if change is None or not comm.announce(change.encode()):
+        if change is None or not comm.announce(change.encode(), self._over or _why_replaced(old, view)):
             return False
         with self._lock:
             self._next = view
@@ -165,9 +165,7 @@ class EpochGuard:
         except CorruptData:
             return
         if view.phase == "running" and view.rank_of(self._identity) is not None:
-            ranks = [rank for rank, member in enumerate(old.members) if member.id not in view.ranks]
-            why = PeerFailed(ranks, view.reason) if ranks else Revoked(old.epoch, view.reason)
-            self.revoke(old.epoch, why, f"epoch {view.epoch} replaces it: {view.reason}")
+            self.revoke(old.epoch, _why_replaced(old, view), f"epoch {view.epoch} replaces it: {view.reason}")
             self.install(view)
 
     def held(self, epoch: int) -> AbstractContextManager[None]:
@@ -261,6 +259,12 @@ class EpochGuard:
             raise Revoked(epoch, "a later epoch has begun")
         if self._over is not None:
             raise self._over.again()
+
+
+def _why_replaced(old: View, new: View) -> HoldfastError:
+    """What ends the ops of a view when the next one takes its place."""
+    ranks = [rank for rank, member in enumerate(old.members) if member.id not in new.ranks]
+    return PeerFailed(ranks, new.reason) if ranks else Revoked(old.epoch, new.reason)
 
 
 def _installed(view: View, rank: int | None) -> ViewInstalled:

@@ -131,11 +131,12 @@ def test_an_abort_reaches_ranks_that_wait_for_the_aborting_rank(backend: str) ->
 def test_an_announcement_reaches_waiting_ranks_or_changes_nothing(backend: str) -> None:
     def body(comm: Communicator, op: str) -> tuple[bool, bytes | None]:
         if comm.rank == 1:
-            assert not comm.announce(bytes(1 << 20)), "more than any backend carries"
+            why = Revoked(comm.epoch or 0, "another epoch follows")
+            assert not comm.announce(bytes(1 << 20), why), "more than any backend carries"
             time.sleep(0.05)
-            if comm.announce(b"what follows"):
+            if comm.announce(b"what follows", why):
                 comm.abort("announced")
-                assert not comm.announce(b"again"), "no op can run here any more"
+                assert not comm.announce(b"again", why), "no op can run here any more"
                 return True, comm.announced
         with contextlib.suppress(Revoked):
             OPS[op](comm, torch.ones(SIZES[-1])) if op != "recv" or comm.rank != 1 else _send_to_all(comm)

@@ -261,7 +261,9 @@ def test_a_hundred_epochs_leave_no_bytes_and_no_descriptor(epochs: Epochs) -> No
 def test_an_announcement_is_left_on_the_board_where_others_wait(epochs: Epochs) -> None:
     comm = epochs.enter(1, ALL)
     if epochs.me == 2:
-        assert comm.announce(b"epoch 2")
+        assert comm.announce(b"epoch 2", PeerFailed((3,), "it died"))
+        with pytest.raises(PeerFailed, match=r"rank 3.*it died"):
+            comm.barrier()
     else:
         with pytest.raises(Revoked, match="rank 2 has announced what follows"):
             comm.barrier()

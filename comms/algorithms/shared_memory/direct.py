@@ -211,8 +211,12 @@ class DirectTransport(Transport):
     def rest(self) -> None:
         self._board.stop_spinning()
 
-    def announce(self, word: bytes) -> bool:
-        return len(word) <= NOTE_BYTES and self._board.leave(REPLACED, word)
+    def announce(self, word: bytes, why: HoldfastError) -> bool:
+        if len(word) > NOTE_BYTES:
+            return False
+        # first: a rank that hears of it aborts, and that would end this rank's op with less than this rank knows
+        self._board.error = self._board.error or why
+        return self._board.leave(REPLACED, word)
 
     @property
     def announced(self) -> bytes | None:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.comms import Communicator, HoldfastError, UsedAfterFork
+from holdfast.comms import Communicator, HoldfastError, Revoked, UsedAfterFork
 from holdfast.comms.ops import OpDescription
 from holdfast.comms.system import signal_safety
 from holdfast.comms.system.signal_safety import HandlerLock, run_shielded, shared_lock
@@ -249,7 +249,7 @@ def test_a_forked_child_cannot_use_its_parents_communicator(comm: Communicator) 
         prepared,
         lambda: comm.split([comm.rank]),
         lambda: comm.window(tensor),
-        lambda: comm.announce(b"word"),
+        lambda: comm.announce(b"word", Revoked(1)),
         lambda: comm.over,
         lambda: comm.__enter__(),
     ]
