@@ -131,7 +131,7 @@ def test_an_abort_reaches_ranks_that_wait_for_the_aborting_rank(backend: str) ->
 def test_an_announcement_reaches_waiting_ranks_or_changes_nothing(backend: str) -> None:
     def body(comm: Communicator, op: str) -> tuple[bool, bytes | None]:
         if comm.rank == 1:
-            why = Revoked(comm.epoch or 0, "another epoch follows")
+            why = Revoked(comm.epoch, "another epoch follows")
             assert not comm.announce(bytes(1 << 20), why), "more than any backend carries"
             time.sleep(0.05)
             if comm.announce(b"what follows", why):
