@@ -198,7 +198,7 @@ class SimulatedCommunicator:
     def rest(self) -> None:
         """Nothing spins in virtual time."""
 
-    def announce(self, announced: bytes) -> bool:
+    def announce(self, announced: bytes, _: Exception) -> bool:
         if len(self._view.hosts) > 1:
             return False
         world = self._process.world
