@@ -83,11 +83,17 @@ def run_shielded(call: Callable[[], None]) -> None:
             over.append(True)
             ended.release()
 
-    # Not with threading.Thread and Event: a handler that raises amid their Python code leaves their locks locked, and
-    # the next wait, or the interpreter's exit, waits for good.
+    def start() -> None:
+        try:
+            threading.Thread(target=run, name="holdfast-shielded", daemon=False).start()
+        except RuntimeError:  # this was the last thread that there can be
+            run()
+
+    # This thread starts none by `threading` and waits for no Event: a handler that raises amid their Python code leaves
+    # a lock of theirs locked, and the next wait, or the interpreter's exit, waits for good.
     interruption: BaseException | None = None
     try:
-        start_new_thread(run, ())
+        start_new_thread(start, ())
     except RuntimeError:  # there can be no more threads: they are used up, or the interpreter ends
         call()
         return
