@@ -115,16 +115,23 @@ class Generators:
             tries=generator.attempts,
         )
 
-    async def advance(self, version: int) -> None:
-        """Wait until a version is published, then have all living replicas serve it, and those that start later."""
+    async def advance(self, version: int) -> int:
+        """Wait until a version is published, then have all living replicas serve it, and those that start later.
+
+        Returns the version. That is a later one if this one is not there: its publisher died amid a step that the other
+        trainers have committed.
+        """
         telemetry = self._telemetry
         began = telemetry.now()
         with telemetry.doing("driver", "driver", "update", version):
-            await self._store.wait(version, PUBLISH_SECONDS)
+            newest = await self._store.wait(version, PUBLISH_SECONDS)
+            if newest > version and version not in await self._store.versions():
+                version = newest
             names = await self._switch(version)
         self._services.version, now = version, telemetry.now()
         for each in names:
             telemetry.emit(WeightsServed(time=now, version=version, process=each, seconds=now - began))
+        return version
 
     async def _switch(self, version: int) -> tuple[str, ...]:
         """Switch all generators to a version, and replace those that cannot take it; returns the names of the others.

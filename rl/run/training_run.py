@@ -156,12 +156,17 @@ class TrainingRun:
             self.telemetry.now,
         )
 
+        reached = -1
+
         async def serve(version: int) -> None:
             """Switch the generators to `version`, once no evaluation needs the one before."""
+            nonlocal reached
+            if version <= reached:  # the one before was not there
+                return
             await evaluation.settle()
-            await generators.advance(version)
-            buffer.serve(version)
-            await evaluation.begin(version)
+            reached = await generators.advance(version)
+            buffer.serve(reached)
+            await evaluation.begin(reached)
 
         try:
             await serve(position.step)

@@ -1,7 +1,8 @@
 """The steps of one trainer in its session: takes batches, updates the policy, publishes committed versions.
 
 Version v of the weights is that after v updates. It is published at the beginning of the next attempt, by the members
-of its epoch, and the attempt ends once every part of it outlives its publisher. So no committed version is ever lost.
+of its epoch, and the attempt of a publisher ends once its part outlives it. No update is lost with a publisher, but a
+version may be: if it dies amid a step that the others commit, the version after that step is the next one.
 """
 
 from __future__ import annotations

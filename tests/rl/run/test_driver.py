@@ -224,6 +224,9 @@ async def test_after_a_switch_every_request_gets_its_version_though_generators_d
         assert generators._services.status()[0].version == 6
         served = [each.process for each in events if isinstance(each, WeightsServed) and each.version == 3]
         assert sorted(served) == ["generator-0", "generator-1"]
+        publish(store, 8)  # the publisher of 7 died amid a step that the other trainers have committed
+        assert await generators.advance(7) == 8
+        assert {await drawn_with(generators, seed) for seed in range(4)} == {8}
 
 
 async def test_generators_that_cannot_take_a_version_are_replaced_and_it_is_an_error_if_none_can(
