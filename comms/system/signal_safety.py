@@ -73,6 +73,7 @@ def run_shielded(call: Callable[[], None]) -> None:
     ended.acquire()
 
     def run() -> None:
+        nonlocal call
         if not begun.acquire(blocking=False):  # the caller was interrupted before this began, and has gone on
             return
         try:
@@ -80,6 +81,7 @@ def run_shielded(call: Callable[[], None]) -> None:
         except BaseException as error:
             raised.append(error)
         finally:
+            del call  # what it refers to must not outlast it in a thread that is about to end
             over.append(True)
             ended.release()
 
