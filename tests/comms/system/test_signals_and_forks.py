@@ -177,6 +177,9 @@ def test_a_call_whose_thread_begins_after_the_interruption_is_not_made(monkeypat
     with pytest.raises(KeyboardInterrupt):
         run_shielded(lambda: made.append(1))
     launched[0]()
+    for thread in threading.enumerate():
+        if thread.name == "holdfast-shielded":
+            thread.join()
     assert made == []
 
 
