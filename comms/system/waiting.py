@@ -14,7 +14,6 @@ from typing import TypeVar
 
 from holdfast.comms.errors import HoldfastError
 from holdfast.comms.system import forks
-from holdfast.comms.system.signal_safety import run_shielded
 
 yield_cpu = ctypes.CDLL(None).sched_yield
 """Yield the processor. Releases the GIL, which os.sched_yield does not."""
@@ -117,7 +116,7 @@ def run_interruptible(
         except BaseException as error:
             future.set_exception(error)
 
-    run_shielded(threading.Thread(target=run, name="holdfast-interruptible", daemon=not delays_exit).start)
+    threading.Thread(target=run, name="holdfast-interruptible", daemon=not delays_exit).start()
     while not wait([future], every).done:
         check_abort()
     return future.result()
