@@ -25,8 +25,18 @@ from holdfast.ft.ports import OpPosition
 from support.mutations import damages, mutated
 from support.views import detector_context
 
-ME = Member("p0", "x:1", this_process())
-VIEW = View(3, "running", (ME,), Job("job", 1, 1, 1, ("gloo",), "gloo"), "test")
+THIS = this_process()
+GONE = 1 << 22
+"""A process id that no process has."""
+
+MEMBERS = (
+    Member("p0", "x:1", THIS),
+    Member("p1", "x:1", Peer(THIS.host, GONE, 1)),
+    Member("p2", "x:1", Peer("elsewhere", GONE, 1)),
+    Member("p3", "x:1", Peer("elsewhere", GONE + 1, 1)),
+)
+VIEW = View(3, "running", MEMBERS, Job("job", 4, 1, 1, ("gloo",), "gloo"), "test")
+ME = MEMBERS[0]
 CHANGE = ViewDelta(4, "running", (0,), ((1, ME),), (ME,), "p1 died")
 
 words, epochs = st.text(max_size=20), st.integers(1, 2**62)
@@ -84,17 +94,6 @@ def test_a_damaged_notice_and_any_bytes_are_decoded_or_refused(
 # -- messages between detectors
 
 
-THIS = this_process()
-GONE = 1 << 22
-"""A process id that no process has."""
-
-MEMBERS = (
-    Member("p0", "x:1", THIS),
-    Member("p1", "x:1", Peer(THIS.host, GONE, 1)),
-    Member("p2", "x:1", Peer("elsewhere", GONE, 1)),
-    Member("p3", "x:1", Peer("elsewhere", GONE + 1, 1)),
-)
-EPOCH_3 = View(3, "running", MEMBERS, Job("job", 4, 1, 1, ("gloo",), "gloo"), "test")
 NAMES = ["", "pidfd", "heartbeat", "observers", "transport", "progress", "nobody's"]
 IDS = [member.id for member in MEMBERS]
 
@@ -111,7 +110,7 @@ class DetectorSet:
         infos = [info for name, info in registry().detectors.items() if name != "pidfd"]
         self.detectors = Detectors(context, infos, lambda whom, body: self.said.append((whom, body)))
         self.parts: dict[str, Any] = dict(self.detectors._detectors)
-        self.detectors.follow(EPOCH_3, tuple(member for member in MEMBERS if member.id != MEMBERS[rank].id))
+        self.detectors.follow(VIEW, tuple(member for member in MEMBERS if member.id != MEMBERS[rank].id))
 
     def hear(self, peer: str, body: bytes) -> bool:
         """Whether the body of a message `detect` was accepted. Unexpected errors come through."""
@@ -144,7 +143,7 @@ def messages_of_detectors() -> list[bytes]:
         speaker.detectors.linked("p1")
         speaker.parts["progress"].context.send_all(speaker.parts["progress"]._say(OpPosition(3, 6, True), asking=True))
         speaker.parts["heartbeat"].context.send_all(msgspec.msgpack.encode(["p2", "p3"]))
-        speaker.detectors.failed(EPOCH_3, OpTimeout("all_reduce", 1, 5.0, (2,)))
+        speaker.detectors.failed(VIEW, OpTimeout("all_reduce", 1, 5.0, (2,)))
         return [body for _, body in speaker.said]
 
 
