@@ -489,10 +489,16 @@ def same(a: Any, b: Any) -> bool:
     )
 
 
-def transfer_of(comm: Any, thing: Attachable, receivers: tuple[int, ...], name: str = "thing") -> StateTransfer:
+def transfer_of(
+    comm: Communicator,
+    thing: Attachable,
+    receivers: tuple[int, ...],
+    name: str = "thing",
+    reach: Callable[[str], object] = lambda point: None,
+) -> StateTransfer:
     """A transfer from rank 1 over the communicator."""
     decision = Decision(False, 17, 1, receivers, 0)
-    return StateTransfer(comm, None, decision, {name: thing}, 20.0, 20.0, lambda point: None)
+    return StateTransfer(comm, None, decision, {name: thing}, 20.0, 20.0, reach)
 
 
 def no_fetch(plane: MemoryPlane, blocks: Iterable[Block]) -> Fetched:
@@ -520,47 +526,32 @@ def test_receivers_get_the_state_bit_by_bit_and_others_keep_theirs(receivers: tu
         assert is_own == (rank not in receivers)
 
 
-class Tape:
-    """A stand-in for the communicator of two ranks: rank 0 gets what rank 1 has given, perhaps damaged."""
+@pytest.mark.parametrize(
+    ("name", "damage", "error", "words"),
+    [
+        ("thing", 1, CorruptData, "another checksum"),
+        ("model", 0, Mismatch, "attached here: thing; where the state comes from: model"),
+    ],
+)
+def test_damaged_state_and_that_of_another_thing_is_refused_and_nothing_is_loaded(
+    name: str, damage: int, error: type[HoldfastError], words: str
+) -> None:
+    """The damage comes after the checksums were told."""
 
-    size, device = 2, torch.device("cpu")
+    def move(comm: Communicator) -> None:
+        weights = torch.full((100,), float(comm.rank))
+        thing = Attachable({"w": weights})
+        if comm.rank == 1:
+            transfer_of(comm, thing, (0,), name, lambda point: weights.add_(damage)).offer(1, lambda reason: None)
+            return
+        moving = transfer_of(comm, thing, (0,))
+        with pytest.raises(error, match=words):
+            moving.pull(Fetcher(), no_fetch)
+        moving.arrived()
+        assert not thing.state["w"].any()
 
-    def __init__(self, damage: bool = False) -> None:
-        self.rank = 1
-        self._damage = damage
-        self._offers = [b"", b""]
-        self._tensors: list[torch.Tensor] = []
-
-    def all_gather_object(self, offer: bytes) -> list[bytes]:
-        if self.rank == 1:
-            self._offers[1] = offer
-        return self._offers
-
-    def broadcast(self, tensor: torch.Tensor, source: int, timeout: float) -> None:
-        if self.rank == source:
-            self._tensors.append(tensor.clone())
-        else:
-            tensor.copy_(self._tensors.pop(0))
-            tensor[5] ^= self._damage
-
-    def barrier(self, timeout: float) -> None:
-        self.rank = 0
-
-
-def test_damaged_state_is_refused_and_nothing_is_loaded() -> None:
-    tape = Tape(damage=True)
-    transfer_of(tape, Attachable({"w": torch.ones(100)}), (0,)).offer(1, lambda reason: None)
-    mine = Attachable({"w": torch.zeros(100)})
-    with pytest.raises(CorruptData, match="another checksum"):
-        transfer_of(tape, mine, (0,)).pull(Fetcher(), no_fetch)
-    assert not mine.state["w"].any()
-
-
-def test_ranks_that_attach_different_things_are_told() -> None:
-    tape = Tape()
-    transfer_of(tape, Attachable({}), (0,), "model").offer(1, lambda reason: None)
-    with pytest.raises(Mismatch, match="attached here: thing; where the state comes from: model"):
-        transfer_of(tape, Attachable({}), (0,)).pull(Fetcher(), no_fetch)
+    with LocalCluster(2, "inproc") as ranks:
+        ranks.run(move)
 
 
 # -- state that cannot be sent
