@@ -21,14 +21,14 @@ from typing import Any
 import pytest
 
 from holdfast.comms.errors import CorruptData
-from holdfast.ft import Session, Timeouts, faultpoints
+from holdfast.ft import Timeouts, faultpoints
 from holdfast.ft.membership.events import CasFailed, CasWon, ViewRead
 from holdfast.ft.node.register import Register, RegisterClient, RegisterThreads
 from holdfast.ft.registers import RegisterAway, RegisterBusy, open_cell, sqlite
 from holdfast.harness import LocalCluster
 from support.children import Child, children, register_lock
 from support.event_loop import until
-from support.samples.tally import QUICK, assert_invariants
+from support.samples.tally import QUICK, SHARDS, assert_exact, start_with_spares, tally_up
 from support.views import view_of
 from support.waiting import PATIENCE
 
@@ -329,7 +329,7 @@ def stop_in_the_lock() -> None:
     directory = Path(os.environ["HOLDFAST_LOG_DIR"]).parent
 
     def fault(point: str, step: int, rank: int, epoch: int) -> None:
-        if point != "rebuild.before_propose" or step < 5:
+        if point != "rebuild.before_propose" or step < 2:
             return
         try:
             (directory / "stopped").touch(exist_ok=False)
@@ -343,26 +343,13 @@ def stop_in_the_lock() -> None:
     faultpoints.arm(fault)
 
 
-def count(session: Session) -> int:
-    """Do steps; the one after seven is done once a member has died."""
-    for attempt in session.steps(40):
-        with attempt:
-            attempt.comm.barrier()
-            while attempt.step == 7 and attempt.comm.size == 4:
-                time.sleep(0.01)
-                attempt.comm.barrier()
-    return session.step
-
-
 def test_a_member_stopped_while_it_holds_the_lock_is_fenced_and_the_others_continue() -> None:
-    with LocalCluster(4, session={"timeouts": QUICK}, prepare=stop_in_the_lock) as ranks:
-        job = ranks.start(count)
-        job.wait_for("committed", step=6)
-        job.kill(3)
-        assert job.results() == [40, 40]
+    options = {"timeouts": QUICK, "shards": SHARDS}
+    with LocalCluster(4, session=options, prepare=stop_in_the_lock) as ranks:
+        job = start_with_spares(ranks, tally_up, strike=lambda job: job.kill(3))
+        assert_exact(job, job.results(), 2)
         events = job.events()
         stopped = float((job.directory / "stopped").read_text())
-    assert_invariants(events)
     fenced = [event for event in events if event["kind"] == "fenced"]
     assert len({event["member"] for event in fenced}) == 1, "nobody else was silent"
     resumed = min(event["time"] for event in events if event["kind"] == "committed" and event["time"] > stopped)
