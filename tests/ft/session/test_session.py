@@ -459,7 +459,7 @@ def goes_on(job: Job, steps: int = 5) -> None:
     eventually(lambda: committed(job) >= done + steps)
 
 
-def test_a_job_over_tcp_survives_a_death_and_ends_well(tmp_path: Path) -> None:
+def test_a_job_over_tcp_survives_a_death_and_ends_well() -> None:
     with tcp.serving() as server, cluster(3, register=f"{server}/job", timeouts=TIMES) as ranks:
         job = start_with_spares(ranks, tally_up, strike=lambda job: job.kill(1))
         assert_exact(job, job.results(), 2)

@@ -170,15 +170,18 @@ def announced(old: View, new: View) -> bytes:
     return change.encode()
 
 
-def test_a_member_adopts_an_announced_view_and_later_installs_it() -> None:
+@pytest.mark.parametrize(("ranks", "lost"), [((0, 2), (1,)), ((0, 1, 2, 3), None)], ids=["smaller", "larger"])
+def test_a_member_adopts_an_announced_view_and_later_installs_it(
+    ranks: tuple[int, ...], lost: tuple[int, ...] | None
+) -> None:
     guard, said = guard_of_member(0)
-    guard.adopt_announced_view(announced(three(1, 0, 1, 2), three(2, 0, 2)))
-    assert guard.wait(1, 0.0) == three(2, 0, 2)
+    guard.adopt_announced_view(announced(three(1, 0, 1, 2), three(2, *ranks)))
+    assert guard.wait(1, 0.0) == three(2, *ranks)
     why = guard.why_over(1)
-    assert isinstance(why, PeerFailed)
-    assert why.ranks == (1,)
+    assert isinstance(why, PeerFailed if lost else Revoked)
+    assert getattr(why, "ranks", None) == lost
     guard.revoke(1, Revoked(1), "comes late")
-    guard.install(three(2, 0, 2))
+    guard.install(three(2, *ranks))
     assert said == [("installed", 1), ("revoked", 1), ("installed", 2)]
     assert not guard.is_over(2)
 
@@ -190,30 +193,18 @@ def carried(guard: EpochGuard) -> Communicator:
     return comm
 
 
-def test_a_member_that_announced_the_next_view_installs_it_when_it_looks_for_it() -> None:
+@pytest.mark.parametrize("epoch", [2, 3])
+def test_a_member_that_announced_the_next_view_installs_it_when_it_looks_for_it(epoch: int) -> None:
+    """Unless a later one was installed before."""
     guard, said = guard_of_member(0)
     with carried(guard):
         assert guard.announce(three(2, 0, 2))
         assert said == [("installed", 1)]
-        assert guard.wait(1, 0.0) == three(2, 0, 2)
-        guard.install(three(2, 0, 2))
-    assert said == [("installed", 1), ("installed", 2)]
-
-
-def test_a_view_announced_before_a_later_one_was_installed_changes_nothing() -> None:
-    guard, said = guard_of_member(0)
-    with carried(guard):
-        assert guard.announce(three(2, 0, 2))
-        guard.install(three(3, 0))
-        assert guard.wait(1, 0.0).epoch == 3
-    assert said == [("installed", 1), ("installed", 3)]
-
-
-def test_an_announced_view_that_only_grows_is_adopted() -> None:
-    guard, _ = guard_of_member(0)
-    guard.adopt_announced_view(announced(three(1, 0, 1, 2), three(2, 0, 1, 2, 3)))
-    assert isinstance(guard.why_over(1), Revoked)
-    assert guard.wait(1, 0.0).epoch == 2
+        if epoch == 3:
+            guard.install(three(3, 0, 2))
+        assert guard.wait(1, 0.0) == three(epoch, 0, 2)
+        guard.install(three(epoch, 0, 2))
+    assert said == [("installed", 1), ("installed", epoch)]
 
 
 @pytest.mark.parametrize(
@@ -531,21 +522,16 @@ def test_a_step_that_all_had_prepared_or_one_has_committed_is_committed_and_the_
     assert {(each.done, each.source, each.receivers) for each in decisions} == {expected}
 
 
-def test_a_member_that_missed_a_rollback_takes_it_over() -> None:
-    late = step_protocol.CommitState()
-    late.standing, late.done, late.total = step_protocol.HOLDER, 6, 10
-    late.settle(step_protocol.decide([holder(6, True), REWOUND, REWOUND], 0))
-    late.take_over(4)
-    assert late.vote() == REWOUND
-
-
-def test_a_newcomer_votes_as_soon_as_it_has_the_state() -> None:
+@pytest.mark.parametrize(("mine", "theirs"), [(NEW, holder(4, False)), (holder(6, True), REWOUND)])
+def test_a_newcomer_or_a_member_that_missed_a_rollback_votes_as_the_others_once_it_has_their_state(
+    mine: step_protocol.Vote, theirs: step_protocol.Vote
+) -> None:
     """Should the epoch end before the others know, no state is sent to it again."""
-    new = step_protocol.CommitState()
-    new.standing, new.total = step_protocol.NEWCOMER, 10
-    new.settle(step_protocol.decide([NEW, holder(4, False)], 0))
-    new.take_over(4)
-    assert new.vote() == holder(4, False) and new.pending is None
+    commits = step_protocol.CommitState()
+    commits.standing, commits.done, commits.total = mine.standing, mine.done, mine.total
+    commits.settle(step_protocol.decide([mine, theirs, theirs], 0))
+    commits.take_over(4)
+    assert commits.vote() == theirs and commits.pending is None
 
 
 def test_members_without_the_state_and_ranks_with_different_steps_are_refused() -> None:
