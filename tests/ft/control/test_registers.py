@@ -8,6 +8,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -101,21 +102,13 @@ def test_all_threads_that_wait_on_a_handle_are_woken_by_a_write_through_another_
 
 def test_a_closed_handle_is_away_and_its_waiters_wake(url: str) -> None:
     cell = open_cell(url, "view")
-    errors: list[RegisterAway] = []
-
-    def wait() -> None:
-        try:
-            cell.wait(0, timeout=30.0)
-        except RegisterAway as error:
-            errors.append(error)
-
-    waiter = threading.Thread(target=wait)
-    waiter.start()
-    time.sleep(0.05)
-    cell.close()
-    cell.close()
-    waiter.join(5.0)
-    assert len(errors) == 1
+    with ThreadPoolExecutor(1) as pool:
+        waiter = pool.submit(cell.wait, 0, timeout=30.0)
+        time.sleep(0.05)
+        cell.close()
+        cell.close()
+        with pytest.raises(RegisterAway):
+            waiter.result(5.0)
     for use in (cell.read, lambda: cell.compare_and_set(0, b""), lambda: cell.wait(0, 1.0)):
         with pytest.raises(RegisterAway, match="closed"):
             use()

@@ -453,10 +453,10 @@ def committed(job: Job) -> int:
     return max((event["step"] for event in job.events() if event["kind"] == "committed"), default=-1) + 1
 
 
-def goes_on(job: Job, steps: int = 5) -> None:
+def goes_on(job: Job) -> None:
     """Wait for more steps."""
     done = committed(job)
-    eventually(lambda: committed(job) >= done + steps)
+    eventually(lambda: committed(job) >= done + 5)
 
 
 def test_a_job_over_tcp_survives_a_death_and_ends_well() -> None:
@@ -528,7 +528,7 @@ class Seen:
     """`Switch.alive`."""
 
 
-def exchange(switch: Switch, dies: bool = False) -> None:
+def exchange(switch: Switch, dies: bool) -> None:
     rows = switch.dispatch(torch.ones(6, 4), torch.arange(6).view(6, 1), torch.ones(6, 1))
     if dies:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -648,7 +648,7 @@ def test_state_that_cannot_be_kept_on_its_mesh_is_refused_when_it_is_built(
 # -- the examples that train a small Llama
 
 
-def run_example(example: str, size: int, spares: int = 0, **asked: Any) -> tuple[list[str], list[dict[str, Any]]]:
+def run_example(example: str, size: int, **asked: Any) -> tuple[list[str], list[dict[str, Any]]]:
     """The fingerprint of the weights on each rank, and the events of a job that runs the example's `train`."""
     pytest.importorskip("transformers", reason="the examples need transformers: pip install 'holdfast[rl]'")
     zygote().preload("transformers.models.llama.modeling_llama")
@@ -663,7 +663,7 @@ def run_example(example: str, size: int, spares: int = 0, **asked: Any) -> tuple
         fingerprint: str = module.train(session, 5, **asked)
         return fingerprint
 
-    with cluster(size, spares=spares) as ranks:
+    with cluster(size) as ranks:
         job = ranks.start(train)
         return job.results(PROGRAM_SECONDS), job.events()
 
