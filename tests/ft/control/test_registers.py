@@ -266,16 +266,13 @@ def test_a_cell_needs_a_name() -> None:
         open_cell("memory://job", "")
 
 
-def plugin(offers: Callable[[], Mapping[str, Callable[[str, str], Cell]]]) -> Any:
-    return SimpleNamespace(holdfast_registers=hookimpl(offers))
-
-
 def test_a_plugin_adds_a_scheme_and_a_broken_plugin_is_left_out() -> None:
     def broken() -> Mapping[str, Callable[[str, str], Cell]]:
         raise RuntimeError("no stamps")
 
     offers = {"postcard": lambda url, name: open_cell(url.replace("postcard", "memory"), name)}
-    with registered(plugin(lambda: offers)), registered(plugin(broken)):
+    whole, without = (SimpleNamespace(holdfast_registers=hookimpl(each)) for each in (lambda: offers, broken))
+    with registered(whole), registered(without):
         assert {"memory", "sqlite", "postcard"} <= set(schemes())
         with cells("postcard://home", "view") as [cell]:
             assert cell.compare_and_set(0, b"wish you were here")

@@ -133,7 +133,7 @@ def test_a_revoked_epoch_is_not_the_next_one() -> None:
 
 @pytest.mark.parametrize("how", ["install", "announce", "end"])
 def test_a_thread_that_waits_for_the_next_view_is_woken(how: str) -> None:
-    guard, _ = guard_of_member(0)
+    guard, _ = guard_of_member()
     with carried(guard):
         guard.revoke(1, PeerFailed((1,), "it died"))
         given = HoldfastError("it is over") if how == "end" else three(2, 0, 2)
@@ -151,15 +151,15 @@ def three(epoch: int, *ranks: int) -> View:
     return View(epoch, "running", tuple(map(member, ranks)), Job("job", 3, 1, 3, ("shm",), "shm"), f"epoch {epoch}")
 
 
-def guard_of_member(me: int) -> tuple[EpochGuard, list[tuple[str, int]]]:
-    """The epoch guard of a member of epoch 1, and the events that it emits: kind and epoch."""
+def guard_of_member() -> tuple[EpochGuard, list[tuple[str, int]]]:
+    """The epoch guard of the first member of epoch 1, and the events that it emits: kind and epoch."""
     said: list[tuple[str, int]] = []
 
     def emit(event: Event) -> None:
         assert isinstance(event, ViewInstalled | EpochRevoked)
         said.append((event.kind, event.epoch))
 
-    guard = EpochGuard(member(me).id, emit)
+    guard = EpochGuard(member(0).id, emit)
     guard.install(three(1, 0, 1, 2))
     return guard, said
 
@@ -174,7 +174,7 @@ def announced(old: View, new: View) -> bytes:
 def test_a_member_adopts_an_announced_view_and_later_installs_it(
     ranks: tuple[int, ...], lost: tuple[int, ...] | None
 ) -> None:
-    guard, said = guard_of_member(0)
+    guard, said = guard_of_member()
     guard.adopt_announced_view(announced(three(1, 0, 1, 2), three(2, *ranks)))
     assert guard.wait(1, 0.0) == three(2, *ranks)
     why = guard.why_over(1)
@@ -196,7 +196,7 @@ def carried(guard: EpochGuard) -> Communicator:
 @pytest.mark.parametrize("epoch", [2, 3])
 def test_a_member_that_announced_the_next_view_installs_it_when_it_looks_for_it(epoch: int) -> None:
     """Unless a later one was installed before."""
-    guard, said = guard_of_member(0)
+    guard, said = guard_of_member()
     with carried(guard):
         assert guard.announce(three(2, 0, 2))
         assert said == [("installed", 1)]
@@ -219,7 +219,7 @@ def test_a_member_that_announced_the_next_view_installs_it_when_it_looks_for_it(
     ids=["empty", "nonsense", "without this process", "not the next one", "the end"],
 )
 def test_an_announcement_without_a_usable_next_view_is_ignored(word: bytes) -> None:
-    guard, said = guard_of_member(0)
+    guard, said = guard_of_member()
     guard.adopt_announced_view(word)
     assert said == [("installed", 1)]
     assert not guard.is_over(1)
@@ -227,7 +227,7 @@ def test_an_announcement_without_a_usable_next_view_is_ignored(word: bytes) -> N
 
 @given(st.binary(max_size=300))
 def test_any_bytes_of_an_announcement_are_adopted_or_ignored(word: bytes) -> None:
-    guard, _ = guard_of_member(0)
+    guard, _ = guard_of_member()
     guard.adopt_announced_view(word)
     assert guard.wait(0, 0.0).rank_of(member(0).id) is not None
 

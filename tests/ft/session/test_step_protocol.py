@@ -667,8 +667,8 @@ def test_a_process_that_comes_after_the_end_does_nothing(phase: Any) -> None:
 # -- degraded epochs
 
 
-def degraded(epoch: int, since: int = 1, job: Job = GO_ON) -> View:
-    return view_of(epoch, ["p0"], job=job, degraded_from=since)
+def degraded(job: Job = GO_ON) -> View:
+    return view_of(2, ["p0"], job=job, degraded_from=1)
 
 
 FIRST = view_of(1, ["p0", "p1"], job=GO_ON)
@@ -724,7 +724,7 @@ def test_an_open_step_is_committed_in_a_degraded_epoch_or_done_again_over_a_new_
     After one before all had restored their state, the degraded epoch does not go on.
     """
     job = structs.replace(JOB, on_death=on_death)
-    alone = Alone(structs.replace(FIRST, job=job), degraded(2, job=job))
+    alone = Alone(structs.replace(FIRST, job=job), degraded(job))
     for _ in range(done):
         alone.go_to(protocol.Settled)
     alone.fail_at(fails_at)
@@ -744,8 +744,8 @@ def test_a_degraded_epoch_ends_if_a_member_lacks_the_state() -> None:
 
 
 def test_a_member_without_the_communicator_of_the_others_asks_for_a_new_one() -> None:
-    new = Alone(degraded(2), spare=True)
-    failed = Alone(FIRST, degraded(2))
+    new = Alone(degraded(), spare=True)
+    failed = Alone(FIRST, degraded())
     failed.fail_at(protocol.Connect)
     for alone in (new, failed):
         assert of_kind(alone.go_to(protocol.BreakEpoch), protocol.CollectVotes) == []
@@ -756,7 +756,7 @@ def test_a_member_without_the_communicator_of_the_others_asks_for_a_new_one() ->
 @pytest.mark.parametrize("why", ["a member asks for it", "a checkpoint is due"])
 def test_a_degraded_epoch_ends_at_the_next_boundary(why: str) -> None:
     asks = why == "a member asks for it"
-    alone = Alone(FIRST, degraded(2), steps=4)
+    alone = Alone(FIRST, degraded(), steps=4)
     alone.protocol.wants_rebuild = asks  # which is forgotten: this epoch is whole
     alone.fail_at(protocol.AwaitBarrier)
     alone.go_to(protocol.Settled)
