@@ -163,10 +163,7 @@ async def test_a_local_straggler_is_ended_unless_it_has_left(evidence: str, list
     assert [type(each) for each in about_p1] == [word]
 
 
-pairs_of = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=12)
-
-
-@given(pairs_of, st.integers(0, 5))
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=12), st.integers(0, 5))
 def test_the_members_that_remain_can_all_reach_each_other(pairs: list[tuple[int, int]], rank: int) -> None:
     mine = observers(rank, "ABCDEF")
     for observer, member in pairs:

@@ -82,6 +82,10 @@ def proposed(effects: Iterable[events.Effect]) -> View:
     return last.view
 
 
+def proposals(effects: Iterable[events.Effect]) -> list[View]:
+    return [effect.view for effect in effects if isinstance(effect, events.Propose)]
+
+
 def kinds(effects: Iterable[events.Effect]) -> list[type[events.Effect]]:
     return [type(effect) for effect in effects]
 
@@ -104,27 +108,24 @@ def test_after_a_proven_death_the_others_keep_their_communicator_and_spares_wait
     degraded = effects[1].view  # type: ignore[union-attr]
     assert (degraded.members, degraded.degraded_from) == ((member(1), member(2)), 3)
     state, effects = state.on(events.CasWon(degraded), 10.1)
-    assert not any(isinstance(effect, events.Propose) for effect in effects)
+    assert not proposals(effects)
     _, effects = state.on(dead(2), 10.2)
-    assert [effect.view.degraded_from for effect in effects if isinstance(effect, events.Propose)] == [3], "of the same"
+    assert [each.degraded_from for each in proposals(effects)] == [3], "of the same"
     state, effects = state.on(events.EpochBroken(4, "a member asks for it"), 10.2)
     state, effects = state.on(events.Tick(), 10.4)
-    assert [
-        (effect.view.members, effect.view.degraded_from) for effect in effects if isinstance(effect, events.Propose)
-    ] == [((member(1), member(2), member(3)), 0)]
+    (rebuilt,) = proposals(effects)
+    assert (rebuilt.members, rebuilt.degraded_from) == ((member(1), member(2), member(3)), 0)
 
 
 def test_a_member_that_may_live_or_too_few_others_make_no_degraded_epoch() -> None:
     view = structs.replace(RUNNING, job=structs.replace(JOB, on_death="go_on", min_size=3))
-    proposed = [
-        e.view for e in core(1, view, spares=(member(3),)).on(dead(0), 10.0)[1] if isinstance(e, events.Propose)
-    ]
-    assert [(each.members[0], each.degraded_from) for each in proposed] == [(member(3), 0)], "the spare is needed"
+    (rebuilt,) = proposals(core(1, view, spares=(member(3),)).on(dead(0), 10.0)[1])
+    assert (rebuilt.members[0], rebuilt.degraded_from) == (member(3), 0), "the spare is needed"
     hosts = tuple(member(rank, f"h{rank}") for rank in range(3))
     view = View(3, "running", hosts, structs.replace(JOB, on_death="go_on"), "all 3 members are here")
     state = core(0, view).on(events.Suspicion("p2", "p0", "silent"), 10.0)[0]
     effects = state.on(events.Suspicion("p2", "p1", "silent", 1), 10.0)[1]
-    assert [each.view.degraded_from for each in effects if isinstance(each, events.Propose)] == [0]
+    assert [each.degraded_from for each in proposals(effects)] == [0]
 
 
 def test_later_ranks_propose_in_order_if_the_proposer_is_silent_and_without_delay_if_it_is_dead() -> None:
@@ -305,8 +306,7 @@ def test_the_smaller_of_two_hosts_does_not_evict_the_other_for_silence(hosts: st
             state, effects = state.on(events.Suspicion(silent, observer, "silent for 0.5 s"), 10.0)
             told += effects
     told += state.on(events.Tick(), 10.5)[1]
-    proposed = [[m.id for m in effect.view.members] for effect in told if isinstance(effect, events.Propose)]
-    assert proposed == ([here] if goes_on else [])
+    assert [[m.id for m in each.members] for each in proposals(told)] == ([here] if goes_on else [])
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 2, 3), (1, 4, 4), (2, 5, 9)])
@@ -393,7 +393,7 @@ def test_later_members_of_a_large_job_wait_ever_longer_and_never_long_to_propose
     for rank in (1, 2, 3, 4, 5, 8, 32, 199):
         now = 10.0
         state, effects = core(rank, view).on(dead(0), now)
-        while not any(isinstance(effect, events.Propose) for effect in effects):
+        while not proposals(effects):
             now = state.wake_at or 99.0
             assert now < 10.0 + 12 * Timeouts().heartbeat
             state, effects = state.on(events.Tick(), now)
@@ -416,20 +416,11 @@ def test_the_reason_for_a_view_names_eight_changes_and_counts_the_rest() -> None
     assert reason.endswith("and 1 more changes")
 
 
-@pytest.mark.parametrize(
-    "changes, words",
-    [
-        ({"shards": 7}, "in use with shards=6, not 7; use another name"),
-        ({"timeouts": Timeouts(join=7.0)}, "not 7.0"),
-        ({"asked": "gloo"}, "not 'gloo'"),
-        ({"version": "0.0.1"}, "0.0.1"),
-        ({"on_death": "go_on"}, "on_death=rebuild, not go_on"),
-    ],
-)
-def test_a_process_with_other_terms_is_refused_with_both(changes: dict[str, Any], words: str) -> None:
-    there = structs.replace(JOB, version="0.1.0")
-    assert words in (structs.replace(there, **changes).conflict(there) or "")
-    assert there.conflict(there) is None
+def test_a_process_with_other_terms_is_refused_with_both() -> None:
+    """The other terms: tests/ft/session/test_joining.py; another version: tests/ft/operations/test_many_hosts.py."""
+    words = "in use with on_death=rebuild, not go_on; use another name"
+    assert words in (structs.replace(JOB, on_death="go_on").conflict(JOB) or "")
+    assert JOB.conflict(JOB) is None
 
 
 # Every interleaving ---------------------------------------------------------------------------------------------
