@@ -39,16 +39,26 @@ ODD = ModelCall("all_reduce", (5,), "sum")
 TREE = ModelCall("broadcast", (3,), peer=0)
 
 
-def job(folder: Path, size: int, steps: int, *, clocks: list[float] | None = None, **faults: Any) -> JobEvidence:
-    """The evidence of a modelled job: `steps` steps of one all_reduce and 10 ms of computing."""
+def job(
+    folder: Path,
+    size: int,
+    steps: int,
+    *,
+    calls: Sequence[ModelCall] = (SUM,),
+    seconds: Sequence[float] = (),
+    clocks: list[float] | None = None,
+    capacity: int = 64,
+    **faults: Any,
+) -> JobEvidence:
+    """The evidence of a modelled job: `steps` steps of these calls, and of 10 ms of computing a rank unless given."""
     world = ModelWorld(size, random.Random(1), latency=1e-5, **faults)
     for step in range(steps):
-        world.compute([0.01] * size)
-        if not world.run([SUM] * size, step):
+        world.compute(seconds or [0.01] * size)
+        if not all(world.run([call] * size, step) for call in calls):
             break
     hosts = ["one host" if clocks is None else f"host {rank}" for rank in range(size)]
     clocks = clocks or [1000.0] * size
-    paths = world.write(folder, hosts, clocks, waits=True, capacity=64)
+    paths = world.write(folder, hosts, clocks, waits=True, capacity=capacity)
     recordings = [read(path) for path in paths]
     return assemble(recordings, {r.identity: ProcessState.RUNNING for r in recordings}, [], clocks[0] + 100.0)
 
@@ -104,12 +114,7 @@ def test_a_healthy_job_has_no_suspect(tmp_path: Path) -> None:
 @pytest.mark.parametrize("steps", [4, 40])
 def test_a_rank_that_was_late_for_few_ops_is_less_certain_than_any_mismatch(tmp_path: Path, steps: int) -> None:
     """A busy machine stops each rank now and then."""
-    world = ModelWorld(2, random.Random(3), latency=1e-5)
-    for step in range(steps):
-        world.compute([0.01, 0.03])
-        world.run([SUM, SUM], step)
-    world.write(tmp_path, ["h", "h"], [0.0, 0.0], waits=False, capacity=64)
-    (suspect,) = analyse(evidence_of(tmp_path, 9.0))
+    (suspect,) = analyse(job(tmp_path, 2, steps, seconds=(0.01, 0.03)))
     assert (suspect.kind, suspect.rank) == ("slow", 1)
     assert (suspect.score >= 0.6) == (steps > 4)
 
@@ -310,25 +315,15 @@ def torch_says(evidence: JobEvidence, folder: Path, caplog: pytest.LogCaptureFix
     return caplog.text
 
 
-def hung(folder: Path, victim: int, *, capacity: int) -> JobEvidence:
-    """Four ranks, 31 collectives in all, and `victim` does not come to the last."""
-    world = ModelWorld(4, random.Random(victim), latency=1e-5, dead_after={victim: (30, -1)})
-    for step in range(15):
-        world.run([SUM] * 4, step)
-        world.run([TREE] * 4, step)
-    world.run([SUM] * 4, 15)
-    world.write(folder, ["h"] * 4, [0.0] * 4, waits=True, capacity=capacity)
-    return evidence_of(folder)
-
-
 @pytest.mark.parametrize("capacity", [64, 16], ids=["all ops", "rings that wrapped"])
 @pytest.mark.parametrize("victim", range(4))
 def test_both_name_the_rank_that_is_missing_from_a_collective(
     tmp_path: Path, victim: int, capacity: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    job = hung(tmp_path, victim, capacity=capacity)
-    said = torch_says(job, tmp_path / "fr", caplog)
-    assert (analyse(job)[0].kind, analyse(job)[0].rank) == ("hang", victim)
+    """Of 31 collectives in all, it does not come to the last."""
+    hung = job(tmp_path, 4, 16, calls=(SUM, TREE), capacity=capacity, dead_after={victim: (30, -1)})
+    said = torch_says(hung, tmp_path / "fr", caplog)
+    assert (analyse(hung)[0].kind, analyse(hung)[0].rank) == ("hang", victim)
     assert said.count("Not all ranks joining collective, sequence number: 31") == 1
     assert f"missing ranks: {{{victim}}}" in said
 
@@ -372,7 +367,7 @@ def test_messages_are_matched_by_direction_and_groups_by_their_ranks(
 
 
 def test_the_command_writes_a_file_a_rank_and_says_when_it_cannot(tmp_path: Path) -> None:
-    hung(tmp_path, 1, capacity=64)
+    job(tmp_path, 4, 5)
     outcome = said("blame", tmp_path, "--torch-trace", tmp_path / "fr")
     assert outcome.exit_code == 0, outcome.output
     assert sorted(path.name for path in (tmp_path / "fr").iterdir()) == [f"{PREFIX}{rank}" for rank in range(4)]
