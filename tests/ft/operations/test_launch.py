@@ -335,15 +335,13 @@ def test_a_process_does_not_outlive_its_guardian() -> None:
 def test_signals_reach_a_process_and_dispositions_are_not_inherited() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        process = GuardedProcess(["sleep", "600"], os.environ)
+        with guarded(["sleep", "600"]) as process:
+            assert process.pid
+            process.signal(signal.SIGINT)
+            assert process.output.read() == b""
+            assert process.reap() == -signal.SIGINT
     finally:
         signal.signal(signal.SIGINT, before)
-    assert process.pid
-    process.signal(signal.SIGINT)
-    with process.output as output:
-        assert output.read() == b""
-    assert process.reap() == -signal.SIGINT
-    os.close(process.pidfd)
 
 
 def test_a_missing_command_is_an_error_that_names_it(tmp_path: Path) -> None:
@@ -516,8 +514,11 @@ def interrupted(scripted: ScriptedZygote, request: Callable[[], object], monkeyp
         request()
 
 
-def idle(channel: ProcessChannel) -> None:
-    channel.recv()
+SECONDS = 60.0
+
+
+def _sleep(channel: ProcessChannel) -> None:
+    channel.recv(SECONDS)
 
 
 def test_the_answer_to_a_request_that_ctrl_c_cut_short_is_not_taken_for_a_later_ones(
@@ -525,7 +526,7 @@ def test_the_answer_to_a_request_that_ctrl_c_cut_short_is_not_taken_for_a_later_
 ) -> None:
     """A process that was started for it ends; so does the zygote's use, if the import that it was started threads."""
     client = scripted.client
-    start = partial(client.spawn, idle, name="started", output=tmp_path / "started")
+    start = partial(client.spawn, _sleep, name="started", output=tmp_path / "started")
     interrupted(scripted, lambda: client.preload("colorsys"), monkeypatch)
     interrupted(scripted, start, monkeypatch)
     interrupted(scripted, lambda: client.preload("wave"), monkeypatch)
@@ -548,19 +549,16 @@ def test_a_start_without_room_for_the_descriptor_of_the_process_fails_and_says_s
 ) -> None:
     scripted.says(Ready(1, number=1))
     with pytest.raises(StartFailed, match="no more file descriptors"):
-        scripted.client.spawn(idle, name="started", output=tmp_path / "started")
+        scripted.client.spawn(_sleep, name="started", output=tmp_path / "started")
     assert not scripted.client.forked
     scripted.says(Exited(1, 0))
     scripted.starts(2)
-    process = scripted.client.spawn(idle, name="started", output=tmp_path / "started")
+    process = scripted.client.spawn(_sleep, name="started", output=tmp_path / "started")
     scripted.says(Exited(process.pid, signal.SIGKILL))
     process.close()
 
 
 # -- zygotes that are started before anything slow, or forked from a process that has torch; and process groups that end
-
-
-SECONDS = 60.0
 
 
 def test_a_fork_forks_its_own_zygote_which_has_nothing_of_it_open(tmp_path: Path) -> None:
@@ -581,10 +579,6 @@ def test_a_fork_forks_its_own_zygote_which_has_nothing_of_it_open(tmp_path: Path
     pid, own, (inner, parent, sees) = call_in_fork(call, name="outer", output=tmp_path / "outer", timeout=SECONDS)
     assert own not in (None, zygote_pid()) and parent == own and inner not in (pid, own)
     assert not sees, "a descriptor of the process is open in what its zygote forks"
-
-
-def _sleep(channel: ProcessChannel) -> None:
-    channel.recv(SECONDS)
 
 
 def test_nothing_outlives_the_parent_of_a_forked_zygote(tmp_path: Path) -> None:
@@ -627,10 +621,6 @@ def test_a_call_in_a_fork_raises_what_the_function_raised_and_says_how_its_proce
         call_in_fork(lambda: os._exit(3), name="a call", output=tmp_path / "call", timeout=SECONDS)
 
 
-def _run(code: str) -> list[str]:
-    return run_python("-c", code).split()
-
-
 EARLY = """
 import sys
 from holdfast.ft.processes import zygote_start
@@ -648,9 +638,9 @@ print(zygote_pid(), has)
 
 
 def test_a_zygote_that_is_started_early_is_the_one_that_is_used_and_ends_with_its_parent() -> None:
-    heavy, early, used, has = _run(EARLY + TAKEN)
+    heavy, early, used, has = run_python("-c", EARLY + TAKEN).split()
     assert (heavy, has) == ("False", "True") and early == used
-    unused = _run(EARLY)
+    unused = run_python("-c", EARLY).split()
     assert unused[0] == "False"
     assert not any(Path(f"/proc/{pid}").exists() for pid in (early, unused[1]))
 
