@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,12 +80,21 @@ def key(tmp_path: Path) -> Path:
     return tmp_path / "job.key"
 
 
-def events(logs: Path, kind: str) -> list[dict[str, Any]]:
-    return [event for event in map(to_record, read_events(logs)) if event["kind"] == kind] if logs.is_dir() else []
+def events(logs: Path, kind: str, since: float = 0.0) -> list[dict[str, Any]]:
+    """The events of a kind after that time, in order."""
+    found = map(to_record, read_events(logs)) if logs.is_dir() else ()
+    return [event for event in found if event["kind"] == kind and event["time"] > since]
 
 
-def until(done: Callable[[], bool], what: str) -> None:
-    assert becomes_true(done, SECONDS, interval=0.02), f"{what}: not within {SECONDS:g} s"
+def sizes(logs: Path, since: float = 0.0) -> list[int]:
+    """The sizes of the epochs that were built since then, in the order of time: a requeued job counts from 1 again."""
+    return list({event["epoch"]: event["size"] for event in events(logs, "rebuilt", since)}.values())
+
+
+def until(done: Callable[[], bool], what: str, shown: Callable[[], str] = str) -> None:
+    """Wait for a condition; a failure says what `shown` returns then."""
+    if not becomes_true(done, SECONDS, interval=0.02):
+        pytest.fail(f"{what}: not within {SECONDS:g} s\n{shown()}")
 
 
 # -- what does not fit
@@ -240,6 +250,7 @@ class HostProcesses:
     def __init__(self, network: Network, etcd: EtcdCluster, folder: Path, key: Path) -> None:
         self.network, self.folder, self.gate = network, folder, folder / "gate"
         self.agents: dict[int, ForkedProcess] = {}
+        self.until = partial(until, shown=self._outputs)
         self._started: list[ForkedProcess] = []
         self._options = ["run", "--nnodes", "3", "-n", str(sum(RANKS)), "--register", f"{etcd.url}/job"]
         self._options += ["--key-file", str(key), "--job", "hosts", "--backend", "gloo", "--min-size", "1"]
@@ -259,13 +270,8 @@ class HostProcesses:
         self.agents[host] = agent
         return agent
 
-    def until(self, done: Callable[[], bool], what: str) -> None:
-        """Wait for a condition; a failure shows what the agents wrote."""
-        if not becomes_true(done, SECONDS, interval=0.02):
-            wrote = "\n".join(
-                f"{each.name}: {each.output.read_text()[-2000:]}" for each in self._started if each.output
-            )
-            pytest.fail(f"{what}: not within {SECONDS:g} s\n{wrote}")
+    def _outputs(self) -> str:
+        return "\n".join(f"{each.name}: {each.output.read_text()[-2000:]}" for each in self._started if each.output)
 
     def ends(self, host: int, status: int) -> str:
         """Wait for the end of an agent, and check its exit status; returns its output."""
@@ -274,14 +280,13 @@ class HostProcesses:
         assert ended.status is not None and os.waitstatus_to_exitcode(ended.status) == status, output
         return output
 
-    def committed(self, since: float) -> list[float]:
-        """The times of the steps that the first host committed since then, in order."""
-        return sorted(event["time"] for event in events(self.logs(0), "committed") if event["time"] > since)
+    def committed(self, since: float) -> int:
+        """How many steps the first host committed since then."""
+        return len(events(self.logs(0), "committed", since))
 
     def sizes(self, since: float = 0.0) -> list[int]:
-        """The sizes of the epochs that the first host's ranks built since then, in order, each once."""
-        built = {event["epoch"]: event["size"] for event in events(self.logs(0), "rebuilt") if event["time"] > since}
-        return [size for _, size in sorted(built.items())]
+        """Those of the epochs that the first host built since then."""
+        return sizes(self.logs(0), since)
 
     def close(self) -> None:
         for agent in self._started:
@@ -289,35 +294,31 @@ class HostProcesses:
             agent.close()
 
 
-@contextmanager
-def three_hosts(folder: Path, key: Path) -> Iterator[HostProcesses]:
-    with Network(4) as network:
-        etcd = EtcdCluster(3, folder / "etcd", host=network.addresses[3], enter=network.entry(3))
-        with etcd, closing(HostProcesses(network, etcd, folder, key)) as hosts:
-            for host in range(3):
-                hosts.start(host)
-            hosts.until(lambda: hosts.sizes()[-1:] == [sum(RANKS)], "all work together")
-            yield hosts
-
-
 @pytest.mark.thorough
 @needs_hosts
 @pytest.mark.timeout(900)
 def test_a_host_is_lost_comes_back_and_another_leaves_in_good_order(tmp_path: Path, key: Path) -> None:
-    with three_hosts(tmp_path, key) as hosts:
+    with (
+        Network(4) as network,
+        EtcdCluster(3, tmp_path / "etcd", host=network.addresses[3], enter=network.entry(3)) as etcd,
+        closing(HostProcesses(network, etcd, tmp_path, key)) as hosts,
+    ):
+        for host in range(3):
+            hosts.start(host)
+        hosts.until(lambda: hosts.sizes()[-1:] == [sum(RANKS)], "all work together")
         create_key(tmp_path / "other.key")
         hosts.start(3, "--key-file", str(tmp_path / "other.key"))
         assert "belongs to job 'hosts' with another key" in " ".join(hosts.ends(3, 2).split())
         refused = time.monotonic()
-        hosts.until(lambda: len(hosts.committed(refused)) > 2, "none of that disturbs the others")
+        hosts.until(lambda: hosts.committed(refused) > 2, "none of that disturbs the others")
         assert hosts.sizes()[-1:] == [sum(RANKS)]
 
-        hosts.network.cut(2)
+        network.cut(2)
         lost = time.monotonic()
-        hosts.until(lambda: len(hosts.committed(lost + 0.1)) > 2 and hosts.sizes(lost)[-1:] == [2], "the others go on")
+        hosts.until(lambda: hosts.committed(lost + 0.1) > 2 and hosts.sizes(lost)[-1:] == [2], "the others go on")
         assert hosts.sizes(lost) == [2], "both of its members are gone in one epoch"
         hosts.agents[2].kill()
-        hosts.network.heal(2)
+        network.heal(2)
         hosts.start(2)
         hosts.until(lambda: hosts.sizes()[-1:] == [sum(RANKS)], "the host is back")
 
@@ -325,7 +326,7 @@ def test_a_host_is_lost_comes_back_and_another_leaves_in_good_order(tmp_path: Pa
         hosts.agents[1].signal(signal.SIGTERM)
         hosts.ends(1, 128 + signal.SIGTERM)
         assert [event["error"] for event in events(hosts.logs(1), "error")] == [LEFT]
-        hosts.until(lambda: hosts.sizes(asked)[-1:] == [3] and len(hosts.committed(asked)) > 4, "the others go on")
+        hosts.until(lambda: hosts.sizes(asked)[-1:] == [3] and hosts.committed(asked) > 4, "the others go on")
         hosts.gate.touch()
         for host in (0, 2):
             hosts.ends(host, 0)
@@ -479,8 +480,7 @@ def test_a_rank_under_torchrun_on_two_hosts_dies_and_the_other_goes_on(tmp_path:
     def works(host: int, size: int) -> bool:
         """Whether the worker of a host has committed steps in an epoch of this size."""
         built = events(logs[host], "rebuilt")[-1:]
-        since = [event for event in events(logs[host], "committed") if built and event["time"] > built[0]["time"]]
-        return [event["size"] for event in built] == [size] and len(since) > 2
+        return [each["size"] for each in built] == [size] and len(events(logs[host], "committed", built[0]["time"])) > 2
 
     def ended(agent: GuardedProcess) -> bool:
         return not Path(f"/proc/{agent.pid}").exists()
@@ -529,35 +529,28 @@ class SlurmJob:
             monkeypatch.setenv(name, str(value))
         program = ("--min-size", "1", script(folder, STEPS), str(folder / "gate"))
         output = f"--output={folder}/job.out"
+        self.until = partial(until, shown=self._state)
         self.number = cluster.call("sbatch", "--parsable", "--nodes=2", output, str(CLUSTER / "job.sbatch"), *program)
 
-    def events(self, kind: str, since: float = 0.0) -> list[dict[str, Any]]:
-        return [event for event in events(self.logs, kind) if event["time"] > since]
-
     def sizes(self, since: float = 0.0) -> list[int]:
-        """The sizes of the epochs that were built, in the order of time: a requeued job counts from 1 again."""
-        built = {event["epoch"]: event["size"] for event in self.events("rebuilt", since)}
-        return list(built.values())
+        return sizes(self.logs, since)
 
     def nodes(self, since: float = 0.0) -> dict[str, int]:
         """The process that each node runs, of those that joined since then."""
         found = {}
-        for event in self.events("joined", since):
+        for event in events(self.logs, "joined", since):
             with suppress(OSError):
                 variables = Path(f"/proc/{event['pid']}/environ").read_text().split("\0")
                 found.update({each.partition("=")[2]: event["pid"] for each in variables if "SLURMD_NODENAME=" in each})
         return found
 
-    def until(self, done: Callable[[], bool], what: str) -> None:
-        if not becomes_true(done, SECONDS, interval=0.05):
-            pytest.fail(
-                f"{what}: sizes {self.sizes()}; {self.cluster.call('squeue')}; {self.cluster.call('sinfo', '-N')}"
-            )
+    def _state(self) -> str:
+        return f"sizes {self.sizes()}; {self.cluster.call('squeue')}; {self.cluster.call('sinfo', '-N')}"
 
     def both_leave(self, since: float) -> None:
         """Wait until both ranks have left in good order."""
-        self.until(lambda: len(self.events("error", since)) == 2, "both leave")
-        assert {event["error"] for event in self.events("error", since)} == {LEFT}
+        self.until(lambda: len(events(self.logs, "error", since)) == 2, "both leave")
+        assert {event["error"] for event in events(self.logs, "error", since)} == {LEFT}
 
 
 @pytest.mark.thorough
