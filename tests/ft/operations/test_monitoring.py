@@ -34,7 +34,7 @@ from rich.console import Console
 
 from holdfast.comms.errors import CorruptData, HoldfastError
 from holdfast.ft import Timeouts, event_lines, events
-from holdfast.ft.diagnosis.jobs import JobFiles, JobState, LastFault, NoSuchJob, ProcessRow, locate
+from holdfast.ft.diagnosis.jobs import JobState, LastFault, NoSuchJob, ProcessRow, locate
 from holdfast.ft.events import Event, stamped
 from holdfast.ft.telemetry import event_log, flight
 from holdfast.ft.telemetry.event_log import EventLog, EventLogger
@@ -122,9 +122,11 @@ def test_top_runs_live_in_a_terminal_until_it_is_interrupted(tmp_path: Path) -> 
 
 
 def test_top_writes_nothing_to_the_folder_that_it_watches(tmp_path: Path) -> None:
+    """Nor does it make the register of a job that has ended."""
     (tmp_path / "p1.jsonl").write_text('{"time":1,"process":"p1","pid":1,"kind":"joined"}\nhalf a li')
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    assert look(tmp_path)["phase"] == "unknown"
+    for options in ((), ("--register", f"sqlite://{tmp_path}/register.sqlite")):
+        assert said_as_json("top", tmp_path, *options)["phase"] == "unknown"
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
@@ -181,11 +183,6 @@ def test_jobs_that_end_during_the_search_for_another_are_ignored(
     coming.result()
     done = said("top", "no-such-job")
     assert (done.exit_code, "no job of that name" in done.output) == (1, True)
-
-
-def test_a_look_at_a_job_that_has_ended_makes_no_register(tmp_path: Path) -> None:
-    register = tmp_path / "register.sqlite"
-    assert JobFiles(tmp_path, f"sqlite://{register}").view() is None and not register.exists()
 
 
 def test_the_screen_says_that_processes_wait_for_members() -> None:
