@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import msgspec
@@ -76,24 +74,13 @@ def test_a_page_that_the_code_fills_says_where_it_is_read() -> None:
         assert filled == (f"`.site/reference/{page.stem}.html`" in text), page.name
 
 
-@pytest.fixture(scope="module")
-def generate() -> Any:
-    """The module that generates the tables of the reference."""
+def test_the_reference_lists_every_environment_variable_event_metric_field_of_a_run_command_and_error() -> None:
     pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install 'holdfast[docs]'")
-    return module_of("docs/reference/generate.py")
-
-
-def listed(page: str) -> set[str]:
-    """The names in the first columns of a page's tables."""
-    rows = re.findall(r"^\| (`[^|]*) \|", (DOCS / "reference" / page).read_text(), re.M)
-    return {word for row in rows for word in re.findall(r"`([^`]+)`", row)}
-
-
-def test_the_reference_lists_every_environment_variable_event_metric_field_of_a_run_command_and_error(
-    generate: Any,
-) -> None:
     pytest.importorskip("prometheus_client", reason="pip install 'holdfast[metrics]'")
-    assert listed("environment.md") == generate.environment_variables()
+    generate = module_of("docs/reference/generate.py")
+    first_columns = re.findall(r"^\| (`[^|]*) \|", (DOCS / "reference" / "environment.md").read_text(), re.M)
+    listed = {word for row in first_columns for word in re.findall(r"`([^`]+)`", row)}
+    assert listed == generate.environment_variables()
     config, errors, commands = generate.rl_config(), generate.errors(), generate.command_line()
     for table, rows in (
         (generate.events(), [f"| `{kind}` | " for kind in ("installed", "committed", "gap", "fault")]),
@@ -245,13 +232,6 @@ def test_pages_load_nothing_from_other_hosts(site: Path) -> None:
     assert not wrong
 
 
-@pytest.fixture(scope="module")
-def address(site: Path) -> Iterator[str]:
-    """The URL of a server of the site on loopback."""
-    with served(site) as url:
-        yield url
-
-
 @pytest.mark.thorough
 @needs_chromium
 @pytest.mark.parametrize(
@@ -265,9 +245,10 @@ def address(site: Path) -> Iterator[str]:
     ],
 )
 def test_a_browser_shows_the_page_in_light_and_dark_without_another_host(
-    address: str, page: str, dark: bool, tmp_path: Path
+    site: Path, page: str, dark: bool, tmp_path: Path
 ) -> None:
-    shot, console = screenshot(f"{address}/{page}.html", tmp_path, 1300, dark)
+    with served(site) as address:
+        shot, console = screenshot(f"{address}/{page}.html", tmp_path, 1300, dark)
     assert console == ""
     background = sum(shot.getpixel((600, 1590 if page != "index" else 120))) / 3  # type: ignore[arg-type]
     assert background < 80 if dark else background > 230

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from packaging.utils import canonicalize_name
 
 from holdfast.harness.testbed import netns
 from holdfast.store.catalog.fan_out import AT_ONCE
-from support.programs.forked_programs import run_forked, run_program
+from support.programs.forked_programs import run_forked, run_program, run_python
 from support.source_tree import ROOT
 from support.waiting import PROGRAM_SECONDS
 
@@ -200,9 +199,7 @@ def pins(path: Path) -> dict[str, str]:
     """The versions in a file of requirements, by name."""
     lines = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
     assert not [line for line in lines if not re.fullmatch(r"[\w.-]+==[\w.+-]+", line)], "every version is pinned"
-    return {
-        re.sub(r"[-_.]+", "-", name).lower(): version for name, _, version in (each.partition("==") for each in lines)
-    }
+    return {canonicalize_name(name): version for name, _, version in (each.partition("==") for each in lines)}
 
 
 @pytest.mark.parametrize("path", REQUIREMENTS, ids=lambda path: path.parent.name)
@@ -274,6 +271,4 @@ def test_torchtitan_with_torchft_goes_on_when_a_group_is_killed_and_comes_back()
 @pytest.mark.thorough
 @pytest.mark.skipif(find_spec("monarch") is None, reason="needs Monarch: pip install 'holdfast[rl]'")
 def test_memory_between_actors_of_monarch_is_faster_than_monarchs_over_tcp() -> None:
-    program = [sys.executable, STACK / "monarch" / "rdma.py", "16", "3"]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=PROGRAM_SECONDS)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_python(STACK / "monarch" / "rdma.py", "16", "3")
