@@ -549,7 +549,6 @@ def status_of(missing: list[dict[str, Any]], present: int = 100) -> bytes:
 
 
 DEAD = {"unresponsive": True, "considered_dead": True}
-SILENT = {"unresponsive": True, "considered_dead": False}
 
 
 @contextlib.asynccontextmanager
@@ -647,7 +646,7 @@ def test_a_dead_process_is_found_by_its_number_and_host() -> None:
 
 
 def test_an_unresponsive_process_is_reported_only_once_an_op_has_failed() -> None:
-    missing = [rank(1, 101, "10.0.0.1", **SILENT)]
+    missing = [rank(1, 101, "10.0.0.1", unresponsive=True, considered_dead=False)]
     assert (lost(missing), lost(missing, unresponsive=True)) == ([], ["m1"])
     assert lost([rank(1, 101, "10.0.0.1", unresponsive=False, considered_dead=False)], unresponsive=True) == []
 

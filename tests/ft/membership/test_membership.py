@@ -17,7 +17,7 @@ from holdfast.ft.membership.evidence import Evidence
 from holdfast.ft.membership.state_machine import Membership, runnable_backends, successors
 from holdfast.ft.membership.topology import Shape, observers
 from holdfast.ft.membership.view import Job, Member, StepError, Timeouts, View, delta_between
-from holdfast.harness.simulate.known_bugs.reproduce import KNOWN_BUGS
+from holdfast.harness.simulate.show import known_bug_named
 from support.samples.membership_world import (
     BUDGET,
     Action,
@@ -472,8 +472,7 @@ def test_every_order_of_deaths_and_faults_in_a_running_job(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["stale announcement", "lost race is final", "replacement comes last"])
 def test_the_explorer_finds_known_bugs(name: str) -> None:
-    bug = next(bug for bug in KNOWN_BUGS if bug.name == name)
-    with bug.inject(), pytest.raises(InvariantBroken):
+    with known_bug_named(name).inject(), pytest.raises(InvariantBroken):
         explore(started(new_world(3, size=2, kills=2, ticks=1)))
 
 

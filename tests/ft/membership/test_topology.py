@@ -296,9 +296,6 @@ def test_in_a_large_job_the_first_members_that_nobody_doubts_get_a_report() -> N
     assert found == (Report(said, (MEMBERS[3], MEMBERS[4])),)
 
 
-SIZES = st.lists(st.integers(1, 20), min_size=1, max_size=30)
-
-
 def depths(view: View) -> list[int]:
     """The distance of each rank from rank 0 along the tree."""
     found = distances(
@@ -307,7 +304,7 @@ def depths(view: View) -> list[int]:
     return [found[member.id] for member in view.members]
 
 
-@given(SIZES)
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=30))
 def test_all_members_are_in_one_tree_and_the_first_neighbour_leads_to_rank_0(hosts: list[int]) -> None:
     view = view_on(hosts)
     size, depth = len(view.members), depths(view)

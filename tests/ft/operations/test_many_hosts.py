@@ -362,10 +362,6 @@ def test_the_manifests_set_variables_of_the_contract(path: str) -> None:
 LOOPBACK = "::1"
 
 
-lacks_ipv6 = LOOPBACK not in {str(each.address) for each in local_addresses()}
-needs_ipv6 = pytest.mark.skipif(lacks_ipv6, reason="this host has no ::1")
-
-
 def exchange(url: str) -> None:
     """Two handles of one cell: what one writes the other reads."""
     assert f"//[{LOOPBACK}]:" in url
@@ -376,7 +372,7 @@ def exchange(url: str) -> None:
 
 
 @pytest.mark.thorough
-@needs_ipv6
+@pytest.mark.skipif(LOOPBACK not in {str(each.address) for each in local_addresses()}, reason="this host has no ::1")
 def test_registers_and_a_job_of_a_host_over_ipv6(tmp_path: Path, key: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with tcp.serving(LOOPBACK) as url:
         exchange(f"{url}/job")
