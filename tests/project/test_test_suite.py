@@ -26,7 +26,7 @@ import pytest
 
 from holdfast.ft.launch.held_directory import MARKER
 from support.leaks import Snapshot, restore_signals, shared_memory
-from support.programs.forked_programs import run_python
+from support.programs.forked_programs import run_program
 from support.source_tree import ROOT, TESTS, parsed
 from support.waiting import PATIENCE, PROGRAM_SECONDS, next_line
 
@@ -176,15 +176,12 @@ def test_what_programs_of_other_sessions_have_in_shared_memory_is_no_leak() -> N
     assert not [line for line in found if str(semaphore) in line or str(folder) in line]
 
 
-IGNORED = "print(next(line for line in open('/proc/self/status') if line.startswith('SigIgn')).split()[1])"
-
-
 def test_children_of_tests_in_the_background_start_with_default_dispositions() -> None:
     """A shell ignores SIGINT for its background jobs (`make test &`); children must not inherit that."""
     before = {each: signal.signal(each, signal.SIG_IGN) for each in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)}
     try:
         restore_signals()
-        ignored = int(run_python("-c", IGNORED), 16)
+        ignored = int(run_program("grep", "SigIgn", "/proc/self/status").split()[1], 16)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
