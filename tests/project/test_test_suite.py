@@ -18,7 +18,6 @@ import sys
 import tempfile
 import textwrap
 import tomllib
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -311,9 +310,3 @@ def test_a_tight_limit_is_found() -> None:
     waits = "subprocess.run(words, timeout={0})\nself.process.communicate(timeout={0})"
     assert len(list(hurried(ast.parse(waits.format("60"))))) == 2
     assert not list(hurried(ast.parse(waits.format("PROGRAM_SECONDS"))))
-
-
-def test_no_two_files_of_tests_have_one_name() -> None:
-    """pytest would import the first, and not collect the others."""
-    names = Counter(path.name for path in TESTS.rglob("test_*.py"))
-    assert [name for name, count in names.items() if count > 1] == []
