@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 import holdfast.store.torchstore as ts
+from holdfast.backends.inproc.transport import InprocPlane
+from holdfast.comms.errors import Unsupported
 from holdfast.store import WeightStore
 from support.children import Child, Start
 from support.samples.store_processes import Holders, a_holder
@@ -26,6 +28,17 @@ def torchstore() -> Iterator[None]:
     asyncio.run(ts.initialize())
     yield
     asyncio.run(ts.shutdown())
+
+
+@pytest.fixture
+def unmapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process maps the memory of another, as between hosts."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise Unsupported("mapping", "read it")  # a new one: an error that is kept keeps what its callers hold
+
+    monkeypatch.setattr(InprocPlane, "can_map", False)
+    monkeypatch.setattr(InprocPlane, "map", refuse)
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,9 +16,8 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from holdfast.backends.inproc.transport import InprocPlane
 from holdfast.comms.codecs import float8_blocks as fp8
-from holdfast.comms.errors import CorruptData, Mismatch, Unsupported
+from holdfast.comms.errors import CorruptData, Mismatch
 from holdfast.store import CallCancelled, Slice, WeightStore
 from holdfast.store.casts import cast_reader
 from holdfast.store.casts.cast_reader import CastVersionReader
@@ -397,7 +395,7 @@ def test_a_follower_takes_a_cast(store: WeightStore) -> None:
 
 @pytest.mark.parametrize(("cast", "share"), [("bf16", 1 / 2), ("fp8", 1 / 4 + 1 / 256)])
 def test_a_half_or_a_quarter_of_the_bytes_is_moved_where_nothing_is_mapped(
-    store: WeightStore, monkeypatch: pytest.MonkeyPatch, cast: CastName, share: float
+    store: WeightStore, unmapped: None, monkeypatch: pytest.MonkeyPatch, cast: CastName, share: float
 ) -> None:
     """All of them until a holder has packed it: then the reader casts what it gets, to the same bits."""
     may_pack, encode = threading.Event(), WireCast.encode
@@ -411,8 +409,6 @@ def test_a_half_or_a_quarter_of_the_bytes_is_moved_where_nothing_is_mapped(
         store.get(1, into, cast=cast)
         return sum(sizes), into["w"]
 
-    monkeypatch.setattr(InprocPlane, "can_map", False)
-    monkeypatch.setattr(InprocPlane, "map", Mock(side_effect=Unsupported("mapping", "read it")))
     monkeypatch.setattr(WireCast, "encode", waiting)
     monkeypatch.setattr(cast_reader, "PACK_SECONDS", 0.3)
     values = torch.randn(1 << 12, 256)

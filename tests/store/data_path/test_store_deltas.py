@@ -7,9 +7,10 @@ where reads are slow, and what cannot be trusted is read whole.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,8 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from holdfast.backends.inproc.transport import InprocPlane
-from holdfast.comms.errors import CorruptData, RegionGone, Unsupported
+from holdfast.comms.errors import CorruptData, RegionGone
 from holdfast.comms.memory_plane import Handle
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.work import Work
@@ -295,48 +295,10 @@ def test_a_process_that_reads_every_version_counts_and_a_holder_of_another_host_
 ELEMENTS = 4 << 20
 
 
-class Wire:
-    """The reads of a plane that maps nothing, as between hosts.
-
-    `damage` gets what a read of one of `deltas` brings.
-    """
-
-    def __init__(self) -> None:
-        self.bytes = 0
-        self.deltas: list[Handle] = []
-        self.damage = lambda data: None
-
-    def take(self) -> int:
-        """Bytes read since the last call."""
-        found, self.bytes = self.bytes, 0
-        return found
-
-
 @pytest.fixture
-def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
-    wire = Wire()
-    read = InprocPlane.read
-
-    def refuse(plane: InprocPlane, handle: Handle, *, lasting: bool) -> torch.Tensor:
-        raise Unsupported("mapping", "read it")
-
-    def count(plane: InprocPlane, handle: Handle, into: torch.Tensor, offset: int = 0, *, timeout: float = 30) -> Work:
-        wire.bytes += into.nbytes
-        work = read(plane, handle, into, offset, timeout=timeout)
-        if handle in wire.deltas:
-            wire.damage(into)
-        return work
-
-    monkeypatch.setattr(InprocPlane, "can_map", False)
-    monkeypatch.setattr(InprocPlane, "map", refuse)
-    monkeypatch.setattr(InprocPlane, "read", count)
-    return wire
-
-
-@pytest.fixture
-def store(wire: Wire, request: pytest.FixtureRequest) -> Iterator[WeightStore]:
-    with WeightStore(f"memory://{request.node.name}") as opened:
-        yield opened
+def store(unmapped: None, store: WeightStore) -> WeightStore:
+    """A store of which nothing is mapped."""
+    return store
 
 
 def weights() -> dict[str, torch.Tensor]:
@@ -370,20 +332,26 @@ def read_first(store: WeightStore) -> tuple[dict[str, torch.Tensor], dict[str, t
     return state, into
 
 
-def test_a_reader_of_the_version_before_reads_what_changed_there_or_in_its_own(store: WeightStore, wire: Wire) -> None:
-    state, into = read_first(store)
-    assert wire.take() > nbytes(state)
+def update(store: WeightStore, version: int, state: dict[str, torch.Tensor], into: dict[str, torch.Tensor]) -> int:
+    """Publish `state` as the newest version, and get it; returns how many bytes are read for that."""
+    sizes = count_reads(store._plane)
+    store.publish(version, state)
+    assert store.get("latest", into) == version
+    assert same(state, into)
+    return sum(sizes)
+
+
+def test_a_reader_of_the_version_before_reads_what_changed_there_or_in_its_own(store: WeightStore) -> None:
+    state, into = weights(), weights()
+    assert update(store, 1, state, into) > nbytes(state)
     for version, share in ((2, 1 / 20), (3, 1 / 20), (4, 1 / 2)):
         if version == 4:  # the piece that its reader has changed is read whole
             into["large"][5] = 100.0
         step(state)
-        store.publish(version, state)
-        store.get("latest", into)
-        assert same(state, into)
-        assert wire.take() < nbytes(state) * share
+        assert update(store, version, state, into) < nbytes(state) * share
 
 
-def test_what_is_read_through_a_copy_keeps_no_other_tensor_from_deltas(store: WeightStore, wire: Wire) -> None:
+def test_what_is_read_through_a_copy_keeps_no_other_tensor_from_deltas(store: WeightStore) -> None:
     """Filters in `torch.channels_last` are: their copy is gone by the next read."""
     state, into = (
         {"filters": torch.randn(64, 64, 3, 3).to(memory_format=torch.channels_last)} | weights() for _ in range(2)
@@ -391,99 +359,81 @@ def test_what_is_read_through_a_copy_keeps_no_other_tensor_from_deltas(store: We
     for version in (1, 2, 3):
         step(state)
         state["filters"] += 1
-        store.publish(version, state)
-        store.get(version, into)
-        assert same(state, into)
-        assert (wire.take() < into["filters"].nbytes + nbytes(state) / 20) == (version > 1)
+        read = update(store, version, state, into)
+        assert (read < into["filters"].nbytes + nbytes(state) / 20) == (version > 1)
 
 
-def test_a_reader_that_has_no_whole_piece_of_the_base_reads_no_delta(store: WeightStore, wire: Wire) -> None:
+def test_a_reader_that_has_no_whole_piece_of_the_base_reads_no_delta(store: WeightStore) -> None:
     """Small tensors share a piece, and the copy of the filters is gone."""
     filters = torch.randn(400, 400, 3, 3).to(memory_format=torch.channels_last)
     state = {"filters": filters, "one": torch.ones(17), "two": torch.ones(17)}
     into = {name: torch.zeros_like(each) for name, each in state.items()}
     for version in (1, 2):
         state["filters"][:, 0] += 1
-        store.publish(version, state)
-        store.get(version, into)
-        assert same(state, into)
-        assert nbytes(state) < wire.take() < nbytes(state) + filters.nbytes / 20
+        assert nbytes(state) < update(store, version, state, into) < nbytes(state) + filters.nbytes / 20
     assert offered(store, 2) is not None
 
 
-def test_targets_that_are_not_dense_are_filled_where_nothing_is_mapped(store: WeightStore, wire: Wire) -> None:
+def test_targets_that_are_not_dense_are_filled_where_nothing_is_mapped(store: WeightStore) -> None:
     state = {"rows": torch.randn(2, 1 << 20), "one": torch.tensor([3.0])}
-    store.publish(1, state)
-    into = {"rows": torch.zeros(2, 1 << 21)[:, : 1 << 20], "one": torch.zeros(5)[::5]}
-    store.get(1, into)
-    assert same(state, into)
+    update(store, 1, state, {"rows": torch.zeros(2, 1 << 21)[:, : 1 << 20], "one": torch.zeros(5)[::5]})
 
 
-def test_a_target_whose_storage_was_resized_counts_as_freed(store: WeightStore, wire: Wire) -> None:
+def test_a_target_whose_storage_was_resized_counts_as_freed(store: WeightStore) -> None:
     """FSDP frees the memory of parameters so."""
     state, into = read_first(store)
     into["large"].untyped_storage().resize_(0)
     step(state)
-    store.publish(2, state)
-    other = weights()
-    wire.take()
-    store.get(2, other)
-    assert same(state, other)
-    assert state["large"].nbytes < wire.take() < state["large"].nbytes + nbytes(state) / 20
+    large = state["large"].nbytes
+    assert large < update(store, 2, state, weights()) < large + nbytes(state) / 20
 
 
-def test_of_several_readers_of_the_base_the_one_with_most_of_it_left_serves(store: WeightStore, wire: Wire) -> None:
+def test_of_several_readers_of_the_base_the_one_with_most_of_it_left_serves(store: WeightStore) -> None:
     state, whole = read_first(store)
     part = weights()
     store.get(1, part)
     del part["large"]
     step(state)
-    store.publish(2, state)
-    wire.take()
-    store.get(2, into := weights())
-    assert same(state, into) and whole
-    assert wire.take() < nbytes(state) / 20
+    assert update(store, 2, state, weights()) < nbytes(state) / 20 and whole
 
 
-def test_a_reader_that_has_freed_the_base_gets_the_whole(store: WeightStore, wire: Wire) -> None:
+def test_a_reader_that_has_freed_the_base_gets_the_whole(store: WeightStore) -> None:
     state, into = read_first(store)
     into = weights()
     step(state)
-    store.publish(2, state)
+    assert update(store, 2, state, into) > nbytes(state)
     assert offered(store, 2) is not None
-    wire.take()
-    store.get(2, into)
-    assert same(state, into)
-    assert wire.take() > nbytes(state)
 
 
-def test_a_prefetching_reader_makes_the_next_version_beside_the_one_it_serves(store: WeightStore, wire: Wire) -> None:
+def test_a_prefetching_reader_makes_the_next_version_beside_the_one_it_serves(store: WeightStore) -> None:
     state, first = read_first(store)
     buffers = [first, weights()]
     for version in (2, 3, 4):
         served = {name: each.clone() for name, each in buffers[version % 2].items()}
         step(state)
-        store.publish(version, state)
-        wire.take()
-        store.get(version, buffers[1 - version % 2])
-        assert same(buffers[1 - version % 2], state)
+        assert update(store, version, state, buffers[1 - version % 2]) < nbytes(state) / 20
         assert same(buffers[version % 2], served), "the served weights have changed"
-        assert wire.take() < nbytes(state) / 20
 
 
 @pytest.mark.parametrize("where", [0, 60, -3, None], ids=["header", "sizes", "records", "gone"])
-def test_a_damaged_delta_is_never_taken_for_the_new_version(store: WeightStore, wire: Wire, where: int | None) -> None:
+def test_a_damaged_delta_is_never_taken_for_the_new_version(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch, where: int | None
+) -> None:
     state, into = read_first(store)
     step(state)
     store.publish(2, state)
 
-    def damage(data: torch.Tensor) -> None:
-        if where is None:
-            raise RegionGone("the holder has closed it")
-        data[where] ^= 1
+    delta, read = offered(store, 2).handle, store._plane.read
 
-    wire.deltas.append(offered(store, 2).handle)
-    wire.damage = damage
+    def damaged(handle: Handle, into: torch.Tensor, offset: int = 0, *, timeout: float = 30) -> Work:
+        work = read(handle, into, offset, timeout=timeout)
+        if handle == delta and where is None:
+            raise RegionGone("the holder has closed it")
+        if handle == delta:
+            into[where] ^= 1
+        return work
+
+    monkeypatch.setattr(store._plane, "read", damaged)
     store.get(2, into)
     assert same(state, into)
 
@@ -535,8 +485,8 @@ def test_another_host_gets_what_changed(start: Start, url: str, monkeypatch: pyt
 # -- memory
 
 
-def test_deltas_count_towards_the_limit_and_go_with_their_version(wire: Wire, request: pytest.FixtureRequest) -> None:
-    with WeightStore(f"memory://{request.node.name}", limit=1 << 30) as store:
+def test_deltas_count_towards_the_limit_and_go_with_their_version(unmapped: None, tmp_path: Path) -> None:
+    with WeightStore(f"memory://{tmp_path}", limit=1 << 30) as store:
         state = weights()
         store.publish(1, state)
         before = store._replica_holder.pool.used
@@ -553,11 +503,11 @@ def test_deltas_count_towards_the_limit_and_go_with_their_version(wire: Wire, re
         assert store._replica_holder.pool.used == 2 * before
 
 
-def test_a_part_takes_the_room_of_deltas(wire: Wire, request: pytest.FixtureRequest) -> None:
+def test_a_part_takes_the_room_of_deltas(unmapped: None, tmp_path: Path) -> None:
     """The limit has room for the parts alone: each publish goes well, and readers read what has no delta whole."""
     state, into = weights(), weights()
     room = 3 * (nbytes(state) + (1 << 20))
-    with WeightStore(f"memory://{request.node.name}", limit=room) as store:
+    with WeightStore(f"memory://{tmp_path}", limit=room) as store:
         for version in range(1, 7):
             step(state)
             store.publish(version, state, timeout=5.0)
