@@ -124,8 +124,6 @@ def refused() -> list[tuple[Any, type[Exception], str]]:
     deep: Any = 1
     for _ in range(250):
         deep = [deep]
-    freed = torch.ones(9)
-    freed.untyped_storage().resize_(0)
     with warnings.catch_warnings(action="ignore"):
         nested = torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged)
         quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)
@@ -149,10 +147,7 @@ def refused() -> list[tuple[Any, type[Exception], str]]:
         ({"\ud800": torch.ones(1)}, ValueError, r"'\\ud800', a name in the state dict, is not valid Unicode"),
         ({"a": ["\ud800"]}, ValueError, r"'a\.0' holds text that is not valid Unicode"),
         ({"a": torch.eye(3).to_sparse()}, Unsupported, r"'a' is a tensor of layout torch\.sparse_coo; .*to_dense"),
-        ({"a": torch.ones(3, device="meta")}, Unsupported, "'a' is a meta tensor"),
         ({"a": nested}, Unsupported, "'a' is a nested.*unbind"),
-        ({"a": nn.UninitializedParameter()}, Unsupported, "'a' is a"),
-        ({"a": freed}, Unsupported, "'a'"),
         ({"a": quantized}, Unsupported, r"'a' is a quantized tensor.*int_repr"),
     ]
 
@@ -438,17 +433,11 @@ def test_a_forged_tree_is_refused_with_the_reason(root: Any, words: str) -> None
         decode(msgspec.msgpack.encode(["state dict 1", root]))
 
 
-@pytest.mark.parametrize("levels", [201, 100_000])
-def test_the_depth_of_a_skeleton_is_bounded(levels: int) -> None:
-    def packed(inner: bytes, levels: int) -> bytes:
-        return b"\x92\xa1l\x91" * levels + inner
-
+def test_the_depth_of_a_skeleton_is_bounded_and_that_of_the_deepest_state_dict_decoded() -> None:
     data = msgspec.msgpack.encode(["state dict 1", ["d", ["a"], [0]]])[:-1]
-    with pytest.raises(CorruptData):
-        decode(data + packed(msgspec.msgpack.encode(["v", 1]), levels))
-
-
-def test_a_state_dict_of_the_greatest_depth_is_decoded() -> None:
+    for levels in (201, 100_000):
+        with pytest.raises(CorruptData):
+            decode(data + b"\x92\xa1l\x91" * levels + msgspec.msgpack.encode(["v", 1]))
     state: dict[str, Any] = {"a": torch.ones(1)}
     for _ in range(199):
         state = {"a": state}
