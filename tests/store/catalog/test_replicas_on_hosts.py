@@ -186,14 +186,12 @@ def test_what_a_part_lacks_is_said_with_what_would_help() -> None:
     assert "without those on 1 host away from the register" in lack(replace(pair, away=("south",)))
 
 
-def test_the_first_publisher_of_a_version_decides_its_spread_and_only_a_publisher_withdraws_a_part() -> None:
+def test_the_first_publisher_of_a_version_decides_its_spread_and_its_bytes() -> None:
     catalog = announced(holders(north=2, south=1), "north0", replicas=2, spread="processes")
     again = replace(catalog.versions[0].shards[0], publisher="north1", replicas=(replica("north1"),))
     catalog = transitions.announce(catalog, Version(1, 1, 2, None, False, (), "hosts"), again, 2)
     assert catalog.visible() == (1,) and catalog.versions[0].spread == "processes"
     catalog = announced(holders(north=2), "north0", replicas=2, spread="processes")
-    assert transitions.withdraw(catalog, 1, 0, "north1") == catalog
-    assert transitions.withdraw(catalog, 1, 0, "north0").versions == ()
     with pytest.raises(Mismatch, match="being published with other bytes by process 100"):
         transitions.announce(catalog, Version(1, 1, 2, None, False, ()), shard("north1", digest=b"y" * 16), 2)
 
