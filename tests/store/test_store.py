@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ import torch.distributed.tensor
 from torch import nn
 
 from holdfast.comms.errors import Mismatch, OpTimeout, RegionGone, Unsupported
-from holdfast.comms.memory_plane import MemoryPlane, Region, memory
+from holdfast.comms.memory_plane import memory
 from holdfast.store import (
     AsyncFollower,
     AsyncLease,
@@ -324,12 +325,9 @@ def test_first_calls_take_fewer_page_faults(start: Start, url: str) -> None:
 
 
 def test_what_fails_is_left_to_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(plane: MemoryPlane, tensor: torch.Tensor, writable: bool = False) -> Region:
-        raise Unsupported("exposing memory", "use another plane")
-
     monkeypatch.setattr(weight_store, "_done", set())
     with memory("shm") as plane:
-        monkeypatch.setattr(type(plane), "expose", refuse)
+        monkeypatch.setattr(type(plane), "expose", Mock(side_effect=Unsupported("exposing memory", "")))
         weight_store.warm_up(plane)
         assert weight_store._done
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -20,7 +21,6 @@ from rich.console import Console
 
 from holdfast.backends.inproc.transport import InprocPlane
 from holdfast.comms.errors import BackendUnavailable, CorruptData, Unsupported
-from holdfast.comms.memory_plane import Handle
 from holdfast.comms.tensors.memory import PlainTensors
 from holdfast.harness.cli.store_tables import holders_table
 from holdfast.store import WeightStore, weight_store
@@ -237,10 +237,7 @@ def test_bytes_that_change_on_the_way_to_a_device_are_not_taken(cuda: FakeCuda, 
 
 
 def test_what_cannot_be_mapped_is_read(cuda: FakeCuda, store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(plane: InprocPlane, handle: Handle, *, lasting: bool) -> Tensor:
-        raise Unsupported("mapping", "read it")
-
-    monkeypatch.setattr(InprocPlane, "map", refuse)
+    monkeypatch.setattr(InprocPlane, "map", Mock(side_effect=Unsupported("mapping", "read it")))
     publish_and_get(store, cuda)
 
 

@@ -66,13 +66,11 @@ def test_a_follower_prefetches_and_swaps_between_two_batches(store: WeightStore)
         assert follower.version is None and value_of(into) == -1
         assert follower.catch_up() == 1 == follower.version
         assert value_of(into) == 1
-        store.publish(2, weights(2))
-        follower.wait_ready(2)
+        publish_ready(store, follower, 2)
         assert follower.ready(2) and follower.version == 1 and value_of(into) == 1, "not before the swap"
         with follower.batch() as version:
             assert version == 2 and value_of(into) == 2
-            store.publish(3, weights(3))
-            follower.wait_ready(3)
+            publish_ready(store, follower, 3)
             assert value_of(into) == 2, "not inside of a batch"
             with pytest.raises(Mismatch, match="serves a batch"):
                 follower.swap()
@@ -383,8 +381,7 @@ def test_a_switch_makes_all_readers_serve_a_version(store: WeightStore) -> None:
         result = store.switch(1)
         assert result.committed and result.ready == ("g0", "g1") and result.missing == ()
         assert one.swap() == two.swap() == 1 and value_of(models["g0"]) == value_of(models["g1"]) == 1
-        store.publish(2, weights(2))
-        one.wait_ready(2)
+        publish_ready(store, one, 2)
         assert one.swap() == 1, "nobody serves what was not committed"
         assert store.switch(2, ["g0", "g1"]).committed
         assert one.swap() == 2

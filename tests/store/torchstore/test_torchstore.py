@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -300,11 +301,8 @@ def test_no_memory_is_touched_ahead_if_the_machine_has_little(monkeypatch: pytes
 
 
 def test_a_put_that_there_is_no_memory_for_fails_and_the_store_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: object, nbytes: int, *, mappable: bool = False) -> torch.Tensor:
-        raise MemoryError(f"no {nbytes} bytes")
-
     with monkeypatch.context() as patch:
-        patch.setattr("holdfast.backends.common.host_plane.HostPlane.empty", refuse)
+        patch.setattr("holdfast.backends.common.host_plane.HostPlane.empty", Mock(side_effect=MemoryError))
         with pytest.raises(HoldfastError, match="no memory for"):
             put("k", torch.ones(5000))
     assert not run(ts.exists("k"))
