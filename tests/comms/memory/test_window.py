@@ -364,25 +364,21 @@ def test_a_signal_counts_once_the_posted_puts_before_it_are_done(calls: list[int
         assert exposed.signalled[0] == sum(each.kind == SIGNAL and each.first <= arrived for each in done)
 
 
-def test_the_answer_to_a_get_that_was_given_up_reaches_nobody(pair: Pair) -> None:
+def test_the_answer_to_a_get_that_was_given_up_reaches_nobody_and_a_put_after_the_close_writes_nothing(
+    pair: Pair,
+) -> None:
     got = torch.full((4,), 7)
     pair.wires[0].stopped.add(1)
-    with pytest.raises(OpTimeout) as late:
-        pair.theirs.read(1, 0, got, time.monotonic() + 0.01)
-    assert late.value.missing_ranks == (1,)
-    for deliver in pair.wires[0].kept:
-        deliver()
-    assert got.tolist() == [7] * 4 and not pair.services[0].requests._pending
-
-
-def test_a_put_that_comes_after_the_close_writes_nothing(pair: Pair) -> None:
-    pair.wires[0].stopped.add(1)
-    with pytest.raises(OpTimeout):
-        pair.theirs.write(1, 0, torch.ones(4, dtype=torch.int64), time.monotonic() + 0.01)
+    for call, tensor in ((pair.theirs.read, got), (pair.theirs.write, torch.ones_like(got))):
+        with pytest.raises(OpTimeout) as late:
+            call(1, 0, tensor, time.monotonic() + 0.01)
+        assert late.value.missing_ranks == (1,)
+    deliver_get, deliver_put = pair.wires[0].kept
+    deliver_get()
+    assert got.tolist() == [7] * 4
     pair.mine.close()
-    for deliver in pair.wires[0].kept:
-        deliver()
-    assert pair.memory.tolist() == [0] * 4
+    deliver_put()
+    assert pair.memory.tolist() == [0] * 4 and not pair.services[0].requests._pending
     with pytest.raises(RegionGone, match="rank 1 has closed"):
         pair.theirs.signal(1, soon())
 
