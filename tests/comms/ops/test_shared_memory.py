@@ -265,32 +265,22 @@ def test_a_message_that_was_sent_before_its_sender_aborted_is_received() -> None
     assert into.eq(1).all()
 
 
-def test_a_message_that_came_before_its_sender_closed_is_received_at_any_moment() -> None:
-    sender, receiver = boards_of_two()
-    into = torch.zeros(SHORT)
-
-    def send_and_close() -> None:
-        Channels(sender, copy).run([(torch.ones(SHORT), RECEIVER, 0)], [], soon(), "send")
-        sender.leave(CLOSED, b"closed")
-
-    receiver.meanwhile = send_and_close
-    Channels(receiver, copy).run([], [(into, SENDER, 0)], soon(), "recv")
-    assert into.eq(1).all() and receiver.meanwhile is None
-    with pytest.raises(PeerFailed, match=r"rank 0 .* left the communicator"):
-        Channels(receiver, copy).run([], [(into, SENDER, 0)], soon(), "recv")
-
-
-def test_a_message_that_was_taken_before_its_receiver_closed_is_sent_at_any_moment() -> None:
-    sender, receiver = boards_of_two()
-    into = torch.zeros(LONG)
-
-    def receive_and_close() -> None:
-        Channels(receiver, copy).run([], [(into, SENDER, 0)], soon(), "recv")
-        receiver.leave(CLOSED, b"closed")
-
-    sender.meanwhile = receive_and_close
-    Channels(sender, copy).run([(torch.ones(LONG), RECEIVER, 0)], [], soon(), "send")
-    assert into.eq(1).all() and sender.meanwhile is None
+@pytest.mark.parametrize(("first", "count"), [(SENDER, SHORT), (RECEIVER, LONG)])
+def test_a_message_that_came_before_its_sender_or_its_receiver_closed_is_passed_at_any_moment(
+    first: int, count: int
+) -> None:
+    boards, into = boards_of_two(), torch.zeros(count)
+    source, target = (Channels(board, copy) for board in boards)
+    acts = [
+        lambda: source.run([(torch.ones(count), RECEIVER, 0)], [], soon(), "send"),
+        lambda: target.run([], [(into, SENDER, 0)], soon(), "recv"),
+    ]
+    later, act_later = boards[1 - first], acts[1 - first]
+    later.meanwhile = lambda: (acts[first](), boards[first].leave(CLOSED, b"closed"))
+    act_later()
+    assert into.eq(1).all() and later.meanwhile is None
+    with pytest.raises(PeerFailed, match=rf"rank {first} .* left the communicator"):
+        act_later()
 
 
 class WordsWithEvent:
