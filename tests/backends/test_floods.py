@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -25,13 +26,9 @@ KNOWN = {"key": b"k" * 32, "job": "job"}
 
 
 def ports_of(pid: int) -> list[int]:
-    """The loopback TCP ports on which a process listens."""
-    inodes = set()
-    for entry in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(OSError):
-            inodes.add(str(entry.readlink()))
-    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return [int(f[1].rpartition(":")[2], 16) for f in lines if f[3] == "0A" and f"socket:[{f[9]}]" in inodes]
+    """The TCP ports on which a process listens."""
+    connections = psutil.Process(pid).net_connections("tcp4")
+    return [each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN]
 
 
 @contextmanager
