@@ -37,6 +37,7 @@ from holdfast.harness.conformance.helpers import wait_for_files
 from holdfast.harness.testbed import netns
 from holdfast.harness.testbed.netns import EnterNamespace, Network
 from support.comms import nccl_stand_in as stand_in
+from support.comms.ranks import second_tier
 
 OVER_NCCL = f"hier-{stand_in.NAME}"
 
@@ -131,10 +132,9 @@ def sums_and_moves(comm: Communicator, hosts: list[int], backend: str, meeting: 
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 ON_GPU = pytest.param("hier-nccl", marks=[pytest.mark.gpu, NO_GPU])
-THOROUGH = [pytest.param(name, marks=pytest.mark.thorough) for name in ("hier-ucx", OVER_NCCL)]
 
 
-@pytest.mark.parametrize("backend", ["hier-gloo", *THOROUGH, ON_GPU])
+@pytest.mark.parametrize("backend", ["hier-gloo", *second_tier("hier-ucx", OVER_NCCL), ON_GPU])
 def test_results_are_right_and_equal_on_all_ranks_whatever_the_hosts(backend: str, tmp_path: Path) -> None:
     on_cpu = device_of(backend) == "cpu"  # four processes take turns on a GPU: one layout, with all parts
     layouts = LAYOUTS if on_cpu else {"two hosts of two": LAYOUTS["two hosts of two"]}
@@ -188,7 +188,7 @@ def die_and_rebuild(comm: Communicator, hosts: list[int], backend: str, files: P
     return said, tensor.unique().tolist()
 
 
-@pytest.mark.parametrize("backend", ["hier-gloo", pytest.param(OVER_NCCL, marks=pytest.mark.thorough), ON_GPU])
+@pytest.mark.parametrize("backend", ["hier-gloo", *second_tier(OVER_NCCL), ON_GPU])
 def test_a_killed_rank_ends_the_ops_of_all_hosts_and_the_others_rebuild(backend: str, tmp_path: Path) -> None:
     """Gloo does not know which process of another host closed a connection; the same host has the kernel's word."""
     environ = {"HOLDFAST_CHECK": "0"}  # the comparison of ops would be another place to die in

@@ -481,15 +481,6 @@ def test_nixl_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
 COUNT = 1 << 16
 """Elements of a region."""
 
-planes = pytest.mark.parametrize(
-    ("plane", "rounds"),
-    [
-        ("nixl", 3),
-        pytest.param("ucx", 10, marks=pytest.mark.thorough),
-        pytest.param("nixl", 100, marks=[pytest.mark.thorough, pytest.mark.timeout(600)]),
-    ],
-)
-
 
 def live(pipe: Connection, plane: str, number: int) -> None:
     """Expose a tensor full of `number`; read each region that arrives, and say its ends, or that it is gone."""
@@ -505,7 +496,14 @@ def live(pipe: Connection, plane: str, number: int) -> None:
                 pipe.send("gone")
 
 
-@planes
+@pytest.mark.parametrize(
+    ("plane", "rounds"),
+    [
+        ("nixl", 3),
+        pytest.param("ucx", 10, marks=pytest.mark.thorough),
+        pytest.param("nixl", 100, marks=[pytest.mark.thorough, pytest.mark.timeout(600)]),
+    ],
+)
 @on_ranks(1, "shm", timeout=540.0)
 def test_a_process_outlives_those_that_it_reads_and_those_that_read_it(
     comm: Communicator, plane: str, rounds: int

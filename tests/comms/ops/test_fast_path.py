@@ -326,11 +326,11 @@ def test_the_fast_path_does_nothing_where_no_op_may_run_and_for_an_op_without_a_
 class Library:
     """A fake library of others: its op doubles a tensor, and is complete after `late` polls."""
 
-    def __init__(self, late: int = 0, polls: int = 3, stage: bytearray | None = None) -> None:
+    def __init__(self, late: int = 0, stage: bytearray | None = None) -> None:
         self.late, self.begin_fails, self.poll_fails = late, False, False
         self.begun, self.finished = list[tuple[object, ...]](), list[tuple[Any, ...]]()
         self._stage = stage
-        self.call: Any = OpCall(self._start, self._is_complete, self._finish_late, polls, stage)
+        self.call: Any = OpCall(self._start, self._is_complete, self._finish_late, 3, stage)
 
     def _start(self, tensor: torch.Tensor, deadline: float) -> object:
         self.begun.append((tensor, deadline))

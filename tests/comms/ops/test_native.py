@@ -196,7 +196,7 @@ def test_a_sleeper_is_woken_by_a_rank_that_ends_the_epoch() -> None:
     )
 
 
-WAITS, UNREADABLE, OTHER_OP, GIVEN, TAKEN = 1, 2, 3, 1, 3
+WAITS, OTHER_OP, GIVEN, TAKEN = 1, 3, 1, 3
 ALL, BARRIER = 2, signature("barrier", None, 0, "", 0)
 BROADCAST = signature("broadcast", torch.uint8, 1, "", 128)
 """Of 128 bytes, two blocks of these boards, by rank 1."""
