@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from holdfast import comms
 from holdfast.backends.nccl import transport as nccl
 from holdfast.backends.nccl.device_reduction import DeviceReduction, combine, device_reduction_of
-from holdfast.comms import Communicator, HoldfastError, PeerFailed, ReduceOp, Unsupported, arithmetic
+from holdfast.comms import Communicator, HoldfastError, ReduceOp, Unsupported, arithmetic
 from holdfast.comms.arithmetic import EIGHT_BIT_FLOATS
 from holdfast.comms.collectives import plan_usual
 from holdfast.comms.ops import OpPlan
@@ -275,20 +275,6 @@ def test_an_asynchronous_op_that_hangs_ends_as_a_synchronous_one_does(outer: Com
                 comm.all_reduce(torch.ones(2), async_op=True)
             if how != "kill":
                 outer.barrier()
-
-
-def test_an_abort_reaches_torchs_group_once_and_names_its_reason_in_later_ops() -> None:
-    def body(transport: OnTheHost) -> None:
-        gather = transport.function(OpPlan.make("all_gather", torch.float32, 8, 0, None, 5.0))
-        transport.abort(PeerFailed((2,), "gone"))
-        transport.abort(comms.OpTimeout("later", 1, 1.0))
-        eventually(lambda: transport._group.aborted == 1)
-        with pytest.raises(PeerFailed, match="gone"):
-            transport.all_reduce(torch.ones(2), ReduceOp.SUM, soon())
-        with pytest.raises(PeerFailed, match="gone"):
-            gather(torch.empty(1, 2), torch.ones(2), soon())
-
-    on_the_host(1, body)
 
 
 # With a GPU -------------------------------------------------------------------------------------------------------

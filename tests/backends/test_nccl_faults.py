@@ -27,6 +27,7 @@ from holdfast.backends.nccl import streams, torch_groups
 from holdfast.backends.nccl import transport as nccl
 from holdfast.backends.nccl.torch_groups import this_thread
 from holdfast.comms import HoldfastError, OpTimeout, PeerFailed, ReduceOp
+from holdfast.comms.ops import OpPlan
 from holdfast.comms.plugins.spec import Available
 from holdfast.comms.transport.base import Peer
 from support.comms.meeting import run_in_threads, soon
@@ -207,7 +208,7 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> torch_groups.BackgroundEnds:
     return fresh
 
 
-def test_an_abort_has_time_of_its_own_and_is_left_behind_if_it_takes_longer(
+def test_an_abort_is_made_once_named_by_later_ops_and_left_behind_if_it_takes_longer_than_its_own_time(
     blocked: Callable[..., None],
     ends: torch_groups.BackgroundEnds,
     monkeypatch: pytest.MonkeyPatch,
@@ -216,12 +217,18 @@ def test_an_abort_has_time_of_its_own_and_is_left_behind_if_it_takes_longer(
     monkeypatch.setattr(nccl, "_ABORT_SECONDS", 0.3)
     group = Recording(abort=blocked)
     transport, began = over(group), time.monotonic()
+    gather = transport.function(OpPlan.make("all_gather", torch.float32, 8, 0, None, 5.0))
     transport.all_reduce(torch.ones(2), ReduceOp.SUM, soon(60))
     transport.abort(PeerFailed((1,), "gone"))
+    transport.abort(OpTimeout("later", 1, 1.0))
+    with pytest.raises(PeerFailed, match="gone"):
+        transport.all_reduce(torch.ones(2), ReduceOp.SUM, soon())
+    with pytest.raises(PeerFailed, match="gone"):
+        gather(torch.empty(2, 2), torch.ones(2), soon())
     transport.close()
     assert time.monotonic() - began < PATIENCE
     eventually(lambda: ends.left_behind == 1)
-    assert group.calls[-2:] == ["_set_default_timeout(0.3 s)", "abort"]
+    assert group.calls[-2:] == ["_set_default_timeout(0.3 s)", "abort"] and group.calls.count("abort") == 1
     assert "left behind" in caplog.text
 
 

@@ -49,7 +49,6 @@ class LikeNccl:
     def __init__(self, group: Any) -> None:
         self._group = group
         self._together: list[Any] | None = None
-        self.aborted = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._group, name)
@@ -108,7 +107,7 @@ class LikeNccl:
         return SimpleNamespace(wait=lambda: [work.wait() for work in together])
 
     def abort(self) -> None:
-        self.aborted += 1
+        """Do nothing: no op is under way."""
 
 
 class OneRank:
