@@ -237,11 +237,9 @@ def test_prepared_sums_end_with_their_communicator(comm: Communicator) -> None:
 @on_ranks_of("three")
 def test_tensors_beyond_the_counts_of_mpi_are_moved_as_others_are(comm: Communicator) -> None:
     """MPI counts 2^31 - 1 bytes at most; here, far fewer."""
-    from holdfast.backends.mpi import transport
-
     most = 1 << 14
     with pytest.MonkeyPatch.context() as lowered:
-        lowered.setattr(transport, "MOST_COUNT", most)
+        lowered.setattr("holdfast.backends.mpi.transport.MOST_COUNT", most)
         for op in COLLECTIVES:
             for count in (1, most // 4, most // 4 + 1, most + 8):
                 collective(op, comm.rank, comm.size, count, root=1).run(comm)
@@ -258,10 +256,8 @@ def test_tensors_beyond_the_counts_of_mpi_are_moved_as_others_are(comm: Communic
 
 @on_ranks_of("two")
 def test_a_large_message_of_another_size_is_a_mismatch(comm: Communicator) -> None:
-    from holdfast.backends.mpi import transport
-
     with pytest.MonkeyPatch.context() as lowered:
-        lowered.setattr(transport, "MOST_COUNT", 1000)
+        lowered.setattr("holdfast.backends.mpi.transport.MOST_COUNT", 1000)
         with comm.split([0, 1]) as part:
             if comm.rank == 0:
                 with pytest.raises((Mismatch, Revoked)):

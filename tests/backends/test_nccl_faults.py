@@ -423,38 +423,33 @@ def variables() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith("TORCH_NCCL_")}
 
 
-def test_a_group_is_made_so_that_its_failures_neither_wait_nor_end_the_process(
-    environment: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("theirs", "warned"),
+    [
+        ([], []),
+        (
+            ["TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_BLOCKING_WAIT"],
+            ["TORCH_NCCL_ASYNC_ERROR_HANDLING=1", "TORCH_NCCL_DUMP_ON_TIMEOUT=1", "TORCH_NCCL_BLOCKING_WAIT"],
+        ),
+    ],
+)
+def test_a_group_is_made_so_that_its_failures_neither_wait_nor_end_the_process_or_a_warning_says_otherwise(
+    environment: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, theirs: list[str], warned: list[str]
 ) -> None:
-    with torch_groups.settings_of_a_group():
-        assert variables() == {
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
-            "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-            "TORCH_NCCL_ENABLE_MONITORING": "0",
-            "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
-            "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-        }
-    assert variables() == {} and caplog.text == ""
-
-
-def test_variables_that_a_user_has_set_stay_or_a_warning_says_otherwise(
-    environment: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    theirs = {
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        "TORCH_NCCL_BLOCKING_WAIT": "1",
-    }
-    for name, value in theirs.items():
-        environment.setenv(name, value)
+    for name in theirs:
+        environment.setenv(name, "1")
     for _ in range(2):
         with torch_groups.settings_of_a_group():
-            assert variables()["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2"
-            assert variables()["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
-        assert variables() == theirs
-    assert [record.getMessage().split()[0] for record in caplog.records] == [
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING=1", "TORCH_NCCL_DUMP_ON_TIMEOUT=1", "TORCH_NCCL_BLOCKING_WAIT",
-    ]  # fmt: skip
+            assert variables() == {
+                "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+                "TORCH_NCCL_ENABLE_MONITORING": "0",
+                "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+                "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+                **dict.fromkeys(theirs, "1"),
+                "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+            }
+        assert variables() == dict.fromkeys(theirs, "1")
+    assert [record.getMessage().split()[0] for record in caplog.records] == warned
 
 
 class Made:
