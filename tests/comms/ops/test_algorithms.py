@@ -59,13 +59,13 @@ class QueueTransport(MessageTransport):
     def close(self) -> None: ...
 
 
-def in_ranks(size: int, body: Callable[[QueueTransport], Any], link: Link = QUICK_TO_SEND) -> list[Any]:
+def in_ranks(size: int, body: Callable[[QueueTransport], Any]) -> list[Any]:
     """Call `body(transport)` on every rank, in threads; results by rank."""
     mail, store = Mail(), dist.HashStore()
 
     def run(rank: int) -> Any:
         context = Context(rank, size, "test", 0, torch.device("cpu"), store, (this_process(),) * size, soon())
-        return body(QueueTransport(context, link if rank == 0 else SLOW_TO_SEND, mail))
+        return body(QueueTransport(context, QUICK_TO_SEND if rank == 0 else SLOW_TO_SEND, mail))
 
     return run_in_threads(size, run, 60.0)
 
