@@ -137,30 +137,28 @@ def test_dtypes_that_torch_cannot_copy_are_moved_as_bytes(dtype: torch.dtype) ->
         def taken() -> list[Tensor]:
             return [torch.zeros(8, dtype=torch.uint8).view(dtype) for _ in range(size)]
 
-        def equal(found: list[Tensor], expected: list[Tensor]) -> bool:
-            return [each.view(torch.uint8).tolist() for each in found] == [
-                each.view(torch.uint8).tolist() for each in expected
-            ]
+        def numbers(tensors: list[Tensor]) -> list[list[int]]:
+            return [each.view(torch.uint8).tolist() for each in tensors]
 
         everyones = [given(of) for of in range(size)]
         for gather in (algorithms.bruck_all_gather, algorithms.ring_all_gather):
             outputs = taken()
             outputs[rank] = given(rank)
             gather(transport._exchange("all_gather", soon()), outputs)
-            assert equal(outputs, everyones)
+            assert numbers(outputs) == numbers(everyones)
         outputs = taken()
         transport.all_gather(outputs, given(rank), soon())
-        assert equal(outputs, everyones)
+        assert numbers(outputs) == numbers(everyones)
         outputs = taken()
         transport.all_to_all(outputs, [given(rank, to) for to in range(size)], soon())
-        assert equal(outputs, [given(of, rank) for of in range(size)])
+        assert numbers(outputs) == numbers([given(of, rank) for of in range(size)])
         outputs = taken()
         transport.gather(given(rank), outputs if rank == 1 else None, 1, soon())
-        assert rank != 1 or equal(outputs, everyones)
+        assert rank != 1 or numbers(outputs) == numbers(everyones)
         for run in (algorithms.binomial_broadcast, algorithms.pipelined_broadcast):
             tensor = given(rank)
             run(transport._exchange("broadcast", soon()), tensor, 1)
-            assert equal([tensor], [given(1)])
+            assert numbers([tensor]) == numbers([given(1)])
 
     in_ranks(4, body)
 
