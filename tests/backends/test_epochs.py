@@ -29,14 +29,12 @@ from holdfast.comms.algorithms.shared_memory.board import layout_of
 from holdfast.comms.connect import KnownMembers, connect_members
 from holdfast.comms.transport.liveness import this_process
 from holdfast.harness import LocalCluster
-from support.comms.ranks import Test, as_test
+from support.comms.ranks import Test, as_test, running, second_tier
 from support.waiting import eventually
 
 SHM, UCX, UCX_TCP = ("shm", ""), ("ucx", "posix,cma,self"), ("ucx", "tcp,self")
 over_ucx = pytest.mark.parametrize("cluster", [UCX, UCX_TCP], indirect=True, scope="module")
-over_each = pytest.mark.parametrize(
-    "cluster", [SHM, UCX, pytest.param(UCX_TCP, marks=pytest.mark.thorough)], indirect=True, scope="module"
-)
+over_each = pytest.mark.parametrize("cluster", [SHM, UCX, *second_tier(UCX_TCP)], indirect=True, scope="module")
 over_shm = pytest.mark.parametrize("cluster", [SHM], indirect=True, scope="module")
 
 
@@ -44,8 +42,7 @@ over_shm = pytest.mark.parametrize("cluster", [SHM], indirect=True, scope="modul
 def cluster(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
     """Four processes; ucx with shared memory, and with TCP, as its transports."""
     backend, tls = request.param
-    with LocalCluster(4, backend, timeout=60.0, environ={"UCX_TLS": tls} if tls else {}) as ranks:
-        ranks.warm_up()
+    with running(4, backend, timeout=60.0, environ={"UCX_TLS": tls} if tls else {}) as ranks:
         yield ranks
 
 

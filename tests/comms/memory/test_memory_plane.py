@@ -46,10 +46,15 @@ from support.waiting import eventually
 
 
 @pytest.fixture(params=["inproc", "shm", "ucx over tcp", "nixl over tcp"])  # on one host ucx and nixl are as shm
-def plane(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryPlane]:
-    name, *between_hosts = request.param.split(" over ")
+def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    plane, _, between_hosts = str(request.param).partition(" over ")
     if between_hosts:
         monkeypatch.setenv("UCX_TLS", "tcp,self")
+    return plane
+
+
+@pytest.fixture
+def plane(name: str) -> Iterator[MemoryPlane]:
     with memory(name) as opened:
         yield opened
 
@@ -635,14 +640,7 @@ def test_memory_on_huge_pages_is_mapped_with_few_faults() -> None:
         assert faults < nbytes // (16 * 4096), "pages of 4 KiB come in sixteens"
 
 
-@pytest.fixture(params=["shm", "ucx", "nixl", "ucx over tcp", "nixl over tcp"])
-def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    plane, _, over = str(request.param).partition(" over ")
-    if over:
-        monkeypatch.setenv("UCX_TLS", "tcp,self")
-    return plane
-
-
+@pytest.mark.parametrize("name", ["shm", "ucx", "nixl", "ucx over tcp", "nixl over tcp"], indirect=True)
 def test_a_region_of_this_host_in_mappable_memory_is_mapped(
     name: str, start: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
 ) -> None:
