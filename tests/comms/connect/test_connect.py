@@ -109,6 +109,10 @@ def test_the_error_of_an_unknown_backend_lists_the_known_ones(tmp_path: Path) ->
         ({"rank": 0, "size": 1, "rendezvous": "carrier://pigeon"}, "is not env://"),
         ({"rank": 0, "size": 1, "rendezvous": "tcp://nowhere"}, "host and a port"),
         ({"rank": 0, "size": 1, "rendezvous": "file://relative"}, "absolute path"),
+        *(
+            ({"rank": 0, "size": 1, "rendezvous": f"file:///a/x{end}"}, "file:///path")
+            for end in ("#1", "?1", "#", "%", "%00")
+        ),
         ({"rank": 0, "size": 1, "rendezvous": "env://"}, "MASTER_ADDR"),
         ({"size": 1}, "RANK is not in the environment"),
     ],

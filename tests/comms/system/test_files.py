@@ -17,7 +17,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast import comms
 from holdfast.backends.common.process_memory import MOST_BYTES, read_process, write_process
 from holdfast.comms import Communicator
 from holdfast.comms.algorithms.message_passing import tuning
@@ -162,12 +161,6 @@ def test_a_malformed_url_of_a_path_is_refused(text: str) -> None:
         assert "write file:///path" in str(error)
     else:
         assert path.is_absolute() and path_of(url_of("file", path), "file", "") == path
-
-
-@pytest.mark.parametrize("url", ["file:///a/x#1", "file:///a/x?1", "file:///a/x#", "file:///a/x%", "file:///a/x%00"])
-def test_a_file_url_with_a_fragment_query_or_bad_escape_is_refused(url: str) -> None:
-    with pytest.raises(ValueError, match="file:///path"):
-        comms.connect("inproc", rank=0, size=1, rendezvous=url)
 
 
 def test_a_register_whose_name_is_a_pattern_leaves_others_alone(tmp_path: Path) -> None:
