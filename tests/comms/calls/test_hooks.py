@@ -15,7 +15,6 @@ import torch
 from holdfast import comms
 from holdfast.comms import Communicator, Recv, ReduceOp, Send, Work
 from holdfast.comms.hooks import OpLog, check_finite, compare_checksums
-from holdfast.comms.ops import OpDescription
 from holdfast.comms.plugins.spec import AbortEvent, OpEvent
 from support.comms.meeting import run_in_threads
 from support.comms.ranks import on_ranks, on_ranks_of, shared_ranks
@@ -151,7 +150,7 @@ class Gate:
 
     def __init__(self, comm: Communicator) -> None:
         self._go, self._begun = threading.Event(), threading.Event()
-        self.work: Work = comm._executor.issue(OpDescription("gated", 0, False), lambda: self._wait, True, None)
+        self.work: Work = comm.issue("gated", 0, self._wait, None, async_op=True)
         assert self._begun.wait(20.0)
 
     def _wait(self, deadline: float) -> None:
@@ -172,7 +171,7 @@ def test_the_thread_that_completes_a_work_calls_back_and_a_failed_one_has_its_er
 
     done, calls, called = comm.all_reduce(torch.ones(2)), list[tuple[object, ...]](), threading.Event()
     gate = Gate(comm)
-    failing = comm._executor.issue(OpDescription("failing", 0, False), lambda: fail, True, None)
+    failing = comm.issue("failing", 0, fail, None, async_op=True)
     for each in (gate.work, gate.work, failing):
         each.add_done_callback(call)
     failing.add_done_callback(lambda work: called.set())

@@ -20,7 +20,6 @@ import pytest
 import torch
 
 from holdfast.comms import Communicator, HoldfastError, Revoked, UsedAfterFork
-from holdfast.comms.ops import OpDescription
 from holdfast.comms.system import signal_safety
 from holdfast.comms.system.signal_safety import HandlerLock, run_shielded, shared_lock
 from holdfast.comms.system.waiting import run_interruptible
@@ -317,7 +316,7 @@ def test_a_work_that_is_pending_at_the_fork_fails_in_the_child(comm: Communicato
         begun.set()
         go.wait(20.0)
 
-    works = [comm._executor.issue(OpDescription("slow", 0, False), lambda: slow, True, None) for _ in range(3)]
+    works = [comm.issue("slow", 0, slow, None, async_op=True) for _ in range(3)]
     assert begun.wait(20.0)
     try:
         refused = in_child(lambda: [bool(refusal(work.wait)) for work in (*works, done)])
