@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from holdfast.comms.plugins.registry import registry
 from holdfast.rl.config.contradictions import check_plugins_run_here
 from holdfast.rl.config.named_code import extra_python
-from holdfast.rl.config.run_config import PRESETS, CriterionConfig, Objective, RunConfig
+from holdfast.rl.config.run_config import PRESETS, CriterionConfig, Objective, RunConfig, Sampling, TrainerConfig
 from holdfast.rl.config.toml import check_unchanged, config_of, load_config, parse_config, placed, resolved
 from holdfast.rl.errors import BadConfig, ConfigChanged
 from support.rl.small_batches import objective
@@ -285,22 +285,15 @@ def test_every_field_has_a_description() -> None:
     assert {each.partition(".")[0] for each in silent} == {"RunConfig"}, "which has the sections"
 
 
+literals = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="()[]{}\\*+?|^$."), max_size=8)
+exact = st.builds(CriterionConfig, kind=st.just("exact"), pattern=literals.map("({})".format))
 configs = st.builds(
-    lambda seed, pattern, stop, rate, redraws: msgspec.structs.replace(
-        RunConfig(),
-        seed=seed,
-        reward=(CriterionConfig(kind="exact", pattern=f"({pattern})"), CriterionConfig(kind="length", margin=3)),
-        sampling=msgspec.structs.replace(RunConfig().sampling, stop=tuple(stop)),
-        trainer=msgspec.structs.replace(RunConfig().trainer, rate=rate),
-        objective=Objective(redraws=redraws),
-    ),
-    st.integers(0, 2**60),
-    st.text(st.characters(exclude_categories=("Cs",)), max_size=8).map(
-        lambda text: "".join(c for c in text if c not in "()[]{}\\*+?|^$.")
-    ),
-    st.lists(st.integers(0, 9), max_size=3),
-    st.floats(1e-12, 1e12),
-    st.integers(0, 100),
+    RunConfig,
+    seed=st.integers(0, 2**60),
+    reward=st.tuples(exact, st.just(CriterionConfig(kind="length", margin=3))),
+    sampling=st.builds(Sampling, stop=st.lists(st.integers(0, 9), max_size=3).map(tuple)),
+    trainer=st.builds(TrainerConfig, rate=st.floats(1e-12, 1e12)),
+    objective=st.builds(Objective, redraws=st.integers(0, 100)),
 )
 
 
