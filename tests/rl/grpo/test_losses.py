@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -29,10 +29,8 @@ from support.rl.small_batches import episode, group_of, objective
 from support.source_tree import TESTS
 from support.weights.peers import site_of
 
-ALGORITHMS: tuple[Algorithm, ...] = ("grpo", "dr_grpo", "dapo", "gspo")
-
 OBJECTIVES = [
-    *(objective(each) for each in ALGORITHMS),
+    *map(objective, get_args(Algorithm)),
     objective("grpo", kl=0.04, entropy=0.01),
     objective("dapo", truncation=1.5),
     objective("gspo", truncation=1.1),
@@ -190,7 +188,7 @@ def test_advantages_are_scaled_as_trls_option_of_the_same_name_scales_them(scale
 @given(st.lists(st.floats(-MOST_REWARD, MOST_REWARD), min_size=2, max_size=6))
 @example([MOST_REWARD, -MOST_REWARD])
 def test_advantages_are_finite_in_single_precision(rewards: list[float]) -> None:
-    for chosen in (objective(each) for each in ALGORITHMS):
+    for chosen in map(objective, get_args(Algorithm)):
         assert torch.tensor(advantages([rewards], chosen), dtype=torch.float32).isfinite().all()
 
 

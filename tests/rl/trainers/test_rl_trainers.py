@@ -24,7 +24,7 @@ from holdfast.ft.event_lines import event_of
 from holdfast.ft.processes.zygote_client import zygote
 from holdfast.harness import LocalCluster, RankFailed
 from holdfast.harness.invariants import check
-from holdfast.rl.config.run_config import Algorithm, Objective, RunConfig
+from holdfast.rl.config.run_config import PRESETS, Algorithm, Objective, RunConfig
 from holdfast.rl.grpo.batch import BatchColumns, EncodedBatch, TrainingTokens, collate
 from holdfast.rl.grpo.loss import loss
 from holdfast.rl.trainers.training import Training
@@ -256,14 +256,11 @@ def trained_plainly(
     return reports
 
 
-ALGORITHMS: tuple[Algorithm, ...] = ("grpo", "dr_grpo", "dapo", "gspo")
-
-
 @pytest.mark.parametrize(
     ("algorithm", "updates", "truncation"),
     [
-        *((each, 3, 1.2) for each in ALGORITHMS),
-        *(pytest.param(each, 1, 0.0, marks=pytest.mark.thorough if each != "grpo" else ()) for each in ALGORITHMS),
+        *((each, 3, 1.2) for each in PRESETS),
+        *(pytest.param(each, 1, 0.0, marks=pytest.mark.thorough if each != "grpo" else ()) for each in PRESETS),
     ],
 )
 def test_a_trainer_minimises_the_loss_of_its_algorithm(algorithm: Algorithm, updates: int, truncation: float) -> None:
