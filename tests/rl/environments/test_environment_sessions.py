@@ -602,7 +602,8 @@ async def test_a_server_that_can_begin_no_episode_is_avoided() -> None:
 
 
 async def test_a_step_that_raises_is_no_reason_to_avoid_a_server() -> None:
-    async with EnvironmentServer(Misbehaving, "test") as server, EnvironmentPool([server.url]) as pool:
+    """Its place is free for the next episode: the server has no other."""
+    async with EnvironmentServer(Misbehaving, "test", sessions=1) as server, EnvironmentPool([server.url]) as pool:
         async with pool.session() as session:
             for _ in range(5):
                 await session.reset(0)
