@@ -29,7 +29,7 @@ from holdfast.harness.bench import recovery, report
 from holdfast.harness.bench import run as rounds
 from holdfast.harness.bench.command import RecoveryPlan
 from holdfast.harness.bench.contestants import ContestantGroup, missing
-from holdfast.harness.bench.data import START, Array, allocate, count_wrong, fill, pattern
+from holdfast.harness.bench.data import POISON, Array, allocate, count_wrong, fill, pattern
 from holdfast.harness.bench.drivers import BoundOp
 from holdfast.harness.bench.operations import OPERATIONS, Operation, parse_counts, parse_size, parse_sizes
 from holdfast.harness.bench.ranks import Bound, Measure, Measurement, time_ops
@@ -98,52 +98,20 @@ def test_a_malformed_size_is_refused(text: str) -> None:
         parse_sizes(text)
 
 
-def _reference(op: str, inputs: list[np.ndarray], rank: int, block: int) -> np.ndarray:
-    """The expected result of the op, computed by numpy in the simplest way."""
-    match op:
-        case "all_reduce" | "all_reduce_async" | "all_reduce_reproducible" | "reduce":
-            return np.sum(inputs, axis=0)
-        case "reduce_scatter":
-            return np.sum(inputs, axis=0)[rank * block : (rank + 1) * block]
-        case "all_gather" | "all_gather_object" | "gather":
-            return np.concatenate(inputs)
-        case "broadcast" | "broadcast_object":
-            return inputs[0]
-        case "scatter":
-            return inputs[0][rank * block : (rank + 1) * block]
-        case "ping_pong":
-            return inputs[rank & ~1]
-        case "fetch_add" | "compare_swap":
-            return inputs[rank] + 1
-        case "all_to_all":
-            return np.concatenate([given[rank * block : (rank + 1) * block] for given in inputs])
-        case "send_recv" | "put" | "get" | "memory_read" | "memory_write":
-            return inputs[(rank - 1) % len(inputs)]
-        case _:
-            return inputs[rank]
-
-
 @pytest.mark.parametrize("op", [name for name, operation in OPERATIONS.items() if operation.layout != "none"])
 @pytest.mark.parametrize("block", [1, 7, 20_000])
-def test_the_check_accepts_the_ops_result_and_counts_one_wrong_element(op: str, block: int) -> None:
+def test_the_check_looks_at_every_element_and_takes_no_untouched_output_for_a_result(op: str, block: int) -> None:
+    """That it takes a right one is seen where ops run."""
     operation, ranks = OPERATIONS[op], 4
-    spread = op in ("broadcast", "broadcast_object")
     lengths = operation.lengths(block, ranks)
-    inputs = [np.resize(pattern(rank, 4, "float32"), lengths[0]) for rank in range(ranks)]
-    if operation.layout == "counter":
-        inputs = [np.full(block, START, "float32")] * ranks
     for rank in range(1 if op in ("reduce", "gather") else ranks):  # the result of those only rank 0 has
         source = allocate(lengths[0], "float32")
         target = source if operation.layout in ("in_place", "counter") else allocate(lengths[1], "float32")
         fill(operation, rank, 4, source, target)
-        if not spread or rank == 0:
-            assert np.array_equal(source, inputs[rank])
-        if op != "copy" and (not spread or rank != 0):
-            assert count_wrong(operation, rank, ranks, block, 4, target) > 0, "untouched output must be wrong"
-        target[:] = _reference(op, inputs, rank, block)
-        assert count_wrong(operation, rank, ranks, block, 4, target) == 0
-        target[-1] += 1
-        assert count_wrong(operation, rank, ranks, block, 4, target) == 1
+        if op != "copy" and (op not in ("broadcast", "broadcast_object") or rank != 0):
+            assert count_wrong(operation, rank, ranks, block, 4, target) > 0
+        target[:] = POISON
+        assert count_wrong(operation, rank, ranks, block, 4, target) == len(target)
 
 
 def test_swapped_blocks_are_counted_as_wrong() -> None:
