@@ -32,7 +32,9 @@ from holdfast.harness.chaos.scenario import (
     load,
     parse,
     scenario_names,
+    scenario_path,
     schedule,
+    text_of,
 )
 from holdfast.harness.chaos.workload import Python, ReinforcementLearning
 from holdfast.harness.cluster.job import Job as LocalJob
@@ -135,6 +137,7 @@ def test_scenarios_that_come_with_holdfast_can_be_read_and_scheduled_and_differ_
 # -- how they are refused
 
 
+TRAINER_KILLED, HOST_LOST = (text_of(scenario_path(f"rl-{name}")) for name in ("trainer-killed", "host-lost"))
 WRONG = {
     BROKEN: [
         (("ranks = 3", "rank = 3"), 9, "job.rank: no such field; did you mean 'ranks'?"),
@@ -173,6 +176,22 @@ WRONG = {
         (('"etcd"', '"sqlite"'), 11, 'how = "stopped" cannot happen to job.register = "sqlite", only "locked" or'),
         (("[job]", '[expect]\nverdict = "broken"\n[job]'), 9, "comes with the names"),
         (('"stopped"', '"leader-killed"'), 11, "needs nodes that elect another: job.register_nodes = 3"),
+    ],
+    TRAINER_KILLED: [
+        (("\nsteps = 24", "\nstep = 24"), 12, "workload.run.step: no such field; did you mean 'steps'?"),
+        (("groups = 8", "groups = 0"), 20, "workload.run.algorithm.groups: 0 is not allowed"),
+        (('"synchronous"', '"asynchronous"'), 38, 'only the loop of workload.run.algorithm.mode = "synchronous"'),
+        (('kind = "rl"', 'kind = "rl"\nsteps = 3'), 10, "workload.steps: no such field; did you mean"),
+        (("[[fault]]", "[job]\nranks = 2\n[[fault]]"), 32, "its processes in workload.run"),
+        (("train.in_reduction", "train.somewhere"), 32, "no point 'train.somewhere'"),
+        (("at.point", 'who = "reader"\nat.point'), 32, "there are driver, trainer, spare, generator, holder"),
+    ],
+    HOST_LOST: [
+        (("hosts = 3\n", ""), 41, "host-lost needs job.hosts"),
+        (('"host-lost"', '"host-lost"\nhost = 3'), 42, "host = 3: there are hosts 0 to 2"),
+        (('"host-lost"', '"host-lost"\nhost = 0'), 42, "host = 0: the driver is there"),
+        (('backend = "ucx"', 'backend = "shm"'), 30, "workload.run.trainer.backend: shm is memory of one host"),
+        (("silence = 3.0", 'kind = "local"'), 39, "workload.run.engine.hosts: the local engine"),
     ],
 }
 """What is changed in a scenario, the line that is named, and what is said."""
