@@ -46,8 +46,7 @@ from holdfast.harness.links.policy import LinkTraffic
 from holdfast.harness.report.model import RecoveryStage
 from support.browser import dom, needs_chromium, pictures
 from support.event_records import an_event
-from support.programs.forked_programs import run_python, said
-from support.source_tree import ROOT
+from support.programs.forked_programs import said
 
 LIBRARY = "HOLDFAST_CHAOS_LIBRARY"
 """The environment variable that asks for a real run of every scenario."""
@@ -641,15 +640,6 @@ def test_faults_whose_moment_never_came_and_ranks_that_diverge_unless_unchecked_
     unchecked = chaos.run(diverge, 1, Opaque(), ranks=2, expect={"weights": "unchecked"}, compare=False)
     assert unchecked.report.unchecked == 'expect.weights = "unchecked"'
     assert not any(each.startswith("same result") for each in unchecked.failures)
-
-
-@pytest.mark.thorough
-def test_the_example_in_the_readme_runs_unchanged() -> None:
-    example = ROOT / "examples" / "test_my_training.py"
-    _, begun, rest = example.read_text().partition("import torch")
-    assert begun + rest in (ROOT / "README.md").read_text()
-    arguments = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", ROOT, example)
-    assert "1 passed" in run_python(*arguments, cwd=ROOT)
 
 
 @pytest.mark.thorough
