@@ -49,7 +49,7 @@ class RegisterOperation:
             yield state
 
 
-def unexplained(history: Sequence[RegisterOperation], start: State = (0, b"")) -> RegisterOperation | None:
+def unexplained(history: Sequence[RegisterOperation]) -> RegisterOperation | None:
     """The first operation that no order of all operations explains; None if the history is linearizable.
 
     "First" means: the earliest that no search got past. Takes time proportional to the length of the history and, at
@@ -59,7 +59,7 @@ def unexplained(history: Sequence[RegisterOperation], start: State = (0, b"")) -
     ends = [math.inf if op.done is None else op.ended for op in ops]
     definite = sum(1 << index for index, end in enumerate(ends) if end < math.inf)
     seen: set[tuple[int, State]] = set()
-    todo = [(0, start)]
+    todo: list[tuple[int, State]] = [(0, (0, b""))]
     furthest = 0
     while todo:
         taken, state = todo.pop()

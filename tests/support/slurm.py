@@ -41,12 +41,12 @@ def missing() -> str | None:
 
 
 class SlurmCluster:
-    """`nodes` nodes, n1 and so on, of `cpus` processors each, whatever this machine has. A context manager.
+    """`nodes` nodes, n1 and so on, of eight processors each, whatever this machine has. A context manager.
 
     With `apart`, the tasks on a node take it for a host of its own.
     """
 
-    def __init__(self, nodes: int, folder: Path, *, cpus: int = 8, apart: bool = False) -> None:
+    def __init__(self, nodes: int, folder: Path, *, apart: bool = False) -> None:
         self._folder, self._names = folder, [f"n{number + 1}" for number in range(nodes)]
         self._reserved = contextlib.ExitStack()
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -58,7 +58,7 @@ class SlurmCluster:
         prolog = folder / "prolog"
         prolog.write_text(f'#!/bin/sh\necho "export {HOST}=$SLURMD_NODENAME"\n')
         prolog.chmod(0o700)
-        self._configuration.write_text(self._settings(cpus) + (f"TaskProlog={prolog}\n" if apart else ""))
+        self._configuration.write_text(self._settings() + (f"TaskProlog={prolog}\n" if apart else ""))
         with private_file(folder / "munge" / "key", "wb") as key:
             key.write(os.urandom(128))
 
@@ -156,7 +156,7 @@ class SlurmCluster:
         if not becomes_true(done, START_SECONDS, interval=0.1):
             raise HoldfastError(f"SLURM does not start: {what} not ready; see {self._folder}")
 
-    def _settings(self, cpus: int) -> str:
+    def _settings(self) -> str:
         here, controller = socket.gethostname(), _program("slurmctld")
         plugins = next(iter(sorted((controller.parents[1] / "lib").glob("**/auth_munge.so"))), None)
         ports = [self._reserved.enter_context(ReservedPort("127.0.0.1")).number for _ in range(1 + len(self._names))]
@@ -180,7 +180,7 @@ class SlurmCluster:
             "KillWait=20",
         ]
         for name, port in zip(self._names, ports[1:], strict=True):
-            lines.append(f"NodeName={name} NodeHostname={here} NodeAddr=127.0.0.1 Port={port} CPUs={cpus}")
+            lines.append(f"NodeName={name} NodeHostname={here} NodeAddr=127.0.0.1 Port={port} CPUs=8")
         lines.append(f"PartitionName=all Nodes={','.join(self._names)} Default=YES State=UP")
         return "\n".join(lines) + "\n"
 

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.comms.errors import HoldfastError, Unsupported
-from holdfast.comms.plugins.registry import plugin_manager
 from holdfast.comms.plugins.spec import hookimpl
 from holdfast.ft.membership.view import Job, View
 from holdfast.ft.node.register import Register
@@ -41,6 +40,7 @@ from holdfast.harness.cluster.job import Job as LocalJob
 from holdfast.harness.cluster.job import ViewCache
 from holdfast.harness.invariants import Bounds
 from holdfast.harness.links.policy import unbreakable
+from support.comms.meeting import registered
 from support.event_records import an_event
 from support.programs.forked_programs import said_as_json
 from support.source_tree import ROOT
@@ -347,18 +347,13 @@ def test_a_plugin_adds_a_fault_type_and_a_broken_plugin_is_left_out() -> None:
     def fail() -> None:
         raise RuntimeError("not today")
 
-    offers = (lambda: {"plain": Plain, "no-fault": int}, fail)
-    plugins = [SimpleNamespace(holdfast_faults=hookimpl(offer)) for offer in offers]
-    for plugin in plugins:
-        plugin_manager().register(plugin)
-    try:
+    offers = {"plain": Plain, "no-fault": int}
+    one, other = (SimpleNamespace(holdfast_faults=hookimpl(each)) for each in (lambda: offers, fail))
+    with registered(one), registered(other):
         scenario = parsed(SMALLEST + '[[fault]]\ntype = "plain"\ntimes = 2\nat.step = 3\n')
         assert isinstance(scenario.faults[0].what, Plain)
         assert "no-fault" not in fault_types()
         assert "kill" in fault_types()
-    finally:
-        for plugin in plugins:
-            plugin_manager().unregister(plugin)
 
 
 def test_faults_can_be_made_in_python() -> None:
