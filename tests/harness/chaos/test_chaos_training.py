@@ -35,6 +35,7 @@ from holdfast.harness.chaos.scenario import (
 from holdfast.harness.testbed import netns
 from holdfast.rl.config.toml import parse_config
 from holdfast.rl.run.run_events import EpisodeFailed, Event, RunResumed, StepTrained, WeightsServed
+from support.event_records import trained
 from support.programs.forked_programs import run_python, said
 from support.waiting import PROGRAM_SECONDS, becomes_true
 
@@ -133,18 +134,7 @@ def record(drivers: tuple[tuple[Event, ...], ...], left: tuple[str, ...] = ()) -
 
 
 def step(number: int, behind: int = 0) -> StepTrained:
-    return StepTrained(
-        time=float(number),
-        step=number,
-        reward=0.5,
-        loss=0.1,
-        gradient_norm=1.0,
-        tokens=8,
-        staleness=(behind,) * 4,
-        epoch=1,
-        size=2,
-        prompts=tuple(range(4 * number, 4 * number + 4)),
-    )
+    return trained(number, staleness=(behind,) * 4, prompts=tuple(range(4 * number, 4 * number + 4)))
 
 
 def committed(first: int, last: int) -> tuple[Event, ...]:
@@ -177,11 +167,11 @@ def test_a_step_that_is_left_out_or_trained_twice_is_seen(lost: int) -> None:
 def test_prompts_that_are_trained_twice_or_left_out_are_seen(seed: int) -> None:
     dice = random.Random(seed)
     events = list(committed(0, 6))
-    index, trained = dice.choice([(n, each) for n, each in enumerate(events[6:], 6) if isinstance(each, StepTrained)])
-    twice = (*trained.prompts[:3], dice.randrange(4 * trained.step))
-    events[index] = msgspec.structs.replace(trained, prompts=twice)
+    index, chosen = dice.choice([(n, each) for n, each in enumerate(events[6:], 6) if isinstance(each, StepTrained)])
+    twice = (*chosen.prompts[:3], dice.randrange(4 * chosen.step))
+    events[index] = msgspec.structs.replace(chosen, prompts=twice)
     assert violated((tuple(events),)) == {training.PROMPTS}
-    assert violated((jumped(trained.step),)) == {training.PROMPTS}, "more than the staleness admits to be unfinished"
+    assert violated((jumped(chosen.step),)) == {training.PROMPTS}, "more than the staleness admits to be unfinished"
 
 
 def jumped(first: int) -> tuple[Event, ...]:

@@ -30,10 +30,10 @@ from holdfast.rl.run.run_events import (
     ProcessorTime,
     ProcessStarted,
     RunResumed,
-    StepTrained,
     WeightsServed,
 )
 from support.browser import needs_chromium, pictures, screenshot
+from support.event_records import trained
 from support.rl.small_batches import episode
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -118,21 +118,6 @@ def test_a_scene_shows_a_little_more_than_the_recovery_and_never_minutes() -> No
 
 
 # -- the report of a run
-
-
-def trained(step: int, time: float, staleness: tuple[int, ...] = (0, 1), updates: int = 1) -> StepTrained:
-    return StepTrained(
-        time=time,
-        step=step,
-        reward=step / 100,
-        loss=0.1,
-        gradient_norm=1.0,
-        tokens=100,
-        staleness=staleness,
-        epoch=1,
-        size=2,
-        updates=updates,
-    )
 
 
 def a_run(steps: int = 40) -> list[Event]:
