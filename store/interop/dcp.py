@@ -32,7 +32,7 @@ from torch.futures import Future
 from holdfast.comms.errors import CorruptData, HoldfastError, Unsupported
 from holdfast.ft.state.boxes import Box, cover, whole
 from holdfast.store.data.state_dicts import build_value, decode, encode, rebuild
-from holdfast.store.data.state_nodes import DictNode, ListNode, StateNode, TensorNode, TiedNode, TupleNode
+from holdfast.store.data.state_nodes import DictNode, ListNode, StateNode, TensorNode, TiedNode, TupleNode, children
 from holdfast.store.errors import CopyFailed
 from holdfast.store.inspection import TensorReport
 from holdfast.store.interop.disk_copy import (
@@ -212,7 +212,17 @@ def _state_without_memory(source: VersionSource) -> dict[str, Any]:
     if not skeleton.subclasses and _dcp_nests(skeleton.root):
         return rebuild(skeleton, tensors)
     tied = {name: tensors[tensor] for name, tensor in skeleton.ties.items()}
-    return {**tensors, **tied, **{name: build_value(node) for name, node in skeleton.values.items()}}
+    values = {name: build_value(node) for name, node in skeleton.values.items()}
+    return {**tensors, **tied, **values, **{name: [] for name in _empty_lists(skeleton.root, "")}}
+
+
+def _empty_lists(node: DictNode | ListNode | TupleNode, prefix: str) -> Iterator[str]:
+    """The names of the lists without an item, each of which DCP takes for a value."""
+    for name, item in children(node, prefix):
+        if isinstance(item, DictNode | ListNode) or (isinstance(item, TupleNode) and _has_tensors(item)):
+            if isinstance(item, ListNode) and not item.items:
+                yield name
+            yield from _empty_lists(item, f"{name}.")
 
 
 def _dcp_nests(node: StateNode) -> bool:

@@ -413,11 +413,11 @@ def test_plain_dcp_loads_a_nested_state(store: WeightStore, tmp_path: Path, monk
 
 def test_tensors_in_tuples_are_found_by_plain_dcp_by_their_names(store: WeightStore, tmp_path: Path) -> None:
     pair = torch.randn(3), torch.randn(4)
-    store.publish(1, {"pair": pair, "step": 3})
+    store.publish(1, {"pair": pair, "step": 3, "notes": {"none": []}})
     dcp.export_version(store, 1, tmp_path / "copy")
-    into = {"pair.0": torch.zeros(3), "pair.1": torch.zeros(4), "step": 0}
+    into = {"pair.0": torch.zeros(3), "pair.1": torch.zeros(4), "step": 0, "notes": {"none": []}}
     plain_dcp.load(into, storage_reader=plain_dcp.FileSystemReader(tmp_path / "copy"), no_dist=True)
-    assert same(into, {"pair.0": pair[0], "pair.1": pair[1], "step": 3})
+    assert same(into, {"pair.0": pair[0], "pair.1": pair[1], "step": 3, "notes": {"none": []}})
 
 
 # -- what is refused, in both formats
