@@ -126,6 +126,8 @@ _held_for_fork: list[threading.Lock] = []
 FORK_SECONDS = 10.0
 """How long a fork waits for the transactions of other threads: microseconds each, or seconds while the disk is busy."""
 
+_child_began: tuple[int, int] | None = None
+"""A pipe that the child of the present fork closes once it has this process's locks; only with open files."""
 _unfinished = 0
 """Transactions of other threads that were under way at the last fork."""
 _forked_amid = False
@@ -298,15 +300,36 @@ def _finish_transactions() -> None:
 
     A child cannot use SQLite if its copy of it is in the middle of a transaction.
     """
-    global _unfinished
+    global _child_began, _unfinished
     deadline = time.monotonic() + FORK_SECONDS
-    locks = [_opening, *(cell.lock for cell in _cells)]
-    _held_for_fork.extend(lock for lock in locks if lock.acquire(timeout=max(deadline - time.monotonic(), 0.0)))
-    _unfinished = len(locks) - len(_held_for_fork)
+    _unfinished = 0
+
+    def hold(lock: threading.Lock) -> None:
+        global _unfinished
+        if lock.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
+            _held_for_fork.append(lock)
+        else:
+            _unfinished += 1
+
+    hold(_opening)  # first: until it is held, another thread may open a cell, and write with it
+    for cell in list(_cells):
+        hold(cell.lock)
+    _child_began = os.pipe() if any(_open_files.values()) else None
 
 
 def _go_on() -> None:
-    """Release the locks in the parent, after the fork."""
+    """Release the locks in the parent, once the child has those that it needs.
+
+    If the parent closed its last handle before, the files would go that the child's copy of SQLite has mapped.
+    """
+    global _child_began
+    if _child_began is not None:
+        (began, ours), _child_began = _child_began, None
+        os.close(ours)
+        ready = select.poll()
+        ready.register(began)
+        ready.poll(1000 * FORK_SECONDS)  # it is at its end: the child has begun, or ended
+        os.close(began)
     while _held_for_fork:
         _held_for_fork.pop().release()
 
@@ -317,7 +340,7 @@ forks.run_around_fork(_finish_transactions, _go_on)
 @forks.run_in_children
 def _begin_child() -> None:
     """Reset the module in a forked child: it has no handle yet, and no thread that could release the locks."""
-    global _opening, _forked_amid
+    global _child_began, _opening, _forked_amid
     _opening = threading.Lock()
     _forked_amid = _forked_amid or _unfinished > 0
     for file, count in _open_files.items():
@@ -325,6 +348,10 @@ def _begin_child() -> None:
             _inherited.setdefault(file, [])
     for file, held in _inherited.items():
         _hold(_paths[file], held)
+    if _child_began is not None:
+        for descriptor in _child_began:
+            os.close(descriptor)
+        _child_began = None
     _open_files.clear()
     _held_for_fork.clear()
     _cells.clear()

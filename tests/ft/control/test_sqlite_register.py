@@ -413,13 +413,15 @@ def test_a_fork_can_use_a_register_after_its_ancestors(ancestors: str, url: str,
 
 
 def test_children_forked_amid_writes_can_write(url: str, start: Callable[..., Child]) -> None:
-    """Regression: a child forked within a transaction of another thread stayed in it for ever."""
+    """Regression: a child forked within a transaction of another thread, which may just have opened, never left it."""
 
     def write() -> None:
-        with closing(open_cell(url, "busy")) as cell:
-            version = cell.read()[0]
-            while not over.is_set():
-                version += cell.compare_and_set(version, bytes(20_000))
+        for number in itertools.count():
+            with closing(open_cell(url, f"busy {number}")) as cell:
+                for version in range(3):
+                    cell.compare_and_set(version, bytes(20_000))
+            if over.is_set():
+                return
 
     def a_writer(pipe: Connection, number: int) -> None:
         pipe.send(open_cell(url, f"cell {number}").compare_and_set(0, b"mine"))
