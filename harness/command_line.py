@@ -22,7 +22,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar, get_type_hints
@@ -228,17 +228,25 @@ def check_file(path: Path | None, option: str) -> None:
 
 
 def check_folder(path: Path | None, option: str, *names: str) -> None:
-    """Make the folder `path` (None: none is wanted); raise BadParameter if files `names` cannot be written in it."""
+    """Raise BadParameter if a folder `path` (None: none is wanted) cannot be made, or files `names` not written in it.
+
+    What is made to find out is removed: options that are judged later may still be refused.
+    """
     if path is None:
         return
+    new = [each for each in (path, *path.parents) if not each.exists()]
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
             pass
+        for name in names:
+            check_file(path / name, option)
     except OSError as error:
         raise typer.BadParameter(f"{path} is no folder to write to: {error}", param_hint=option) from error
-    for name in names:
-        check_file(path / name, option)
+    finally:
+        for each in new:
+            with suppress(OSError):  # it was not made
+                each.rmdir()
 
 
 def check_modules(extra: str, what: str, *modules: str) -> None:

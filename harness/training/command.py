@@ -99,7 +99,7 @@ class WrittenPages(NamedTuple):
 
 
 def write_pages(directory: Path, output: Path) -> WrittenPages:
-    """Write the report and the episodes of a run. Raises `NoRun`, `CorruptData`."""
+    """Write the report and the episodes of a run into `output`, which this makes. Raises `NoRun`, `CorruptData`."""
     config = configuration_of(directory, ())
     run = RunDirectory(directory)
     tokenizer = tokenizer_of(config)
@@ -123,6 +123,7 @@ def write_pages(directory: Path, output: Path) -> WrittenPages:
         repeat=(f"holdfast rl train {run.config_file}",),
         steps=config.steps,
     )
+    output.mkdir(parents=True, exist_ok=True)
     pages = WrittenPages(output / "report.html", output / "episodes.html", processor_line(report))
     write(report, pages.report)
     groups = {group.number: group for group in run.groups()}

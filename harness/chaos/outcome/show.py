@@ -50,7 +50,8 @@ class Section:
 
 
 def write_folder(report: ChaosReport, folder: Path) -> None:
-    """Write report.html, run.json and the pages of episodes into an existing folder."""
+    """Make the folder, and write report.html, run.json and the pages of episodes into it."""
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.json").write_bytes(msgspec.json.encode(report))
     write_report(report, folder / "report.html")
 
@@ -68,7 +69,7 @@ def write_report(report: ChaosReport, path: Path) -> None:
 
 
 def write_comparison(before: ChaosReport, after: ChaosReport, names: tuple[str, str], path: Path) -> None:
-    """Write the page that sets two reports side by side to `path`."""
+    """Write the page that sets two reports side by side to `path`, in a folder that this makes."""
     from markupsafe import Markup
 
     old, new = ({run.name: run for run in report.runs} for report in (before, after))
@@ -84,6 +85,7 @@ def write_comparison(before: ChaosReport, after: ChaosReport, names: tuple[str, 
         .get_template("chaos_compare.html.j2")
         .render(rows=rows, pictures=pictures, names=names, before=before, after=after, outage=OUTAGE)
     )
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page + "\n", encoding="utf-8")
 
 

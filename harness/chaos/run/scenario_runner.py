@@ -75,10 +75,8 @@ class Result:
         """Write report.html and run.json into a folder; returns the path of the page."""
         from holdfast.harness.chaos.outcome.show import write_folder
 
-        path = Path(folder)
-        path.mkdir(parents=True, exist_ok=True)
-        write_folder(ChaosReport.of(self.report), path)
-        return path / "report.html"
+        write_folder(ChaosReport.of(self.report), Path(folder))
+        return Path(folder) / "report.html"
 
 
 class WorkloadFailed(HoldfastError, RuntimeError):

@@ -130,6 +130,7 @@ REFUSED = {
     "chaos compare before after": "No such file or directory",
     "chaos compare before after --report /dev/null/report": "/dev/null",
     "demo --report /dev/null/report": "/dev/null",
+    "demo --backend gloo": "give --hosts too",
     "gate nosuch": "nosuch is neither a commit",
     "gate --effect inf": "--effect",
     "new-plugin shm --directory /dev/null/new": "there is a backend shm already",
@@ -141,6 +142,7 @@ REFUSED = {
     "bench copy --plot no/such/folder.png": "there is no folder",
     "bench copy --plot /dev/null/plot.png": "/dev/null",
     "bench copy --report /dev/null/report": "/dev/null",
+    "chaos compare before after --report new/folder": "No such file or directory",
     "bench all_reduce --sizes many": "Usage",
     "bench all_reduce -n 1": "Usage",
     "bench all_reduce --dtype float3": "Usage",
@@ -185,11 +187,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("command", "words"), REFUSED.items(), ids=REFUSED)
-def test_what_cannot_be_done_is_said_before_anything_starts(
-    command: str, words: str, monkeypatch: pytest.MonkeyPatch
+def test_what_cannot_be_done_is_said_before_anything_starts_or_is_written(
+    command: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(ROOT)
+    for name in (".git", "examples"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
     done = said(*command.split())
+    assert {each.name for each in tmp_path.iterdir()} == {".git", "examples"}
     assert done.exit_code == command_line.CANNOT_BEGIN
     assert words in " ".join(done.stderr.replace("│", " ").split())
     assert "Traceback" not in done.stderr
