@@ -12,6 +12,7 @@ import json
 import os
 import resource
 import time
+from collections import deque
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -119,11 +120,25 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """`-n auto`: three a core, since a worker waits for half of its time, as far as memory allows.
-
-    Two in the second tier, whose tests start jobs of many processes.
-    """
+    """`-n auto`: three a core, since a worker waits for half of its time, as far as memory allows."""
     memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(memory["MemAvailable"].split()[0]) << 10
-    a_core = 2 if config.getoption("--hypothesis-profile", None) == "thorough" else 3
-    return max(1, min(a_core * len(os.sched_getaffinity(0)), free // _BYTES_OF_A_WORKER))
+    return max(1, min(3 * len(os.sched_getaffinity(0)), free // _BYTES_OF_A_WORKER))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deal the tests with a limit of their own, which are the long ones, over the workers, to be begun first.
+
+    xdist gives each worker an equal run of the list, to begin with. A long test at the end would leave the others idle.
+    """
+    workers = getattr(config, "workerinput", {}).get("workercount", 1)
+    long_first: list[pytest.Item] = []
+    limits = {item: mark.args[0] for item in items if (mark := item.get_closest_marker("timeout"))}
+    long = sorted(limits, key=lambda item: -limits[item])
+    others = deque(item for item in items if item not in limits)
+    share = -(-len(items) // workers)
+    for worker in range(workers):
+        dealt = long[worker::workers]
+        long_first += dealt + [others.popleft() for _ in range(min(share - len(dealt), len(others)))]
+    items[:] = long_first
