@@ -15,7 +15,7 @@ from typing import TypeVar
 from holdfast.comms.errors import StillRunning, UsedAfterFork, again
 from holdfast.comms.quantities import seconds
 from holdfast.comms.system import forks
-from holdfast.comms.system.signal_safety import run_shielded
+from holdfast.comms.system.signal_safety import HandlerEvent, run_shielded
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ class Work:
     def __init__(self, name: str) -> None:
         self._name = name
         self._callbacks: list[Callable[[Work], object]] = []
-        self._done = threading.Event()
+        self._done = HandlerEvent()
         self._error: BaseException | None = None
         self.seconds: float | None = None
         """How long the op ran, without its time in the queue. None until it is complete, and for a synchronous op."""
@@ -117,7 +117,7 @@ class Work:
         """Fail with `error` unless it is done: for a forked child, which lacks the thread that ran the op."""
         if not self._done.is_set():
             self._callbacks = []
-            self._error, self._done = error, threading.Event()
+            self._error, self._done = error, HandlerEvent()
             self._done.set()
 
     def __reduce__(self) -> tuple[Callable[[str], Work], tuple[str]]:

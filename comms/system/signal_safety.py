@@ -10,6 +10,7 @@ import threading
 import weakref
 from _thread import start_new_thread
 from collections.abc import Callable
+from contextlib import suppress
 
 from holdfast.comms.errors import again
 from holdfast.comms.system import forks
@@ -57,6 +58,45 @@ class HandlerLock:
         finally:
             while self._later and not self._lock._is_owned():  # type: ignore[attr-defined]
                 self._later.pop(0)()
+
+
+class HandlerEvent:
+    """A flag to wait for. A handler may set it, or raise, at any point of a wait in the thread that it interrupts.
+
+    The handler that sets a `threading.Event` amid a wait for it waits for good, for a lock that its own thread holds;
+    and one that raises there may leave that lock locked for the thread that would set it.
+    """
+
+    __slots__ = ("_set", "_waiters")
+
+    def __init__(self) -> None:
+        self._set = False
+        self._waiters: list[threading.Lock] = []
+
+    def is_set(self) -> bool:
+        """Whether it is set."""
+        return self._set
+
+    def set(self) -> None:
+        """Set it, for good, and end all waits. From any thread."""
+        self._set = True
+        for waiter in list(self._waiters):
+            with suppress(RuntimeError):  # another thread has set it, too
+                waiter.release()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is set, for at most `timeout` seconds; whether it is."""
+        if self._set:
+            return True
+        waiter = threading.Lock()
+        waiter.acquire()
+        self._waiters.append(waiter)
+        try:
+            if not self._set:  # else whoever set it before this line did not see the waiter
+                waiter.acquire(timeout=-1 if timeout is None else max(timeout, 0.0))
+        finally:
+            self._waiters.remove(waiter)
+        return self._set
 
 
 def run_shielded(call: Callable[[], None]) -> None:

@@ -7,13 +7,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from holdfast.comms.errors import HoldfastError
 from holdfast.comms.system import forks
+from holdfast.comms.system.signal_safety import HandlerEvent
 
 yield_cpu = ctypes.CDLL(None).sched_yield
 """Yield the processor. Releases the GIL, which os.sched_yield does not."""
@@ -104,22 +104,23 @@ def run_interruptible(
     An abandoned call goes on until it ends by itself, and its result is dropped. The process does not exit before
     that, unless `delays_exit` is false.
     """
-    future: Future[Result] = Future()
+    ended, results, raised = HandlerEvent(), list[Result](), list[BaseException]()
 
     def run() -> None:
         try:
-            try:
-                result = call()
-            finally:
-                _ending.append(threading.get_native_id())
-            future.set_result(result)
+            results.append(call())
         except BaseException as error:
-            future.set_exception(error)
+            raised.append(error)
+        finally:
+            _ending.append(threading.get_native_id())
+            ended.set()
 
     threading.Thread(target=run, name="holdfast-interruptible", daemon=not delays_exit).start()
-    while not wait([future], every).done:
+    while not ended.wait(every):
         check_abort()
-    return future.result()
+    if raised:
+        raise raised.pop()
+    return results.pop()
 
 
 def _await_ends() -> None:

@@ -15,6 +15,7 @@ from msgspec import UNSET
 
 from holdfast.comms.communicator import Communicator
 from holdfast.comms.errors import CorruptData, HoldfastError, OpTimeout, PeerFailed, Revoked
+from holdfast.comms.system.signal_safety import HandlerEvent
 from holdfast.ft.events import EpochRevoked, Event, ViewInstalled
 from holdfast.ft.membership.view import Timeouts, View, ViewDelta, apply_delta, delta_between
 from holdfast.ft.ports import OpPosition
@@ -47,7 +48,8 @@ class EpochGuard:
         """`identity` is this process's; `emit` gets the changes of its epoch, from any thread."""
         self._identity, self._emit = identity, emit
         self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        self._changed = HandlerEvent()
+        """Set, and replaced, when anything changes: who reads it before he looks misses no later change."""
         self._view: View | None = None
         self._over: HoldfastError | None = None
         self._why_before: tuple[int, HoldfastError] | None = None
@@ -90,7 +92,7 @@ class EpochGuard:
             if lasting is not None and lasting.epoch != view.degraded_from:
                 self._revoked.append((lasting, Revoked(lasting.epoch, f"epoch {view.epoch} has begun: {view.reason}")))
                 self._lasting = None
-            self._changed.notify_all()
+            self._change()
         self._on_over(view.epoch - 1)
 
     def revoke(self, epoch: int, error: HoldfastError, reason: str = "") -> bool:
@@ -105,7 +107,7 @@ class EpochGuard:
             if self._comm is not None:
                 self._revoked.append((self._comm, error))
             self._emit(EpochRevoked(epoch=epoch, reason=reason))
-            self._changed.notify_all()
+            self._change()
         self._on_over(epoch)
         return True
 
@@ -128,7 +130,7 @@ class EpochGuard:
             return False
         with self._lock:
             self._next = view
-            self._changed.notify_all()
+            self._change()
         return True
 
     def end_ops(self) -> None:
@@ -143,7 +145,7 @@ class EpochGuard:
             self._ended = self._ended or error
             self._over = self._over or error
             view, comms = self._view, (self._comm, self._lasting)
-            self._changed.notify_all()
+            self._change()
         for comm in comms:
             if comm is not None:
                 comm.abort(error)
@@ -209,10 +211,13 @@ class EpochGuard:
 
     def wait_over(self, epoch: int, timeout: float) -> bool:
         """Wait until `epoch` is revoked or replaced; whether it was, within `timeout` seconds."""
-        if self.is_over(epoch):
-            return True
-        with self._lock:
-            return self._changed.wait_for(lambda: self.is_over(epoch), timeout)
+        until = time.monotonic() + timeout
+        while True:
+            changed = self._changed
+            left = until - time.monotonic()
+            if self.is_over(epoch) or left <= 0:
+                return self.is_over(epoch)
+            changed.wait(left)
 
     def wait(self, newer_than: int, timeout: float) -> View:
         """The newest view, once its epoch exceeds `newer_than` and it is not revoked.
@@ -221,6 +226,7 @@ class EpochGuard:
         """
         began = time.monotonic()
         while True:
+            changed = self._changed
             with self._lock:
                 following, self._next = self._next, None
             if following is not None:
@@ -234,8 +240,7 @@ class EpochGuard:
                 left = began + timeout - time.monotonic()
                 if left <= 0:
                     raise OpTimeout("rebuild", newer_than, timeout)
-                if self._next is None:
-                    self._changed.wait(left)
+            changed.wait(left)
 
     def next_view(self, newer_than: int, timeouts: Timeouts, failure: HoldfastError | None = None) -> View:
         """Wait for a view newer than `newer_than` that has this process.
@@ -249,6 +254,11 @@ class EpochGuard:
             except OpTimeout as late:
                 if newer_than:
                     raise late from failure
+
+    def _change(self) -> None:
+        """End the waits for a change. Under the lock."""
+        changed, self._changed = self._changed, HandlerEvent()
+        changed.set()
 
     def _check(self, epoch: int) -> None:
         if self._ended is not None:

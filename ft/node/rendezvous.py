@@ -18,6 +18,7 @@ import msgspec
 import torch.distributed as dist
 
 from holdfast.comms.errors import UNDECODABLE, CorruptData, Revoked, Unsupported, again
+from holdfast.comms.system.signal_safety import HandlerEvent
 from holdfast.ft.control.errors import KeyTimeout, RemoteError
 from holdfast.ft.control.rpc import Handler
 
@@ -80,7 +81,7 @@ class RendezvousTable:
     def wait(self, epoch: int, keys: Sequence[str], timeout: float) -> None:
         """Return once all of `keys` are there."""
         ended: list[Revoked | None] = []
-        event = threading.Event()
+        event = HandlerEvent()
 
         def done(error: Revoked | None) -> None:
             ended.append(error)

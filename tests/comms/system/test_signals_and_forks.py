@@ -12,8 +12,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -21,7 +23,7 @@ import torch
 
 from holdfast.comms import Communicator, HoldfastError, Revoked, UsedAfterFork
 from holdfast.comms.system import signal_safety
-from holdfast.comms.system.signal_safety import HandlerLock, run_shielded, shared_lock
+from holdfast.comms.system.signal_safety import HandlerEvent, HandlerLock, run_shielded, shared_lock
 from holdfast.comms.system.waiting import run_interruptible
 from holdfast.ft import Session
 from holdfast.ft.control.event_loop import LoopThread
@@ -213,6 +215,61 @@ def test_a_shielded_call_runs_at_once_below_a_handler_that_came_under_a_shared_l
         run_shielded(lambda: threads.append(threading.current_thread()))
     run_shielded(lambda: threads.append(threading.current_thread()))
     assert threads[0] is threading.main_thread() and threads[1] is not threading.main_thread()
+
+
+def wait_interrupted(event: HandlerEvent, at: int, handler: Callable[[], None]) -> bool:
+    """Wait for an event, with a call of `handler`, as that of a signal, before one of the interpreter's steps.
+
+    Returns whether there were so many steps. Another thread sets the event if the wait lasts before that one.
+    """
+    steps = 0
+
+    def step(frame: FrameType, kind: str, _: object) -> Any:
+        nonlocal steps
+        frame.f_trace_opcodes = True
+        steps += kind == "opcode"
+        if kind == "opcode" and steps == at:
+            sys.settrace(None)
+            handler()
+        return step
+
+    other = threading.Timer(0.05, lambda: steps < at and event.set())
+    other.start()
+    before = sys.gettrace()  # that of coverage
+    sys.settrace(step)
+    try:
+        event.wait(PROGRAM_SECONDS)
+    finally:
+        sys.settrace(before)
+        other.join()
+    return steps >= at
+
+
+def test_an_event_that_a_handler_sets_at_any_point_of_a_wait_ends_it() -> None:
+    began, event, at = time.monotonic(), HandlerEvent(), 1
+    while wait_interrupted(event, at, event.set):
+        event, at = HandlerEvent(), at + 1
+    assert at > 30
+    assert time.monotonic() - began < PROGRAM_SECONDS
+
+
+def test_a_handler_that_raises_at_any_point_of_a_wait_leaves_the_event_for_others() -> None:
+    def press_ctrl_c() -> None:
+        raise KeyboardInterrupt
+
+    event, at = HandlerEvent(), 1
+    with ThreadPoolExecutor(1) as other:
+        while True:
+            waiting = other.submit(event.wait, PROGRAM_SECONDS)
+            try:
+                wait_interrupted(event, at, press_ctrl_c)
+                break
+            except KeyboardInterrupt:
+                event.set()
+                assert waiting.result()
+            event, at = HandlerEvent(), at + 1
+        event.set()
+    assert at > 30
 
 
 checks = pytest.fixture(lambda: "0", scope="module")  # usual ops take the fast path, others the slow one

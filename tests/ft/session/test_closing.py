@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -23,6 +24,7 @@ from holdfast.comms import StaleEpoch
 from holdfast.ft import AlreadyJoined, Session, StepFailed, settings
 from holdfast.ft.communicators import CommunicatorManager, DefaultGroup
 from holdfast.ft.departure import TERMINATED, Terminated, TerminationRequest, note_error, step_error
+from holdfast.ft.node.epoch_guard import EpochGuard
 from holdfast.ft.node.register import Register
 from holdfast.ft.node.runtime import Runtime
 from holdfast.ft.session import OwnSteps
@@ -42,7 +44,8 @@ from support.samples.tally import (
     start_with_spares,
     tally_up,
 )
-from support.waiting import eventually
+from support.views import view_of
+from support.waiting import PROGRAM_SECONDS, eventually
 
 
 @pytest.fixture
@@ -171,6 +174,33 @@ def test_a_handler_ends_a_session_at_any_line_of_its_code(points: int, tmp_path:
         run(tmp_path, 1 + total * point // points)
         left = {thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("holdfast")}
         assert not left
+
+
+@pytest.mark.parametrize("wait", [EpochGuard.wait, EpochGuard.wait_over])
+def test_a_handler_ends_a_wait_for_the_next_epoch_at_any_line(wait: Callable[..., object]) -> None:
+    """One that came between the look and the wait was not noticed before the timeout."""
+    began, line, reached = time.monotonic(), 0, True
+    while reached:
+        line, reached = line + 1, False
+        guard = EpochGuard()
+        guard.install(view_of(["a"], epoch=1))
+
+        def end() -> None:
+            nonlocal reached
+            reached = True
+            guard.end(StaleEpoch("its session was closed"))  # noqa: B023 (the guard of this turn)
+
+        def work() -> None:
+            with contextlib.suppress(StaleEpoch):
+                wait(guard, 1, PROGRAM_SECONDS)  # noqa: B023
+
+        later = threading.Timer(0.2, lambda: reached or guard.end(StaleEpoch("by another thread")))  # noqa: B023
+        later.start()
+        call_at_line(line, end, work)
+        later.cancel()
+        later.join()
+    assert line > 10
+    assert time.monotonic() - began < PROGRAM_SECONDS
 
 
 def test_what_a_handler_asks_for_amid_own_steps_is_done_right_after() -> None:
