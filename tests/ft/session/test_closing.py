@@ -458,6 +458,8 @@ def test_a_rank_that_dies_while_all_stop_does_not_delay_the_others() -> None:
         job.wait_for("committed", step=4)
         job.kill(2)
         assert job.results() == [5, 5]
+        times = [event["time"] for event in job.events()]
+    assert max(b - a for a, b in pairwise(times)) < QUICK.operation / 2
 
 
 # -- one session of a job in a process

@@ -76,8 +76,9 @@ def test_a_silent_process_is_stalled_unless_it_is_seen_to_run(stopped: bool, whe
     assert [(at, *map(type, decisions)) for at, *decisions in found if decisions] == [(at, Stalled) for at in when]
 
 
-def test_a_detector_that_was_stalled_itself_looks_again_before_it_reports() -> None:
-    silence = watch(stopped=True)
+@pytest.mark.parametrize("host", ["h", "there"])
+def test_a_detector_that_was_stalled_itself_looks_again_before_it_reports(host: str) -> None:
+    silence = watch(stopped=True, host=host)
     silence.look(0.05)
     assert silence.look(30.0) == ()
     assert silence.look(30.05) == ()
