@@ -24,7 +24,6 @@ import contextlib
 import hashlib
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -73,7 +72,7 @@ _LOOKS = Wait(yields=0, sleep_seconds=0.0005)
 """How often `close` checks whether the op that it aborted has ended."""
 
 
-_until_exit: weakref.WeakSet[Executor] = weakref.WeakSet()
+_until_exit: forks.Living[Executor] = forks.Living()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +116,7 @@ class Executor:
         self._closed, self._released = False, False
         self._leaking = False
         """Whether `close` has found ops that had not ended, of which the hooks do not know yet."""
-        self._parts: weakref.WeakSet[Executor] | None = None
+        self._parts: forks.Living[Executor] | None = None
         self.split_from: tuple[str, tuple[int, ...]] = ("", ())
         """The name of the communicator that this one was split from, and the ranks there of its members."""
         if transport.ends_before_exit:
@@ -374,7 +373,7 @@ class Executor:
         def add() -> None:
             if self._over is None:
                 if self._parts is None:
-                    self._parts = weakref.WeakSet()
+                    self._parts = forks.Living()
                 self._parts.add(part)
             else:
                 part.abort(self._end_of_whole(self._over))
@@ -577,7 +576,7 @@ def _recorded(journal: Journal, op: _IssuedOp, body: Body, deadline: float) -> N
 @atexit.register
 def _close_before_exit() -> None:
     """Close communicators before the interpreter ends: a thread that returns from C++ later would cause SIGABRT."""
-    for executor in list(_until_exit):
+    for executor in _until_exit:
         with contextlib.suppress(HoldfastError):
             executor.abort("the process ends")
             executor.close()

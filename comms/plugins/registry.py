@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import re
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -28,6 +27,7 @@ from holdfast.comms.plugins.spec import (
     HoldfastSpec,
     Unavailable,
 )
+from holdfast.comms.system import forks
 from holdfast.comms.transport.base import Link
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Registry:
         self._broken: dict[str, str] = {}
         self.observed = False
         """True while any plugin observes ops."""
-        self._observers: weakref.WeakSet[Hooks] = weakref.WeakSet()
+        self._observers: forks.Living[Hooks] = forks.Living()
 
     @property
     def backends(self) -> Mapping[str, BackendInfo]:
@@ -133,7 +133,7 @@ class Registry:
     def _look_for_observers(self) -> None:
         hooks = self.manager.hook
         self.observed = bool(hooks.before_op.get_hookimpls() or hooks.after_op.get_hookimpls())
-        for observer in list(self._observers):
+        for observer in self._observers:
             observer.plugins_changed()
 
     def follow(self, observer: Hooks) -> None:

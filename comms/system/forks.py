@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Generic, Protocol, TypeVar
 
 from holdfast.comms.errors import UsedAfterFork
 
@@ -32,10 +33,53 @@ class HasSocket(Protocol):
     def fileno(self) -> int: ...
 
 
-_owned: weakref.WeakKeyDictionary[Any, tuple[str, tuple[str, ...], int]] = weakref.WeakKeyDictionary()
-_reset: weakref.WeakSet[Any] = weakref.WeakSet()
+Thing = TypeVar("Thing")
+
+
+class _Noted(weakref.ref[Thing]):
+    __slots__ = ("note",)
+    note: Any
+
+
+class Living(Generic[Thing]):
+    """The objects, of those that were added, that are still alive, and a note on each.
+
+    A `WeakSet` runs Python code when one goes, where what a signal's handler raises is lost. This runs none.
+    """
+
+    def __init__(self) -> None:
+        self._refs: dict[int, _Noted[Thing]] = {}
+        self._numbers = itertools.count()
+        self._most = 64
+
+    def add(self, thing: Thing, note: Any = None) -> None:
+        """Add an object. Of several notes on one, the last counts."""
+        if len(self._refs) >= self._most:
+            for number, each in list(self._refs.items()):
+                if each() is None:
+                    self._refs.pop(number, None)
+            self._most = 64 + 2 * len(self._refs)
+        ref = _Noted(thing)
+        ref.note = note
+        self._refs[next(self._numbers)] = ref
+
+    def __iter__(self) -> Iterator[Thing]:
+        return (thing for thing, _ in self.noted())
+
+    def noted(self) -> list[tuple[Thing, Any]]:
+        """The living objects with their notes."""
+        living = [(thing, ref.note) for ref in list(self._refs.values()) if (thing := ref()) is not None]
+        return list({id(thing): (thing, note) for thing, note in living}.values())
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._refs.clear()
+
+
+_owned: Living[Any] = Living()
+_reset: Living[Any] = Living()
 _starts: list[Callable[[], None]] = []
-_sockets: weakref.WeakSet[HasSocket] = weakref.WeakSet()
+_sockets: Living[HasSocket] = Living()
 _refusals: dict[int, tuple[UsedAfterFork, dict[str, object]]] = {}
 """In a child, by the id of an inherited object: its error, and the attributes that can still be read."""
 
@@ -45,7 +89,7 @@ def refuse_in_children(thing: Any, what: str, readable: Iterable[str] = ()) -> N
 
     `readable` are the attributes and properties that keep the values they had at the fork.
     """
-    _owned[thing] = (what, tuple(readable), os.getpid())
+    _owned.add(thing, (what, tuple(readable), os.getpid()))
 
 
 def reset_in_children(thing: Any) -> None:
@@ -87,7 +131,7 @@ def _begin_child() -> None:
         start()
     for thing in list(_reset):
         thing.reset_in_child()
-    owned = list(_owned.items())
+    owned = _owned.noted()
     _owned.clear()
     for thing, (what, readable, pid) in owned:
         never_destroy(thing)

@@ -7,7 +7,6 @@ and it may raise (KeyboardInterrupt), which leaves the work half done.
 from __future__ import annotations
 
 import threading
-import weakref
 from _thread import start_new_thread
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,7 +14,7 @@ from contextlib import suppress
 from holdfast.comms.errors import again
 from holdfast.comms.system import forks
 
-_shared: weakref.WeakSet[threading.RLock] = weakref.WeakSet()
+_shared: forks.Living[threading.RLock] = forks.Living()
 
 
 def shared_lock() -> threading.RLock:
@@ -30,7 +29,7 @@ def shared_lock() -> threading.RLock:
 
 @forks.run_in_children
 def _free_shared_locks() -> None:
-    for lock in list(_shared):
+    for lock in _shared:
         if not lock._is_owned():  # type: ignore[attr-defined]  # else by the thread that has forked, which releases it
             lock._at_fork_reinit()  # type: ignore[attr-defined]
 
@@ -105,7 +104,7 @@ def run_shielded(call: Callable[[], None]) -> None:
     In the main thread, the only one that handlers interrupt, it runs on a thread of its own; except below a handler
     that came while a shared lock was held, which that thread might need.
     """
-    if threading.current_thread() is not threading.main_thread() or any(lock._is_owned() for lock in list(_shared)):  # type: ignore[attr-defined]
+    if threading.current_thread() is not threading.main_thread() or any(lock._is_owned() for lock in _shared):  # type: ignore[attr-defined]
         call()
         return
     begun, ended = threading.Lock(), threading.Lock()

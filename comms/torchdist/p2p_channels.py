@@ -17,7 +17,6 @@ import queue
 import secrets
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import ClassVar
@@ -361,7 +360,7 @@ _GRACE_SECONDS = 0.5
 """How long `close` waits for pending messages before it revokes them."""
 _JOIN_SECONDS = 10.0
 
-_open: weakref.WeakSet[P2PChannels] = weakref.WeakSet()
+_open: forks.Living[P2PChannels] = forks.Living()
 
 
 class P2PChannels:
@@ -455,7 +454,7 @@ class P2PChannels:
 @atexit.register
 def _close_all() -> None:
     """Close all channels at exit: a thread inside a backend would end the process with SIGABRT."""
-    for channels in list(_open):
+    for channels in _open:
         channels.close(0.0, 2.0)
 
 

@@ -21,7 +21,6 @@ import sqlite3
 import stat
 import threading
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -121,7 +120,7 @@ _paths: dict[tuple[int, int], Path] = {}
 _inherited: dict[tuple[int, int], list[int]] = {}
 """Files that a parent of this process had open when it forked, with the descriptors that hold this one's locks."""
 
-_cells: weakref.WeakSet[SqliteCell] = weakref.WeakSet()
+_cells: forks.Living[SqliteCell] = forks.Living()
 _held_for_fork: list[threading.Lock] = []
 FORK_SECONDS = 10.0
 """How long a fork waits for the transactions of other threads: microseconds each, or seconds while the disk is busy."""
@@ -312,7 +311,7 @@ def _finish_transactions() -> None:
             _unfinished += 1
 
     hold(_opening)  # first: until it is held, another thread may open a cell, and write with it
-    for cell in list(_cells):
+    for cell in _cells:
         hold(cell.lock)
     _child_began = os.pipe() if any(_open_files.values()) else None
 

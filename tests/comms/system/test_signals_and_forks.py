@@ -23,6 +23,7 @@ import torch
 
 from holdfast.comms import Communicator, HoldfastError, Revoked, UsedAfterFork
 from holdfast.comms.system import signal_safety
+from holdfast.comms.system.forks import Living
 from holdfast.comms.system.signal_safety import HandlerEvent, HandlerLock, run_shielded, shared_lock
 from holdfast.comms.system.waiting import run_interruptible
 from holdfast.ft import Session
@@ -131,6 +132,24 @@ def test_a_signal_at_any_point_of_any_call(whole: Communicator, act: Callable[[C
     gc.unfreeze()
     gc.enable()
     assert wrong + unraisable == []
+
+
+def test_an_object_that_goes_runs_no_code_in_which_what_a_handler_raises_would_be_lost() -> None:
+    class Thing:
+        pass
+
+    living, calls, kept = Living[Thing](), list[str](), Thing()
+    living.add(kept, "first")
+    living.add(kept, "last")
+    for _ in range(1000):
+        thing = Thing()
+        living.add(thing)
+        sys.setprofile(lambda frame, event, _: calls.append(event))
+        del thing
+        sys.setprofile(None)
+    assert living.noted() == [(kept, "last")]
+    assert set(calls) <= {"c_call"}  # of setprofile itself
+    assert len(living._refs) < 100
 
 
 def test_what_a_handler_asks_for_below_the_lock_is_done_right_after() -> None:
