@@ -271,4 +271,4 @@ def test_torchtitan_with_torchft_goes_on_when_a_group_is_killed_and_comes_back()
 @pytest.mark.thorough
 @pytest.mark.skipif(find_spec("monarch") is None, reason="needs Monarch: pip install 'holdfast[rl]'")
 def test_memory_between_actors_of_monarch_is_faster_than_monarchs_over_tcp() -> None:
-    run_python(STACK / "monarch" / "rdma.py", "16", "3")
+    run_python(STACK / "monarch" / "rdma.py", "16", "15")  # medians: three rounds were too few beside other tests
