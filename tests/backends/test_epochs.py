@@ -273,6 +273,29 @@ def test_an_announcement_ends_the_wait_of_one_rank_and_the_later_ops_of_all(epoc
     assert (word, after.announced) == (None if epochs.me == 2 else b"epoch 2", None)
 
 
+@over_shm
+@on_processes(4)
+def test_a_rank_that_announces_while_another_looks_is_not_taken_for_one_that_has_left(epochs: Epochs) -> None:
+    comm: Any = epochs.enter(1, ALL)
+    epochs.leave_barrier(comm)
+    board = comm.transport._board
+    look = board._announcer
+
+    def look_too_early() -> int | None:
+        found: int | None = look()
+        epochs.meet("looked", 2)
+        epochs.meet("announced", 2)
+        return found
+
+    if epochs.me == 0:
+        board._announcer = look_too_early
+        board.check_peers(lambda: [2])
+    elif epochs.me == 2:
+        epochs.meet("looked", 2)
+        assert comm.announce(b"epoch 2", Revoked(1, "epoch 2 follows"))
+        epochs.meet("announced", 2)
+
+
 # -- a segment of shm
 
 

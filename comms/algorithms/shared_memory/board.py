@@ -316,12 +316,12 @@ class Board:
 
     def check_peers(self, missing: Callable[[], Sequence[int]]) -> None:
         """Raise if a rank that is waited for can never come, or if any rank aborted."""
-        announcer = self._announcer()
+        left = [rank for rank in self._others if self._has_left(self.rows[rank])]
+        announcer = self._announcer()  # after it: who announces in between is not taken for one that has just left
         if announcer is not None:
             raise Revoked(self.epoch, f"rank {announcer} has announced what follows")
         if self._journal is not None:
             self._journal.waits(missing())
-        left = [rank for rank in self._others if self._has_left(self.rows[rank])]
         gone = tuple(rank for rank in self._dead() if rank not in left)
         late = missing()  # after the two: what a rank did before it left is there
         if not late:
