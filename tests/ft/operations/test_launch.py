@@ -141,7 +141,8 @@ LATE = """
         for attempt in session.steps(1000):
             with attempt:
                 attempt.comm.barrier()
-            print("job", session.view.job.min_size, attempt.shards)
+                terms = session.view.job.min_size, attempt.shards  # the other may leave the job after this step
+            print("job", *terms)
             break
 """
 
