@@ -125,11 +125,11 @@ def error_of(thing: object) -> UsedAfterFork | None:
 
 
 def _begin_child() -> None:
-    replace_by_dev_null(number for owner in list(_sockets) if (number := owner.fileno()) >= 0)
+    replace_by_dev_null(number for owner in _sockets if (number := owner.fileno()) >= 0)
     _sockets.clear()
     for start in _starts:
         start()
-    for thing in list(_reset):
+    for thing in _reset:
         thing.reset_in_child()
     owned = _owned.noted()
     _owned.clear()

@@ -107,9 +107,7 @@ def run_shielded(call: Callable[[], None]) -> None:
     if threading.current_thread() is not threading.main_thread() or any(lock._is_owned() for lock in _shared):  # type: ignore[attr-defined]
         call()
         return
-    begun, ended = threading.Lock(), threading.Lock()
-    over, raised = list[bool](), list[BaseException]()
-    ended.acquire()
+    begun, ended, raised = threading.Lock(), HandlerEvent(), list[BaseException]()
 
     def run() -> None:
         nonlocal call
@@ -121,8 +119,7 @@ def run_shielded(call: Callable[[], None]) -> None:
             raised.append(error)
         finally:
             del call  # what it refers to must not outlast it in a thread that is about to end
-            over.append(True)
-            ended.release()
+            ended.set()
 
     def start() -> None:
         try:
@@ -142,9 +139,9 @@ def run_shielded(call: Callable[[], None]) -> None:
         if begun.acquire(blocking=False):
             raise
         interruption = error
-    while not over:
+    while not ended.is_set():
         try:
-            ended.acquire()
+            ended.wait()
         except BaseException as error:
             interruption = error
     if interruption is not None:

@@ -49,7 +49,7 @@ class EpochGuard:
         self._identity, self._emit = identity, emit
         self._lock = threading.RLock()
         self._changed = HandlerEvent()
-        """Set, and replaced, when anything changes: who reads it before he looks misses no later change."""
+        """Set, and replaced, when anything changes. A wait reads it before it looks, and so misses no later change."""
         self._view: View | None = None
         self._over: HoldfastError | None = None
         self._why_before: tuple[int, HoldfastError] | None = None

@@ -301,18 +301,15 @@ def _finish_transactions() -> None:
     """
     global _child_began, _unfinished
     deadline = time.monotonic() + FORK_SECONDS
-    _unfinished = 0
 
-    def hold(lock: threading.Lock) -> None:
-        global _unfinished
-        if lock.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
+    def hold(lock: threading.Lock) -> bool:
+        if held := lock.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
             _held_for_fork.append(lock)
-        else:
-            _unfinished += 1
+        return held
 
-    hold(_opening)  # first: until it is held, another thread may open a cell, and write with it
-    for cell in _cells:
-        hold(cell.lock)
+    held = [hold(_opening)]  # first: until it is held, another thread may open a cell, and write with it
+    held += [hold(cell.lock) for cell in _cells]
+    _unfinished = held.count(False)
     _child_began = os.pipe() if any(_open_files.values()) else None
 
 
