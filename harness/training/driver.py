@@ -88,7 +88,7 @@ def train_here(
 ) -> RunResult:
     """Be the driver of a run until it is done. Raises `RunFailed`, and the errors of the run's beginning."""
     with RunDirectory(directory).open() as opened:
-        return run_interruptible(_run(config, opened, folder, observers))
+        return run_until_signalled(_run(config, opened, folder, observers))
 
 
 async def _run(config: RunConfig, directory: RunDirectory, folder: Path, watching: Sequence[Observer]) -> RunResult:
@@ -133,7 +133,7 @@ def driver_of(
 T = TypeVar("T")
 
 
-def run_interruptible(work: Coroutine[Any, Any, T]) -> T:
+def run_until_signalled(work: Coroutine[Any, Any, T]) -> T:
     """As `asyncio.run`, but SIGTERM and SIGHUP cancel `work` as SIGINT does, and then exit with 128 + the signal.
 
     An exception that is raised out of a signal handler would end the loop between two callbacks, and leave what its

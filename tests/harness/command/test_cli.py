@@ -23,7 +23,7 @@ from holdfast.ft.launch.launcher import StartFailed
 from holdfast.ft.launch.local_launcher import Grace, LaunchPlan, launch, python_command
 from holdfast.harness import command_line
 from holdfast.harness.cli.app import app
-from holdfast.harness.training.driver import run_interruptible
+from holdfast.harness.training.driver import run_until_signalled
 from holdfast.rl.run.run_directory import RunDirectory
 from holdfast.rl.run.run_events import ProcessStarted
 from support.programs.forked_programs import (
@@ -549,7 +549,7 @@ def test_ctrl_c_while_the_loop_is_made_leaves_no_half_of_it_and_no_coroutine_tha
     monkeypatch.setattr(asyncio, "new_event_loop", interrupted)
     coroutine = work()
     with pytest.raises(KeyboardInterrupt):
-        run_interruptible(coroutine)
+        run_until_signalled(coroutine)
     assert inspect.getcoroutinestate(coroutine) == inspect.CORO_CLOSED
     assert made[0].is_closed(), "the loop was made whole, though the interruption came first"
 
