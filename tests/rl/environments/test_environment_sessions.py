@@ -229,6 +229,16 @@ async def test_a_server_answers_garbage_by_an_error_and_serves_on() -> None:
                 await client.reset(0)
 
 
+async def test_a_client_that_asks_to_close_ends_its_session_and_is_hung_up_on() -> None:
+    async with EnvironmentServer(Misbehaving, "test") as server, connect(server.url + "/ws") as socket:
+        await socket.send('{"type":"reset","data":{}}')
+        assert json.loads(await socket.recv())["type"] == "observation"
+        assert server.health().sessions == 1
+        await socket.send('{"type":"close"}')
+        await asyncio.wait_for(socket.wait_closed(), PATIENCE)
+        await until(lambda: server.health().sessions == 0)
+
+
 async def test_a_page_in_a_browser_and_another_path_get_no_session() -> None:
     async with EnvironmentServer(Misbehaving, "test") as server:
         with pytest.raises(InvalidStatus, match="403"):
