@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import select
+import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import IO, Any
 
 PROGRAM_SECONDS = 240.0
@@ -31,6 +35,30 @@ def becomes_true(condition: Callable[[], bool], seconds: float = PROGRAM_SECONDS
 def eventually(condition: Callable[[], bool]) -> None:
     """Return once `condition()`; fails the test if that takes longer than `PROGRAM_SECONDS`."""
     assert becomes_true(condition), f"it did not happen in {PROGRAM_SECONDS:g} s"
+
+
+@contextmanager
+def once_it_waits(action: Callable[[], object]) -> Iterator[None]:
+    """Run `action()` in another thread once this one waits for a lock; at the end, if it waits for none."""
+    waits = threading.Event()
+
+    def look(_: FrameType, kind: str, called: Any) -> None:
+        if kind == "c_call" and called.__name__ == "acquire" and called.__self__.locked():
+            waits.set()
+
+    def act() -> None:
+        waits.wait()
+        action()
+
+    other = threading.Thread(target=act)
+    other.start()
+    sys.setprofile(look)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+        waits.set()
+        other.join()
 
 
 def next_line(output: IO[Any] | None) -> str:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import random
 import sys
-import threading
 import time
 import tomllib
 from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
 from operator import attrgetter
@@ -36,6 +36,7 @@ from support.comms.collectives import COLLECTIVES, collective
 from support.comms.python_calls import functions_entered
 from support.comms.ranks import on_ranks_of, second_tier, shared_ranks
 from support.source_tree import ROOT
+from support.waiting import becomes_true
 
 OPS = ("all_reduce", "reduce_scatter_single", "broadcast", "all_gather_single", "all_to_all_single", "barrier")
 RANKS = 3
@@ -239,9 +240,10 @@ def test_the_journal_gets_the_error_that_ended_an_op(whole: Communicator) -> Non
         part = comm.split([0, 1])
         part.barrier()
         if part.rank == 0:
-            threading.Timer(0.1, part.abort, ["enough"]).start()
-            with pytest.raises(Revoked):
-                part.all_reduce(torch.ones(1))
+            with ThreadPoolExecutor(1) as other:
+                other.submit(lambda: becomes_true(lambda: len(log.lines) == 5) and part.abort("enough"))
+                with pytest.raises(Revoked):
+                    part.all_reduce(torch.ones(1))
         comm.barrier()
         part.close()
     assert [line[-1] for line in log.lines[3::2]] == ["NoneType", "Revoked"][: 2 - part.rank]

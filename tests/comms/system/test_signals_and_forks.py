@@ -37,7 +37,7 @@ from support.comms.meeting import alone
 from support.comms.ranks import MPI, on_ranks, on_ranks_of
 from support.programs.forked_programs import run_python
 from support.rpc_servers import RpcThread
-from support.waiting import PROGRAM_SECONDS
+from support.waiting import PROGRAM_SECONDS, once_it_waits
 
 CALLS: dict[str, Callable[[Communicator, int], object]] = {
     **{op: lambda comm, turn, op=op: getattr(comm, op)(*_arguments(op, comm.rank, turn % 8)) for op in COLLECTIVES},
@@ -252,15 +252,13 @@ def wait_interrupted(event: HandlerEvent, at: int, handler: Callable[[], None]) 
             handler()
         return step
 
-    other = threading.Timer(0.05, lambda: steps < at and event.set())
-    other.start()
-    before = sys.gettrace()  # that of coverage
-    sys.settrace(step)
-    try:
-        event.wait(PROGRAM_SECONDS)
-    finally:
-        sys.settrace(before)
-        other.join()
+    with once_it_waits(lambda: steps < at and event.set()):
+        before = sys.gettrace()  # that of coverage
+        sys.settrace(step)
+        try:
+            event.wait(PROGRAM_SECONDS)
+        finally:
+            sys.settrace(before)
     return steps >= at
 
 

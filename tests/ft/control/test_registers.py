@@ -95,7 +95,7 @@ def test_all_threads_that_wait_on_a_handle_are_woken_by_a_write_through_another_
         for version in range(20):
             writer = threading.Timer(0.005, mine.compare_and_set, (version, b"%d" % version))
             writer.start()
-            seen = in_threads(4, lambda _, version=version: yours.wait(version, 5.0))
+            seen = in_threads(4, lambda _, version=version: yours.wait(version, PATIENCE))
             assert seen == [(version + 1, b"%d" % version)] * 4
             writer.join()
 

@@ -45,7 +45,7 @@ from support.samples.tally import (
     tally_up,
 )
 from support.views import view_of
-from support.waiting import PROGRAM_SECONDS, eventually
+from support.waiting import PROGRAM_SECONDS, eventually, once_it_waits
 
 
 @pytest.fixture
@@ -194,11 +194,8 @@ def test_a_handler_ends_a_wait_for_the_next_epoch_at_any_line(wait: Callable[...
             with contextlib.suppress(StaleEpoch):
                 wait(guard, 1, PROGRAM_SECONDS)  # noqa: B023
 
-        later = threading.Timer(0.2, lambda: reached or guard.end(StaleEpoch("by another thread")))  # noqa: B023
-        later.start()
-        call_at_line(line, end, work)
-        later.cancel()
-        later.join()
+        with once_it_waits(lambda: reached or guard.end(StaleEpoch("by another thread"))):  # noqa: B023
+            call_at_line(line, end, work)
     assert line > 10
     assert time.monotonic() - began < PROGRAM_SECONDS
 

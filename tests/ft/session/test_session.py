@@ -157,7 +157,7 @@ def test_a_stopped_rank_is_fenced_and_replaced_and_a_dead_one_is_seen(backend: s
         job = ranks.start(work, 150, str(gate), str(hurry))
         job.wait_for_spares()
         first = job.wait_for("committed", step=2)["epoch"]
-        stopped, began = job.pause(1), time.monotonic()
+        began, stopped = time.monotonic(), job.pause(1)
         gate.touch()
         fenced = job.wait_for("fenced")
         job.wait_for("committed", epoch=first + 1)
