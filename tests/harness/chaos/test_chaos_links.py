@@ -24,7 +24,7 @@ from holdfast.harness.links.client import Links
 from holdfast.harness.links.policy import BULK, CLEAR, LinkPolicy, LinkRule, combined
 from holdfast.harness.links.proxy import Direction
 from support.programs.forked_programs import run_python
-from support.waiting import PROGRAM_SECONDS
+from support.waiting import PROGRAM_SECONDS, eventually
 
 policies = st.builds(
     LinkPolicy,
@@ -248,10 +248,16 @@ def test_a_partitioned_job_commits_no_step_and_goes_on_once_healed() -> None:
         job = cluster.start(work)
         job.wait_for("committed", step=10)
         job.partition([0], [1])
-        time.sleep(0.2)
-        before = max(event["step"] for event in job.events() if event["kind"] == "committed")
-        time.sleep(0.3)
-        after = max(event["step"] for event in job.events() if event["kind"] == "committed")
-        assert before == after < 99
+
+        def newest() -> int:
+            return max(event["step"] for event in job.events() if event["kind"] == "committed")
+
+        def stands_still() -> bool:
+            before = newest()
+            time.sleep(0.5)
+            return newest() == before
+
+        eventually(stands_still)
+        assert newest() < 99
         job.heal()
         assert job.results() == [(100, 2), (100, 2)], "on one host silence is no death: no rank was evicted"
