@@ -77,7 +77,7 @@ class Connections:
         self.links = {peer: link for peer, link in links.items() if link.key not in self.broken}
         for link in [*lost, *(link for link in links.values() if link.key in self.broken)]:
             self.drop(link)
-        self._sent = [each for each in self._sent if self.worker.status(each[0]) == libucp.IN_PROGRESS]
+        self.worker.take_ended(self._sent)
         return sum(tensor.nbytes for _, tensor in self._sent) <= _SENT_BYTES and self._dead <= _DEAD
 
     def abandon_send(self, request: int, tensor: torch.Tensor) -> None:
@@ -118,10 +118,9 @@ class Connections:
         """Release the worker and all links. Idempotent."""
         self.links = {}
         if self.worker.handle:
-            for request, _ in [] if self.worker.lost_descriptors else self._sent:
-                self.worker.lib.call.ucp_request_free(request)
+            while self._sent and not self.worker.lost_descriptors:
+                self.worker.give_up(*self._sent.pop())
             self.worker.close()
-            self._sent.clear()
 
 
 def warm_up() -> None:

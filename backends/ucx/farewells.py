@@ -33,6 +33,8 @@ _NOTE_BYTES = 1024
 WORDS = 200
 """The most characters of an error in a hello. The advice what to do comes last in it."""
 _SEND_SECONDS = 0.02
+_UNKNOWN = -1
+"""The request of a receive that has begun, or not: its call was cut short."""
 
 
 class WorkerHello(msgspec.Struct, frozen=True, tag="hello"):
@@ -124,6 +126,7 @@ class Notices:
         """Post a receive for the next notice; handle those that have arrived."""
         call, handle, tags = self._call, self._worker.handle, self._tags
         while True:
+            self._request = _UNKNOWN
             self._request = call.ucp_tag_recv_nbx(
                 handle, self._address, _NOTE_BYTES, tags.notice, _NOTICE | tags.mask, self._param
             )
@@ -134,11 +137,12 @@ class Notices:
 
     def poll(self) -> None:
         """Handle the notices that have arrived."""
-        if self._request:
-            status = self._call.ucp_tag_recv_request_test(self._request, self._info)
-            if status != libucp.IN_PROGRESS:
-                self._call.ucp_request_free(self._request)
+        request = self._request
+        if request > 0:
+            status = self._call.ucp_tag_recv_request_test(request, self._info)
+            if status != libucp.IN_PROGRESS and self._request == request:  # else a signal's handler has polled
                 self._request = 0
+                self._call.ucp_request_free(request)
                 if status == libucp.OK:
                     self._note()
                 self._listen()
@@ -176,11 +180,7 @@ class Notices:
         after the peer's hello: UCX (1.22) ends a process when a peer that it has no endpoint to asks it to connect and
         the memory of that peer is already gone.
         """
-        kept = self._ffi.from_buffer(msgspec.msgpack.encode(met))
-        request = self._send(endpoint, kept, synchronous=True)
-        if request > 0:
-            self._worker.abandon(kept)
-        return request
+        return self._send(endpoint, self._ffi.from_buffer(msgspec.msgpack.encode(met)), synchronous=True)
 
     def send_farewell(self, endpoints: Iterable[Any], aborted: bool, why: str) -> None:
         """Tell every peer that this rank leaves, and why; only the first call does. Returns within milliseconds."""
@@ -188,23 +188,32 @@ class Notices:
             return
         self._said = True
         why = why.encode()[: _NOTE_BYTES - 64].decode(errors="ignore")
-        kept = self._ffi.from_buffer(msgspec.msgpack.encode(WorkerFarewell(aborted, why)))
-        requests = [self._send(endpoint, kept) for endpoint in endpoints]
+        text = msgspec.msgpack.encode(WorkerFarewell(aborted, why))
+        sent = [(kept, self._send(endpoint, kept)) for endpoint in endpoints for kept in [self._ffi.from_buffer(text)]]
         self._worker.progress()
-        if [each for each in requests if not self._worker.finish(each, _SEND_SECONDS / len(requests))]:
-            self._worker.abandon(kept)
+        for kept, request in sent:
+            if self._worker.finish(request, _SEND_SECONDS / len(sent)):
+                self._worker.release(kept)
 
     def _send(self, endpoint: Any, kept: Any, synchronous: bool = False) -> int:
+        """Send `kept`, which the worker keeps unless the message has left; returns the request."""
         send = self._call.ucp_tag_send_sync_nbx if synchronous else self._call.ucp_tag_send_nbx
         address = int(self._ffi.cast("uintptr_t", kept))
-        return int(send(endpoint, address, len(kept), self._tag, self._worker.plain))
+        self._worker.keep(kept)
+        request = int(send(endpoint, address, len(kept), self._tag, self._worker.plain))
+        if request <= 0:
+            self._worker.release(kept)
+        return request
 
     def close(self) -> None:
         """Stop receiving notices."""
-        if self._request > 0:
-            self._call.ucp_request_cancel(self._worker.handle, self._request)
-            self._worker.finish(self._request, _SEND_SECONDS)
-            self._request = 0
+        if self._request:
+            self._worker.keep(self._buffer)
+            request, self._request = self._request, 0
+            if request > 0:
+                self._call.ucp_request_cancel(self._worker.handle, request)
+                if self._worker.finish(request, _SEND_SECONDS):
+                    self._worker.release(self._buffer)
 
 
 def parse(text: bytes) -> Notice:

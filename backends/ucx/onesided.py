@@ -83,6 +83,7 @@ class UcxChannel(Channel):
         with self._lock:
             if self._sending:
                 self._sweep()
+            self._worker.keep(kept)
             request = int(
                 self._call.ucp_am_send_nbx(
                     self._endpoints[to] if between_ranks else to,
@@ -98,17 +99,13 @@ class UcxChannel(Channel):
                 self._sending.append((request, to, kept))
             elif request < 0:
                 self.broken.add(to)
+            self._worker.release(kept)
 
     def _sweep(self) -> None:
         """Release the memory of messages that have left."""
-        going = []
-        for entry in self._sending:
-            status = self._worker.status(entry[0])
-            if status == libucp.IN_PROGRESS:
-                going.append(entry)
-            elif status != libucp.OK:
-                self.broken.add(entry[1])
-        self._sending = going
+        for (_, to, _), status in self._worker.take_ended(self._sending):
+            if status != libucp.OK:
+                self.broken.add(to)
 
     # -- what arrives
 

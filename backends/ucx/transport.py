@@ -54,7 +54,7 @@ def announced_link(context: Context, local: bool) -> Link:
 
 
 class PendingMessage:
-    """A send or receive under way; `request` is 0 once it is complete. Keeps its tensor."""
+    """A send or receive under way. Keeps its tensor. `request`: 0 once it is complete, or if its call was cut short."""
 
     __slots__ = ("nbytes", "peer", "receives", "request", "tensor")
 
@@ -116,22 +116,22 @@ class UcxTransport(MessageTransport):
         message = PendingMessage(tensor, dst, False)
         with self._lock:
             self._check()
-            self._posted(
-                message,
-                self._call.ucp_tag_send_nbx(
-                    self.links[dst].endpoint,
-                    tensor.data_ptr(),
-                    message.nbytes,
-                    self._tags.of(self.rank, tag, tensor.dtype),
-                    self._worker.plain,
-                ),
+            self._pending.add(message)  # before UCX has its memory: see worker.py
+            request = self._call.ucp_tag_send_nbx(
+                self.links[dst].endpoint,
+                tensor.data_ptr(),
+                message.nbytes,
+                self._tags.of(self.rank, tag, tensor.dtype),
+                self._worker.plain,
             )
+            self._posted(message, request)
         return message
 
     def _post_recv(self, tensor: torch.Tensor, src: int, tag: int) -> Posted:
         message = PendingMessage(tensor, src, True)
         with self._lock:
             self._check()
+            self._pending.add(message)
             request = self._call.ucp_tag_recv_nbx(
                 self._worker.handle,
                 tensor.data_ptr(),
@@ -146,11 +146,12 @@ class UcxTransport(MessageTransport):
         return message
 
     def _posted(self, message: PendingMessage, request: int) -> None:
-        if request:
-            if request < 0:
-                raise self._explain(message, request)
+        if request > 0:
             message.request = request
-            self._pending.add(message)
+            return
+        self._pending.discard(message)
+        if request < 0:
+            raise self._explain(message, request)
 
     def _done(self, message: PendingMessage) -> bool:
         """Whether a message is complete; raises if it failed."""
@@ -367,29 +368,33 @@ class UcxTransport(MessageTransport):
                     return returned
                 returned.close()
                 return None
-            connections, self.connections = self.connections, None
+            connections = self.connections
             if connections is None:
                 return None
             self.notices.close()
-            if not self._settle(connections, peers):
-                self._drop_pending()
-                connections.close()
+            settled = self._settle(connections, peers)
+            self.connections = None
+            if not settled:
+                self._destroy(connections)
                 return None
         return connections
 
     def _settle(self, connections: Connections, peers: Collection[Peer]) -> bool:
         """End all that could write to memory of this epoch; whether that is done."""
+        if not all(message.request for message in self._pending):
+            return False  # calls were cut short, and nobody knows what they have begun
         receives = [message.request for message in self._pending if message.receives]
         for request in receives:
             self._call.ucp_request_cancel(self._worker.handle, request)
         if not connections.settle(receives, _SETTLE_SECONDS):
             return False
-        for message in self._pending:
+        for message in tuple(self._pending):
+            request, message.request = message.request, 0
             if message.receives:
-                self._call.ucp_request_free(message.request)
+                self._call.ucp_request_free(request)
             else:
-                connections.abandon_send(message.request, message.tensor)
-        self._pending.clear()
+                connections.abandon_send(request, message.tensor)
+            self._pending.discard(message)
         links, self.links = self.links, {}
         kept = {self._peers[rank]: link for rank, link in links.items() if self._peers[rank] in peers}
         return connections.keep(kept, [link for rank, link in links.items() if self._peers[rank] not in peers])
@@ -428,13 +433,16 @@ class UcxTransport(MessageTransport):
         else:
             self._leave(True, str(self._error))
         self.notices.close()
-        self._drop_pending()
-        connections.close()
+        self._destroy(connections)
 
-    def _drop_pending(self) -> None:
-        for message in self._pending:
+    def _destroy(self, connections: Connections) -> None:
+        """Close the connections. What is pending ends with them."""
+        begun = [message for message in self._pending if message.request]
+        for message in begun:
             self._call.ucp_request_cancel(self._worker.handle, message.request)
         self._worker.progress()
-        for message in self._pending:
-            self._call.ucp_request_free(message.request)
+        for message in begun:
+            request, message.request = message.request, 0
+            self._call.ucp_request_free(request)
+        connections.close()
         self._pending.clear()

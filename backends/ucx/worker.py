@@ -2,6 +2,10 @@
 
 A worker is not thread-safe: its owner holds a lock around its calls. `ProgressThread` progresses it while no thread is
 in an op: over TCP nothing else does.
+
+Ctrl-C may raise as soon as a call has begun a request, and nobody learns its number then. So the memory of a request is
+kept before the call, and until the request has ended or the worker is gone: else UCX would write to memory that others
+use. For the same reason a number is forgotten before its request is freed: a second time would break UCX.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from holdfast.backends.ucx import libucp
 from holdfast.backends.ucx.libucp import Libucp, UcxError, library
@@ -31,6 +35,8 @@ MANY_HOSTS = "tcp,self"
 
 Endpoint = Any
 """An `ucp_ep_h`."""
+Begun = TypeVar("Begun", bound=tuple[Any, ...])
+"""A request, and what belongs to it."""
 Failed = Callable[[int, str], None]
 """failed(key, why): the connection of an endpoint made with `key` broke."""
 
@@ -186,7 +192,7 @@ class UcxWorker:
         self._on_failure = self._ffi.callback("ucp_err_handler_cb_t", self._endpoint_failed)
         self._endpoints: list[Endpoint] = []
         self.event_fd: OwnedDescriptor | None = None
-        self._kept: list[object] = []
+        self._kept: dict[int, object] = {}
         resolve = {"RESOLVE_REMOTE_EP_ID": "y"} if features & libucp.FEATURE_AM else {}
         options = {"TLS": over.tls, **over.options, **resolve}
         with _reraise_local_cause():
@@ -297,6 +303,17 @@ class UcxWorker:
             self._call.ucp_request_free(request)
         return status
 
+    def take_ended(self, begun: list[Begun]) -> list[tuple[Begun, int]]:
+        """Take those whose request has ended out of `begun`, and free it; each with its status."""
+        ended = []
+        for each in list(begun):
+            status = int(self._call.ucp_request_check_status(each[0]))
+            if status != libucp.IN_PROGRESS:
+                ended.append((each, status))
+                begun.remove(each)
+                self._call.ucp_request_free(each[0])
+        return ended
+
     def finish(self, request: int, seconds: float) -> bool:
         """Progress until `request` is done, for at most `seconds`; free it either way. False if it is under way."""
         if request <= 0:
@@ -317,14 +334,18 @@ class UcxWorker:
         for request in [self._call.ucp_ep_flush_nbx(endpoint, self.plain) for endpoint in endpoints]:
             self.finish(request, limit - time.monotonic())
 
-    def abandon(self, keep: object) -> None:
-        """Keep the memory of an abandoned request that may still write to it."""
-        self._kept.append(keep)
+    def keep(self, memory: object) -> None:
+        """Keep memory that UCX may access until `release`, or until it is destroyed with this worker."""
+        self._kept[id(memory)] = memory
 
-    def give_up(self, request: int, keep: object) -> None:
-        """Stop waiting for a request, which may still be carried out and use `keep`."""
+    def release(self, memory: object) -> None:
+        """Keep memory no longer: UCX has ended what it was for."""
+        self._kept.pop(id(memory), None)
+
+    def give_up(self, request: int, memory: object) -> None:
+        """Stop waiting for a request, which may still be carried out and use `memory`."""
+        self.keep(memory)
         self._call.ucp_request_free(request)
-        self.abandon(keep)
 
     def disconnect(self, endpoint: Endpoint) -> None:
         """Close an endpoint, whatever state it is in."""

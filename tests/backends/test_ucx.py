@@ -9,7 +9,9 @@ import signal
 import statistics
 import threading
 import time
+import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -170,6 +172,93 @@ def test_a_rank_killed_while_ucx_makes_a_segment_leaves_no_file() -> None:
         folder = str(survivor.value)
         assert Path(folder).exists()
     assert not Path(folder).exists()
+
+
+# -- Ctrl-C
+
+
+class CutShort:
+    """The functions of libucp. The main thread is interrupted as the `at`th of its calls from now on returns."""
+
+    def __init__(self, call: Any) -> None:
+        self._functions, self.at = call, 0
+        self.writes: dict[int, int] = {}
+        """The requests of receives that have not ended, with the addresses that UCX may write to."""
+        self._begun, self.wrong = set[int](), list[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self._functions, name)
+
+        def call(*given: Any) -> Any:
+            if "_request_" in name:
+                request = given[0] if isinstance(given[0], int) else given[1]
+                if request not in self._begun:
+                    self.wrong.append(f"{name} of a request that was freed")
+                    return libucp.OK
+            found = function(*given)
+            if name.endswith("_nbx") and found > 0:
+                self._begun.add(found)
+                if name == "ucp_tag_recv_nbx":
+                    self.writes[found] = given[1]
+            elif name in ("ucp_request_check_status", "ucp_tag_recv_request_test") and found != libucp.IN_PROGRESS:
+                self.writes.pop(request, None)
+            elif name == "ucp_request_free":
+                self._begun.discard(request)
+            elif name == "ucp_worker_destroy":
+                self.writes.clear()
+            if name != "ucp_worker_progress" and threading.current_thread() is threading.main_thread():
+                self.at -= 1
+                if self.at == 0:
+                    raise KeyboardInterrupt
+            return found
+
+        return call
+
+
+def hand_over(part: Communicator) -> None:
+    """End an epoch with messages under way, as a session does that goes on with the same connections."""
+    transport: Any = part.transport
+    for tag in range(2):
+        transport._post_recv(torch.zeros(5000), 1 - part.rank, tag)
+        transport._post_send(torch.zeros(5000), 1 - part.rank, 2 + tag)
+    if (connections := transport.hand_over(part.peers)) is not None:
+        connections.close()
+
+
+@pytest.mark.parametrize("what", ["receive", "hand over"])
+@on_ranks_of("two")
+def test_ctrl_c_after_any_call_of_ucx_frees_no_memory_that_it_writes_to_and_no_request_twice(
+    whole: Communicator, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ucx = CutShort(libucp.library().call)
+    if whole.rank == 0:
+        monkeypatch.setattr("holdfast.backends.ucx.worker.library", lambda: replace(libucp.library(), call=ucx))
+    for turn in itertools.count(1):
+        part, interrupted = whole.split([0, 1], timeout=PATIENCE), False
+        into = torch.zeros(5000)
+        address, memory = into.data_ptr(), weakref.ref(into)
+        ucx.at = turn
+        try:
+            if what == "hand over":
+                hand_over(part)
+            elif part.rank == 0:
+                part.recv(into, 1)
+            else:
+                part.send(torch.ones(5000), 0)
+        except KeyboardInterrupt:
+            interrupted = True
+        except HoldfastError:  # of rank 1, whose peer was interrupted
+            assert part.rank == 1
+        ucx.at = 0
+        del into
+        if memory() is None:
+            assert address not in ucx.writes.values(), f"after call {turn}"
+        part.close()
+        assert not ucx.wrong, f"after call {turn}"
+        whole.all_reduce(going_on := torch.tensor([int(interrupted)]), timeout=PATIENCE)
+        if not going_on:
+            break
+    assert turn > 5
 
 
 # -- the memory plane
