@@ -71,12 +71,13 @@ Withdraw = Callable[[], object]
 
 
 class BlockCopy(msgspec.Struct, frozen=True):
-    """Bytes to copy from a region to the memory at `address`, or the other way if `writing`.
+    """Bytes to copy from a region to the memory at `address`, which `tensor` keeps, or the other way if `writing`.
 
     `look()` raises if the plane was closed or the time is over.
     """
 
     handle: Handle
+    tensor: torch.Tensor
     address: int
     offset: int
     nbytes: int
@@ -88,8 +89,7 @@ class BlockCopy(msgspec.Struct, frozen=True):
         """The copy of `nbytes` of the bytes, from number `start` on."""
         if nbytes == self.nbytes:
             return self
-        address, offset = self.address + start, self.offset + start
-        return BlockCopy(self.handle, address, offset, nbytes, self.deadline, self.writing, self.look)
+        return msgspec.structs.replace(self, address=self.address + start, offset=self.offset + start, nbytes=nbytes)
 
     def blocks(self, most: int) -> Iterator[BlockCopy]:
         """The copies of its blocks, of at most so many bytes; one if it has no bytes."""
@@ -305,7 +305,7 @@ class HostPlane(MemoryPlane):
                 raise OpTimeout(op, seq, time.monotonic() - began)
 
         def body() -> None:
-            self._in_blocks(BlockCopy(handle, address, offset, nbytes, deadline, writing, look))
+            self._in_blocks(BlockCopy(handle, tensor, address, offset, nbytes, deadline, writing, look))
             if not writing and nbytes and not tensor.is_inference():
                 torch.autograd.graph.increment_version(tensor)
 

@@ -198,7 +198,7 @@ class NixlAgent:
             if region.transfer is None:
                 region.transfer = self._prepare(address, address.row, word, _WORD)
             self._run(region.transfer, region, block)
-        except (RegionGone, OpTimeout):
+        except BaseException:  # Ctrl-C, too
             self._stage = None  # a transfer may still write to it
             for known in self._found.values():
                 known.transfer = None
@@ -237,12 +237,12 @@ class NixlAgent:
             checks += 1
             return step(self._api.check_xfer_state)
 
-        if not step(self._api.transfer):
-            try:
+        try:
+            if not step(self._api.transfer):
                 _WAIT.until(ended, region.look, block.deadline, lambda seconds: OpTimeout("memory read", 0, seconds))
-            except (RegionGone, OpTimeout):
-                forks.never_destroy((transfer, self._stage))
-                raise
+        except BaseException:
+            forks.never_destroy((transfer, self._stage))
+            raise
         if state != "DONE":
             region.look()
             raise RegionGone(_UNREACHABLE) from failure

@@ -94,9 +94,9 @@ class _Region(Owner):
         """Copy one block between memory of this process and the region. Raises `RegionGone`, `OpTimeout`."""
         memory, deadline = (block.address, block.nbytes), block.deadline
         if not block.writing:
-            self._requests.read(self, self._number, block.offset, memory, None, deadline, "memory read")
+            self._requests.read(self, self._number, block.offset, memory, block.tensor, deadline, "memory read")
         elif self._writable:
-            self._requests.write(self, self._number, block.offset, memory, None, deadline, "memory write")
+            self._requests.write(self, self._number, block.offset, memory, block.tensor, deadline, "memory write")
         else:
             raise read_only()
 

@@ -12,6 +12,7 @@ import re
 import resource
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from itertools import product
@@ -355,6 +356,35 @@ def test_an_agent_that_was_dropped_does_not_end_in_a_forked_child(
         pipe.send("ended it")
 
     assert start(drops).hear() == "ended it"
+
+
+@pytest.mark.parametrize("name", ["ucx over tcp", "nixl over tcp"], indirect=True)
+def test_ctrl_c_amid_a_read_frees_no_memory_that_may_still_be_written_to(
+    name: str, plane: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A late answer must not change the next read either."""
+    tensor, into = torch.zeros(1 << 20), torch.zeros(1 << 20)
+    with plane.expose(tensor) as region:
+        plane.read(region.handle, into).wait()
+        network = plane._access()
+        begins, how = (network.requests.channel, "send") if name == "ucx" else (network._api, "transfer")
+        begin = getattr(begins, how)
+
+        def interrupted(*given: Any) -> None:
+            begin(*given)
+            raise KeyboardInterrupt
+
+        written = weakref.ref(into if name == "ucx" else network._stage)
+        with network.lock:  # no answer is taken in meanwhile
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(begins, how, interrupted)
+                plane.read(region.handle, into).wait()
+            del into
+            gc.collect()  # the interruption's traceback refers to it, too
+            assert written() is not None and (name == "ucx" or network._stage is None)
+        into = torch.ones(1 << 20)
+        plane.read(region.handle, into).wait()
+        assert torch.equal(into, tensor)
 
 
 def test_close_waits_for_a_block_that_is_being_written(start: Callable[..., Child]) -> None:
