@@ -360,31 +360,36 @@ def test_an_agent_that_was_dropped_does_not_end_in_a_forked_child(
 
 @pytest.mark.parametrize("name", ["ucx over tcp", "nixl over tcp"], indirect=True)
 def test_ctrl_c_amid_a_read_frees_no_memory_that_may_still_be_written_to(
-    name: str, plane: Any, monkeypatch: pytest.MonkeyPatch
+    name: str, start: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A late answer must not change the next read either."""
-    tensor, into = torch.zeros(1 << 20), torch.zeros(1 << 20)
-    with plane.expose(tensor) as region:
-        plane.read(region.handle, into).wait()
-        network = plane._access()
-        begins, how = (network.requests.channel, "send") if name == "ucx" else (network._api, "transfer")
-        begin = getattr(begins, how)
 
-        def interrupted(*given: Any) -> None:
-            begin(*given)
-            raise KeyboardInterrupt
+    def interrupts(pipe: Connection) -> None:
+        tensor, into = torch.zeros(1 << 20), torch.zeros(1 << 20)
+        opened: Any = memory(name)
+        with opened as plane, plane.expose(tensor) as region:
+            plane.read(region.handle, into).wait()
+            network = plane._access()
+            begins, how = (network.requests.channel, "send") if name == "ucx" else (network._api, "transfer")
+            begin = getattr(begins, how)
 
-        written = weakref.ref(into if name == "ucx" else network._stage)
-        with network.lock:  # no answer is taken in meanwhile
-            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-                patch.setattr(begins, how, interrupted)
-                plane.read(region.handle, into).wait()
-            del into
-            gc.collect()  # the interruption's traceback refers to it, too
-            assert written() is not None and (name == "ucx" or network._stage is None)
-        into = torch.ones(1 << 20)
-        plane.read(region.handle, into).wait()
-        assert torch.equal(into, tensor)
+            def interrupted(*given: Any) -> None:
+                begin(*given)
+                raise KeyboardInterrupt
+
+            written = weakref.ref(into if name == "ucx" else network._stage)
+            with network.lock:  # no answer is taken in meanwhile
+                with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                    patch.setattr(begins, how, interrupted)
+                    plane.read(region.handle, into).wait()
+                del into
+                gc.collect()  # the interruption's traceback refers to it, too
+                assert written() is not None and (name == "ucx" or network._stage is None)
+            into = torch.ones(1 << 20)
+            plane.read(region.handle, into).wait()
+            pipe.send(torch.equal(into, tensor))
+
+    assert start(interrupts).hear() is True
 
 
 def test_close_waits_for_a_block_that_is_being_written(start: Callable[..., Child]) -> None:
