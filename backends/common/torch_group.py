@@ -33,6 +33,9 @@ _NOTE_SECONDS = 0.5
 
 _NOTE_LENGTH = 500
 
+_DEATH_SECONDS = 0.5
+"""How long the kernel may take to call a process gone that has lost its connections."""
+
 _log = logging.getLogger("holdfast.backends")
 
 
@@ -97,10 +100,17 @@ class TorchGroup(Transport):
 
     def _watch(self) -> None:
         while self._liveness.wait(self._wake, self._look_seconds) and self._watching:
-            if dead := self._liveness.dead():
-                self._peers_ended(PeerFailed(dead, "the kernel says that the process is gone"))
+            if (death := self._death()) is not None:
+                self._peers_ended(death)
             elif (failure := self._own_failure()) is not None:
+                if isinstance(failure, PeerFailed) and not failure.ranks:
+                    self._liveness.wait(self._wake, _DEATH_SECONDS)
+                    failure = self._death() or failure
                 self.abort(failure)
+
+    def _death(self) -> PeerFailed | None:
+        dead = self._liveness.dead()
+        return PeerFailed(dead, "the kernel says that the process is gone") if dead else None
 
     def _peers_ended(self, error: PeerFailed) -> None:
         """End the group, since processes of peers are gone."""

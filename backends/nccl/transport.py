@@ -65,7 +65,8 @@ _OF_ONE_TENSOR = ("all_reduce", "broadcast")
 _LOOK_SECONDS = 0.05
 """Seconds between checks whether torch's watchdog has ended the group."""
 
-_GRACE_SECONDS = 0.2
+_GRACE_SECONDS = 1.0
+"""How long an op that failed waits for what has ended its group, which tells more than NCCL: longer than a watcher."""
 _TIMEOUT_STEP = 0.1
 """The interval at which torch's watchdog checks timeouts: finer ones make no difference."""
 

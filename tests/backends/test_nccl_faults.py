@@ -23,13 +23,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from holdfast.backends.common.torch_group import TorchGroup
 from holdfast.backends.nccl import streams, torch_groups
 from holdfast.backends.nccl import transport as nccl
 from holdfast.backends.nccl.torch_groups import this_thread
 from holdfast.comms import HoldfastError, OpTimeout, PeerFailed, ReduceOp
 from holdfast.comms.ops import OpPlan
 from holdfast.comms.plugins.spec import Available
+from holdfast.comms.system.files import OwnedDescriptor
 from holdfast.comms.transport.base import Peer
+from holdfast.comms.transport.liveness import Liveness, start_time, this_host, this_process
 from support.comms.meeting import run_in_threads, soon
 from support.comms.nccl_stand_in import LikeNccl, OnTheHost
 from support.waiting import PATIENCE, eventually
@@ -315,6 +318,27 @@ def test_the_error_tells_what_torchs_watchdog_found_or_that_it_cannot_be_asked(m
     assert not nccl.finds_failures()
     monkeypatch.setattr(dist, "ProcessGroupNCCL", type("With", (), {"get_error": None}), raising=False)
     assert nccl.finds_failures()
+
+
+def test_a_lost_connection_is_told_as_the_death_that_it_comes_before() -> None:
+    """A killed process loses its connections first: survivors said "unknown ranks failed"."""
+    peer = subprocess.Popen(["sleep", "60"])
+
+    def get_error() -> Any:
+        peer.kill()
+        return SimpleNamespace(name="COMM_ERROR")
+
+    transport = over(Recording(get_error=get_error))
+    peers = [this_process(), Peer(this_host(), peer.pid, start_time(peer.pid))]
+    transport._liveness = Liveness(peers, 0)
+    transport._wake = OwnedDescriptor(os.eventfd(0, os.EFD_CLOEXEC))
+    transport._watch_peers("nccl")
+    try:
+        eventually(lambda: transport.ended is not None)
+        assert isinstance(transport.ended, PeerFailed) and transport.ended.ranks == (1,)
+    finally:
+        TorchGroup._forget_peers(transport)
+        peer.wait()
 
 
 def test_an_error_of_this_process_is_not_told_as_a_peers_death() -> None:
