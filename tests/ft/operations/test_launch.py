@@ -137,7 +137,7 @@ LATE = """
     while os.environ["RANK"] == "1" and not pathlib.Path({go!r}).exists():
         time.sleep(0.01)
     from holdfast import ft
-    with ft.Session() as session:
+    with ft.Session(timeouts=ft.Timeouts(join=200.0)) as session:
         for attempt in session.steps(1000):
             with attempt:
                 attempt.comm.barrier()

@@ -638,8 +638,10 @@ import torch  # here, once for all forks
 
 from holdfast.harness.cli.app import main
 
+pids = []
 for number, command in enumerate(json.loads(sys.argv[1])):
-    if not (pid := os.fork()):
+    pids.append(os.fork())
+    if not pids[-1]:
         out = os.open(f"{number}.txt", os.O_WRONLY | os.O_CREAT)
         os.dup2(out, 1), os.dup2(out, 2)
         sys.argv = ["holdfast", *command.split()]
@@ -651,6 +653,7 @@ for number, command in enumerate(json.loads(sys.argv[1])):
         finally:
             sys.stdout.flush(), sys.stderr.flush()
             os._exit(status)
+for pid in pids:
     print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
 
