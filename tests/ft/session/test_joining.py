@@ -83,7 +83,7 @@ def test_arguments_that_cannot_work_are_refused_and_nothing_is_left_behind(
     threads = set(threading.enumerate())
     with pytest.raises(error, match=words):
         Session(**{**contract, **change})
-    assert set(threading.enumerate()) <= threads
+    eventually(lambda: set(threading.enumerate()) <= threads)
     with Register.open(contract["register"]) as register:
         assert register.read() is None
 
