@@ -55,7 +55,7 @@ class Living(Generic[Thing]):
     def add(self, thing: Thing, note: Any = None) -> None:
         """Add an object. Of several notes on one, the last counts."""
         if len(self._refs) >= self._most:
-            for number, each in list(self._refs.items()):
+            for number, each in self._refs.copy().items():  # a list of items may start a collection, which runs others
                 if each() is None:
                     self._refs.pop(number, None)
             self._most = 64 + 2 * len(self._refs)

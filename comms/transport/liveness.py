@@ -260,7 +260,7 @@ class Liveness:
             if len(self._dead) > self._waited_for:
                 self._waited_for = len(self._dead)
                 return True
-            for fd, peer_rank in list(self._ranks.items()):
+            for fd, peer_rank in self._ranks.copy().items():
                 if peer_rank not in self._dead:
                     watched.register(fd, select.POLLIN)
         end = None if seconds is None else time.monotonic() + seconds
@@ -281,7 +281,7 @@ class Liveness:
 
     def _look(self) -> None:
         """Poll the peers that have no pidfd. The caller holds the lock."""
-        for peer_rank in [rank for rank, peer in list(self._looked_at.items()) if is_gone(peer)]:
+        for peer_rank in [rank for rank, peer in self._looked_at.copy().items() if is_gone(peer)]:
             self._looked_at.pop(peer_rank, None)
             self._dead.add(peer_rank)
 
@@ -307,7 +307,7 @@ class Liveness:
     def _note(self, ready: Sequence[tuple[int, int]]) -> None:
         """Record the ranks of readable pidfds as dead, if these are still ours. The caller holds the lock."""
         for number, mask in ready:
-            fd, rank = next(((fd, rank) for fd, rank in list(self._ranks.items()) if fd == number), (None, None))
+            fd, rank = next(((fd, rank) for fd, rank in self._ranks.copy().items() if fd == number), (None, None))
             if fd is None or rank is None or rank in self._dead:
                 continue
             if mask & select.POLLIN and fd.ours:

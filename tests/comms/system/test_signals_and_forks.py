@@ -133,6 +133,30 @@ def test_a_signal_at_any_point_of_any_call(whole: Communicator, act: Callable[[C
     assert wrong + unraisable == []
 
 
+def test_an_object_may_be_added_amid_a_collection_that_another_addition_has_begun() -> None:
+    """As by what a collection ends, or by a thread that runs meanwhile."""
+
+    class Thing:
+        pass
+
+    living, things, before = Living[Thing](), [Thing() for _ in range(400)], gc.get_threshold()
+    others = list[Thing]()
+
+    def collected(phase: str, info: object) -> None:
+        others.append(Thing())
+        living.add(others[-1])
+
+    gc.callbacks.append(collected)
+    gc.set_threshold(1)
+    try:
+        for thing in things:
+            living.add(thing)
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(collected)
+    assert set(living) == {*things, *others} and others
+
+
 def test_an_object_that_goes_runs_no_code_in_which_what_a_handler_raises_would_be_lost() -> None:
     class Thing:
         pass
