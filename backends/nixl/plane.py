@@ -279,7 +279,7 @@ class NixlAgent:
     def _forget(self, region: _RemoteRegion) -> None:
         """Drop the connection to a region's owner, unless NIXL has dropped it already, and its cached regions."""
         peer = region.address.peer
-        for handle, known in list(self._found.items()):
+        for handle, known in self._found.copy().items():
             if known.address.peer == peer:
                 del self._found[handle]
                 known.close()

@@ -188,7 +188,7 @@ class HeartbeatDetector(MessageHeartbeats):
         super().follow(view, watched)
         for member_id in self._readers.keys() - self._mates.keys():
             self._readers.pop(member_id).close()
-        for member_id, fd in list(self._unopened.items()):
+        for member_id, fd in self._unopened.copy().items():
             self._open(member_id, fd)
 
     def linked(self, member_id: str) -> None:

@@ -182,7 +182,7 @@ class Detectors:
     def _each(self, act: Callable[[Detector], T]) -> list[T]:
         """The result of `act` for each detector. One that raises is removed, so that it does not stop the others."""
         found = []
-        for name, detector in list(self._detectors.items()):
+        for name, detector in self._detectors.copy().items():
             try:
                 found.append(act(detector))
             except Exception as error:

@@ -40,10 +40,11 @@ def eventually(condition: Callable[[], bool]) -> None:
 @contextmanager
 def once_it_waits(action: Callable[[], object]) -> Iterator[None]:
     """Run `action()` in another thread once this one waits for a lock; at the end, if it waits for none."""
-    waits = threading.Event()
+    waits, lock, before = threading.Event(), type(threading.Lock()), sys.getprofile()
 
     def look(_: FrameType, kind: str, called: Any) -> None:
-        if kind == "c_call" and called.__name__ == "acquire" and called.__self__.locked():
+        of_lock = kind == "c_call" and called.__name__ == "acquire" and isinstance(called.__self__, lock)
+        if of_lock and called.__self__.locked():
             waits.set()
 
     def act() -> None:
@@ -56,7 +57,7 @@ def once_it_waits(action: Callable[[], object]) -> Iterator[None]:
     try:
         yield
     finally:
-        sys.setprofile(None)
+        sys.setprofile(before)
         waits.set()
         other.join()
 
