@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
 import msgspec
-from msgspec.structs import replace
+from msgspec import structs
 
 from holdfast.comms.transport.base import Peer
 from holdfast.comms.transport.liveness import is_gone, is_stopped, this_host
 from holdfast.ft.event_lines import read_events
 from holdfast.ft.events import Event
-from holdfast.ft.telemetry.flight import OpRecord, OpStatus, Recording, RecordingState, read_all
+from holdfast.ft.telemetry.flight import BadRecording, OpRecord, OpStatus, Recording, RecordingState, find, read
 
 
 class ProcessState(enum.Enum):
@@ -171,13 +171,34 @@ MEETINGS = frozenset(
 """Ops that no rank can leave before all ranks have entered."""
 
 
+def read_recordings(
+    directory: Path, bad: Callable[[str], object] = lambda reason: None, last: int | None = None
+) -> list[tuple[Recording, ProcessState]]:
+    """The recordings in a folder, by name, with the states of their processes; `bad` gets the reason of each bad file.
+
+    A process that is gone was killed if its recording is `OPEN`: it is read after the process was seen to be gone.
+    """
+    found = []
+    for path in find(directory):
+        try:
+            recording = read(path, last)
+            state = life(recording.process)
+            if state is ProcessState.GONE and recording.state is RecordingState.OPEN:
+                recording = read(path, last)
+        except BadRecording as error:
+            bad(str(error))
+        else:
+            found.append((recording, state))
+    return found
+
+
 def gather(logs: Path, now: float) -> JobEvidence:
     """The evidence in a folder of recordings and event logs up to `now`, which is this host's monotonic time."""
     bad: list[str] = []
-    recordings = read_all(logs, bad.append)
-    lives = {recording.identity: life(recording.process) for recording in recordings}
+    found = read_recordings(logs, bad.append)
     events = read_events(logs, bad.append)
-    return assemble(recordings, lives, events, now, bad)
+    lives = {recording.identity: state for recording, state in found}
+    return assemble([recording for recording, _ in found], lives, events, now, bad)
 
 
 def assemble(
@@ -189,28 +210,38 @@ def assemble(
 ) -> JobEvidence:
     """Evidence from its parts, with the hosts' clocks aligned.
 
-    Recordings of a running job are read one after the other. A rank whose recording is read first would seem to be
-    behind the others, so nothing counts that was recorded after `now`.
+    The files of a running job are read one after the other. A rank whose recording is read first would seem to be
+    behind the others, and one whose log is read last to have ended before them: nothing counts that came after `now`.
     """
     found = JobEvidence(tuple(recordings), lives, events, now, tuple(bad))
     known = offsets(found.groups)
-    here, read = now, found.recordings
-    if this_host() in known:
-        here += known[this_host()]
-        read = tuple(
-            _until(each, here - known[each.process.host]) if each.process.host in known else each for each in read
-        )
-    return JobEvidence(read, lives, events, here, found.bad, known)
+    if this_host() not in known:
+        return replace(found, offsets=known)
+    here = now + known[this_host()]
+    until = {each.identity: here - known[each.process.host] for each in found.recordings if each.process.host in known}
+    ended_since = {each.identity for each in found.recordings if each.ended > until.get(each.identity, math.inf)}
+    return replace(
+        found,
+        recordings=tuple(_until(each, until.get(each.identity, math.inf)) for each in found.recordings),
+        lives={who: ProcessState.RUNNING if who in ended_since else state for who, state in lives.items()},
+        events=[event for event in events if event.time <= until.get(event.process, math.inf)],
+        now=here,
+        offsets=known,
+    )
 
 
 def _until(recording: Recording, moment: float) -> Recording:
     """What a recording said at a moment of its host's clock."""
     ops = [
-        op if op.left is None or op.left <= moment else replace(op, left=None, status=OpStatus.INSIDE, failed_ranks=())
+        op
+        if op.left is None or op.left <= moment
+        else structs.replace(op, left=None, status=OpStatus.INSIDE, failed_ranks=())
         for op in recording.ops
         if op.entered <= moment
     ]
-    return replace(recording, ops=tuple(ops))
+    if recording.ended > moment:
+        recording = structs.replace(recording, state=RecordingState.OPEN, ended=0.0, note="")
+    return structs.replace(recording, ops=tuple(ops))
 
 
 def offsets(groups: Sequence[RankGroup]) -> Mapping[str, float]:

@@ -7,7 +7,7 @@ import os
 import tempfile
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import msgspec
 from holdfast.comms.errors import HoldfastError
 from holdfast.comms.system.files import url_of
 from holdfast.ft.console.units import counted
-from holdfast.ft.diagnosis.evidence import ProcessState, life
+from holdfast.ft.diagnosis.evidence import ProcessState, life, read_recordings
 from holdfast.ft.event_lines import EventTail
 from holdfast.ft.events import (
     CommunicatorBuilt,
@@ -29,7 +29,7 @@ from holdfast.ft.events import (
 )
 from holdfast.ft.membership.view import View
 from holdfast.ft.node.register import CELL, Register
-from holdfast.ft.telemetry.flight import OpRecord, OpStatus, Recording, RecordingState, find, read_all
+from holdfast.ft.telemetry.flight import OpRecord, OpStatus, Recording, RecordingState, find
 
 REGISTER = "register.sqlite"
 _PLACES = ("holdfast-*", "job-*")
@@ -179,26 +179,26 @@ class Watcher:
         for event in self._tail.new():
             self._hear(event)
         view = self._files.view()
-        recordings = {each.identity: each for each in read_all(self._files.logs, last=_LAST_OPS)}
+        found = {each.identity: (each, alive) for each, alive in read_recordings(self._files.logs, last=_LAST_OPS)}
         now = time.monotonic()
         finished = self._finished if view is None else view.phase == "finished"
         faults = self._faults(finished)
         members, needed = self._members(view), _needed(view)
-        others = sorted(set(recordings) | self._spares - set(members))
-        rows = [self._row(rank, member, recordings.get(member), now) for rank, member in enumerate(members)]
+        others = sorted(set(found) | self._spares - set(members))
+        rows = [self._row(rank, member, found.get(member), now) for rank, member in enumerate(members)]
         rows += [
-            self._row(None, each, recordings.get(each), now)
+            self._row(None, each, found.get(each), now)
             for each in others
-            if each not in members and each in recordings and self._is_left(recordings[each])
+            if each not in members and each in found and self._is_left(*found[each])
         ]
         if needed:
             rows = [_waiting(row, needed) for row in rows]
         return JobState(
-            name=view.job.name if view is not None else next((r.job for r in recordings.values()), ""),
+            name=view.job.name if view is not None else next((r.job for r, _ in found.values()), ""),
             phase=view.phase if view is not None else "finished" if finished else "unknown",
             epoch=view.epoch if view is not None else 0 if self._installed is None else self._installed.epoch,
             members=len(members),
-            backend=view.job.backend if view is not None else self._backend(recordings),
+            backend=view.job.backend if view is not None else self._backend(r for r, _ in found.values()),
             step=max(self._steps.values(), default=-1),
             steps_per_second=max((row.steps_per_second for row in rows), default=0.0),
             faults=len(faults),
@@ -267,22 +267,21 @@ class Watcher:
     # What the recordings say --------------------------------------------------------------------------------------
 
     @staticmethod
-    def _backend(recordings: Mapping[str, Recording]) -> str:
-        return next((op.communicator.backend for r in recordings.values() for op in r.ops), "")
+    def _backend(recordings: Iterable[Recording]) -> str:
+        return next((op.communicator.backend for r in recordings for op in r.ops), "")
 
     @staticmethod
-    def _is_left(recording: Recording) -> bool:
+    def _is_left(recording: Recording, alive: ProcessState) -> bool:
         """Whether a process without a rank is alive, as a spare."""
-        return recording.state is RecordingState.OPEN and life(recording.process) in (
-            ProcessState.RUNNING,
-            ProcessState.STOPPED,
-        )
+        return recording.state is RecordingState.OPEN and alive in (ProcessState.RUNNING, ProcessState.STOPPED)
 
-    def _row(self, rank: int | None, process: str, recording: Recording | None, now: float) -> ProcessRow:
-        if recording is None:
+    def _row(
+        self, rank: int | None, process: str, found: tuple[Recording, ProcessState] | None, now: float
+    ) -> ProcessRow:
+        if found is None:
             step = self._steps.get(process, -1)
             return ProcessRow(rank, process, self._pids.get(process, 0), "no recording", step, 0.0, "", False, 0.0)
-        alive = life(recording.process)
+        recording, alive = found
         running = alive in (ProcessState.RUNNING, ProcessState.STOPPED)
         op = recording.ops[-1] if recording.ops else None
         return ProcessRow(

@@ -28,7 +28,7 @@ import os
 import stat
 import struct
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -236,19 +236,6 @@ def read(path: Path, last: int | None = None) -> Recording:
     Raises `BadRecording` for a file that is not a whole recording of this version.
     """
     return decode(*_copies(path), path=path, last=last)
-
-
-def read_all(
-    directory: Path, bad: Callable[[str], object] = lambda reason: None, last: int | None = None
-) -> list[Recording]:
-    """The recordings in a folder, by name; `bad` is called with the reason for each file that is none."""
-    found = []
-    for path in find(directory):
-        try:
-            found.append(read(path, last))
-        except BadRecording as error:
-            bad(str(error))
-    return found
 
 
 def _copies(path: Path) -> tuple[bytes, bytes, bytes]:

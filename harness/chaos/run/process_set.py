@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.comms.errors import HoldfastError
-from holdfast.comms.transport.liveness import is_gone
 from holdfast.ft import events
 from holdfast.ft.console.output import tail
+from holdfast.ft.diagnosis.evidence import ProcessState, read_recordings
 from holdfast.ft.event_lines import EventTail, read_events, refuse
 from holdfast.ft.processes.zygote_client import ForkedProcess
 from holdfast.ft.telemetry import flight
@@ -35,10 +35,10 @@ def recorded_ops(directory: Path) -> list[Event]:
     end; one that a process was killed in is left out.
     """
     found = list[Event]()
-    for recording in flight.read_all(directory):
+    for recording, alive in read_recordings(directory):
         over: float | None = recording.ended
         if recording.state is flight.RecordingState.OPEN:
-            over = None if is_gone(recording.process) else time.monotonic()
+            over = None if alive is ProcessState.GONE else time.monotonic()
         for op in recording.ops:
             left = over if op.left is None else op.left
             if left is None:

@@ -21,6 +21,8 @@ from hypothesis import strategies as st
 from torch.distributed.flight_recorder import fr_trace
 
 from holdfast.comms.errors import HoldfastError, Mismatch, OpTimeout, PeerFailed, Revoked
+from holdfast.comms.transport.base import Peer
+from holdfast.ft.diagnosis import evidence
 from holdfast.ft.diagnosis.analyse import analyse
 from holdfast.ft.diagnosis.evidence import JobEvidence, ProcessState, assemble
 from holdfast.ft.diagnosis.jobs import NoSuchJob, locate
@@ -166,6 +168,36 @@ def test_a_rank_whose_recording_is_read_before_the_others_is_not_behind_them(tmp
     recordings, lives = [early, read(tmp_path / "p1.flight")], dict.fromkeys(("p0", "p1"), ProcessState.RUNNING)
     assert analyse(assemble(recordings, lives, [], 1.5)) == []
     assert [finding.rank for finding in analyse(assemble(recordings, lives, [], 3.0))] == [0]
+
+
+def test_nothing_counts_that_came_after_the_question(tmp_path: Path) -> None:
+    """The log would tell of an end whose cause the recordings do not tell yet."""
+    clock = 1.0
+    recorders = [recorder_of(tmp_path, rank, now=lambda: clock) for rank in range(2)]
+    journals = [recorder.journal("job", 1, rank, 2, "shm") for rank, recorder in enumerate(recorders)]
+    for journal in journals:
+        journal.enter("barrier", 1, 0, None, None, -1)
+    clock = 2.0
+    for journal in journals:
+        journal.leave(None)
+    recorders[1].close("StepFailed")
+    said = detected("it left: StepFailed", time=2.0)
+    assert analyse(evidence_of(tmp_path, 1.5, [said], p1=ProcessState.GONE)) == []
+    assert analyse(evidence_of(tmp_path, 3.0, [said], p1=ProcessState.GONE))
+
+
+def test_a_process_that_ends_in_order_between_two_looks_was_not_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = recorder_of(tmp_path)
+    barrier(recorder, 1)
+
+    def gone_in_order(process: Peer) -> ProcessState:
+        recorder.close()
+        return ProcessState.GONE
+
+    monkeypatch.setattr(evidence, "life", gone_in_order)
+    assert analyse(evidence.gather(tmp_path, time.monotonic())) == []
 
 
 def test_a_killed_rank_is_found_long_after_the_survivors_continued(tmp_path: Path) -> None:
