@@ -33,7 +33,7 @@ _NOTE_SECONDS = 0.5
 
 _NOTE_LENGTH = 500
 
-_DEATH_SECONDS = 0.5
+DEATH_SECONDS = 0.5
 """How long the kernel may take to call a process gone that has lost its connections."""
 
 _log = logging.getLogger("holdfast.backends")
@@ -104,7 +104,7 @@ class TorchGroup(Transport):
                 self._peers_ended(death)
             elif (failure := self._own_failure()) is not None:
                 if isinstance(failure, PeerFailed) and not failure.ranks:
-                    self._liveness.wait(self._wake, _DEATH_SECONDS)
+                    self._liveness.wait(self._wake, DEATH_SECONDS)
                     failure = self._death() or failure
                 self.abort(failure)
 

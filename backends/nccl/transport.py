@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
-from holdfast.backends.common.torch_group import TorchGroup, bytes_of, options, wait_for_ranks
+from holdfast.backends.common.torch_group import DEATH_SECONDS, TorchGroup, bytes_of, options, wait_for_ranks
 from holdfast.backends.nccl.device_reduction import PLAIN, combine, device_reduction_of
 from holdfast.backends.nccl.streams import LONGEST_SECONDS, SideStream, passed, until, wait_for, within
 from holdfast.backends.nccl.torch_groups import (
@@ -65,8 +65,8 @@ _OF_ONE_TENSOR = ("all_reduce", "broadcast")
 _LOOK_SECONDS = 0.05
 """Seconds between checks whether torch's watchdog has ended the group."""
 
-_GRACE_SECONDS = 1.0
-"""How long an op that failed waits for what has ended its group, which tells more than NCCL: longer than a watcher."""
+_GRACE_SECONDS = 2 * (DEATH_SECONDS + _LOOK_SECONDS)
+"""How long an op that failed waits for what has ended its group, which tells more than NCCL: twice a watcher's time."""
 _TIMEOUT_STEP = 0.1
 """The interval at which torch's watchdog checks timeouts: finer ones make no difference."""
 
