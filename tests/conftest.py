@@ -7,6 +7,7 @@ the session also no new sockets, pipes or shared memory. A session that leaks fa
 from __future__ import annotations
 
 import faulthandler
+import gc
 import inspect
 import os
 import sys
@@ -181,6 +182,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if again := [item for item in items if repeats(item)]:
         config.hook.pytest_deselected(items=again)
         items[:] = [item for item in items if not repeats(item)]
+
+
+def pytest_collection_finish() -> None:
+    """Collections pass over what is imported by now: they would take an eighth of its time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
