@@ -378,6 +378,7 @@ def test_a_forked_child_ends_no_communicator_of_its_parent(comm: Communicator) -
         return "ended"
 
     assert in_child(child) == "ended"
+    comm.barrier()  # a wait that the other rank has ended by its signal refuses nothing
     window.put(torch.ones(1), 1 - comm.rank)
     window.signal(1 - comm.rank)
     waiting.wait(30.0)
