@@ -281,10 +281,12 @@ class Membership(Struct, frozen=True):
         """The processes that this one watches: all others in a small job.
 
         In a large one these are the members of its own host and its neighbours on others; a head also watches the
-        spares, a spare the heads.
+        spares, a spare the heads. One for which the job has ended watches none.
         """
+        if self.ended:
+            return ()
         view = self.view
-        if view is None or self.ended:
+        if view is None:
             members: tuple[Member, ...] = ()
         elif self.shape.is_mesh(view):
             members = view.members

@@ -467,6 +467,15 @@ def test_every_order_of_deaths_and_faults_in_a_running_job(name: str) -> None:
     assert explore(running) > least
 
 
+def test_a_process_whose_job_has_ended_watches_nobody() -> None:
+    world = started(new_world(2, size=1))
+    epoch = world.processes[0].core.view.epoch
+    assert [other.id for other in world.processes[0].core.watched()] == ["p1"], "its spare"
+    world = started(apply(world, Action(0, events.LocalFinished(epoch), "finishing")))
+    assert [process.core.ended for process in world.processes] == ["finished", "finished"]
+    assert not any(process.core.watched() for process in world.processes)
+
+
 # The checks catch cores with known bugs -----------------------------------------
 
 
