@@ -511,6 +511,8 @@ def test_random_orders_break_nothing_and_settle(
             break
         world = apply(replace(world, ticks=1), action)
         world = replace(world, ticks=0)
+    else:
+        raise InvariantBroken(f"it goes on for ever: {action}")
     check_settled(world)
 
 
