@@ -30,7 +30,7 @@ import contextlib, sys
 import torch
 from holdfast import comms
 
-comm = comms.connect("gloo", rank=int(sys.argv[1]), size=2, rendezvous="file://" + sys.argv[2])
+comm = comms.connect("gloo", rank=int(sys.argv[1]), size=2, rendezvous="file://" + sys.argv[2], timeout=120.0)
 comm.all_reduce(torch.ones(3))
 with contextlib.suppress(comms.Revoked):  # the other has ended already
     for _ in range(20):

@@ -367,6 +367,7 @@ def test_no_byte_more_than_the_limit_comes_out(sandbox: Sandbox, limit: int, out
 
 @few
 @given(limit=st.integers(64, 2048), amount=st.integers(1, 4096))
+@example(limit=65, amount=1)
 def test_the_disk_holds_as_much_as_the_limit(sandbox: Sandbox, limit: int, amount: int) -> None:
     code = f"for i in range(16): open(f'/tmp/{{i}}', 'wb').write(bytes({amount} * 64)); print('written')"
     result = sandbox.run(code, limits=Limits(disk_bytes=limit * 1024))

@@ -129,7 +129,7 @@ def enter_inner(proc: int, disk_bytes: int) -> None:
     """Put a run behind the inner walls, with an empty /tmp of a bounded size. Raises OSError."""
     _new_user(proc, INNER_USER, _NEWNS | _NEWIPC)
     files = max(16, min(4096, disk_bytes // 4096))
-    options = f"size={disk_bytes},nr_inodes={files},mode=700"
+    options = f"size={disk_bytes},nr_inodes={1 + files},mode=700"  # one for the folder itself
     mount("holdfast", "/tmp", "tmpfs", _NOSUID | _NODEV | _NOEXEC, options)
 
 
