@@ -281,7 +281,7 @@ class Membership(Struct, frozen=True):
         """The processes that this one watches: all others in a small job.
 
         In a large one these are the members of its own host and its neighbours on others; a head also watches the
-        spares, a spare the heads. One for which the job has ended watches none.
+        spares, a spare the heads. A process for which the job has ended watches none.
         """
         if self.ended:
             return ()

@@ -27,7 +27,7 @@ from support.comms.collectives import COLLECTIVES, collective
 from support.comms.ranks import on_ranks, on_ranks_of, shared_ranks
 from support.leaks import Snapshot
 from support.programs.forked_programs import run_program
-from support.waiting import PATIENCE
+from support.waiting import PATIENCE, PROGRAM_SECONDS
 
 pytestmark = pytest.mark.skipif(mpirun_path() is None, reason="no mpirun: pip install 'holdfast[mpi]'")
 
@@ -83,7 +83,7 @@ def test_a_script_runs_under_plain_mpirun(tmp_path: Path) -> None:
         "from holdfast import comms\n"
         "size = int(os.environ['OMPI_COMM_WORLD_SIZE'])\n"
         "rank = size - 1 - int(os.environ['OMPI_COMM_WORLD_RANK'])\n"
-        f"meet = {{'rendezvous': 'file://{tmp_path}/meeting', 'timeout': 120.0}}\n"
+        f"meet = {{'rendezvous': 'file://{tmp_path}/meeting', 'timeout': {PROGRAM_SECONDS}}}\n"
         "with comms.connect('mpi', rank=rank, size=size, **meet) as comm:\n"
         "    output = torch.empty(size)\n"
         "    comm.all_gather_single(output, torch.tensor([float(rank)]))\n"
