@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from holdfast.backends.common.torch_group import options, wait_for_ranks
 from holdfast.comms.errors import CorruptData, HoldfastError, OpTimeout, PeerFailed, again
+from holdfast.comms.system import forks
 from holdfast.comms.system.files import OwnedDescriptor
 from holdfast.comms.system.local_causes import local_cause, out_of_descriptors
 from holdfast.comms.system.waiting import Wait, run_interruptible
@@ -158,9 +159,6 @@ _LOOK_SECONDS = 0.02
 """How often a rank that connects looks at the others: a look asks for each of them, while all need the processors."""
 _WAIT = timedelta(seconds=0.02)
 
-abandoned_groups: list[Any] = []
-"""Groups with an op that never ends: to destroy one would wait for it."""
-
 
 class _RecordingStore(dist.Store):
     """The keys of one attempt. It keeps what gloo published for this rank, and what gloo read of the others."""
@@ -250,7 +248,7 @@ class _Attempt:
                 for listener in listeners:
                     refuse_connections(listener)
             except BaseException:
-                abandoned_groups.append(group)
+                forks.never_destroy(group)  # that would wait for its op, which may never end
                 for connection in connections:
                     shut_down(connection)
                     connection.close()

@@ -26,7 +26,6 @@ from holdfast.backends.common.tcp_channel import TcpChannel
 from holdfast.backends.common.torch_group import TorchGroup, bytes_of, options
 from holdfast.backends.gloo.connecting import (
     THREADS,
-    abandoned_groups,
     are_lost,
     connect_group,
     meaning_of,
@@ -260,7 +259,7 @@ class GlooTransport(TorchGroup):
                 if ended is None and (self._error is not None or are_lost(list(self._sockets))):
                     ended = time.monotonic()
                 elif ended is not None and (self._error is not None or time.monotonic() > ended + _GRACE_SECONDS):
-                    abandoned_groups.append(self._group)
+                    forks.never_destroy(self._group)
                     if self._error is None:
                         raise _ConnectionsLost("Connection closed by all peers") from None
                     raise
@@ -292,7 +291,7 @@ class GlooTransport(TorchGroup):
 
     def _release_group(self) -> None:
         if self.interrupted:
-            abandoned_groups.append(self._group)
+            forks.never_destroy(self._group)
         self._calls.clear()  # they refer to this transport
         del self._group
         with self._ending:

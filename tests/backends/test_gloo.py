@@ -37,6 +37,24 @@ with contextlib.suppress(comms.Revoked):  # the other has ended already
         comm.all_reduce(torch.ones(300_000), async_op=True)
 """
 
+LEFT = """
+import contextlib, sys, time
+import torch
+from holdfast import comms
+
+comm = comms.connect("gloo", rank=int(sys.argv[1]), size=2, rendezvous="file://" + sys.argv[2], timeout=120.0)
+comm.all_reduce(torch.ones(3))
+if comm.rank == 1:
+    with contextlib.suppress(comms.PeerFailed):
+        comm.recv(torch.ones(1), src=0)  # so long as the other lives
+else:
+    comm.transport._sockets.clear()  # so that no abort ends the op
+    comm.transport._seq = 0
+    comm.all_reduce(torch.ones(3), async_op=True, timeout=1000.0)
+    while comm.transport._seq == 0:
+        time.sleep(0.01)
+"""
+
 
 pair = shared_ranks(2, "gloo")
 
@@ -46,6 +64,15 @@ def test_a_process_that_never_closed_ends_well_with_ops_pending(tmp_path: Path) 
     meet = str(tmp_path / "meet")
     with ForkedProgram(FORGETFUL, ["forgetful.py", "1", meet], None, os.environ) as other:
         run_python("-c", FORGETFUL, "0", meet)
+        done = other.communicate(PROGRAM_SECONDS)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_op_that_never_ends_delays_no_end_of_its_process(tmp_path: Path) -> None:
+    """To destroy the group would wait for its op, as gloo does when its modules are cleared."""
+    meet = str(tmp_path / "meet")
+    with ForkedProgram(LEFT, ["left.py", "1", meet], None, os.environ) as other:
+        run_python("-c", LEFT, "0", meet)
         done = other.communicate(PROGRAM_SECONDS)
     assert done.returncode == 0, done.stderr
 

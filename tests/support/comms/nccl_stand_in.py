@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import FakeProcessGroup
 
 from holdfast.backends.common.torch_group import TorchGroup
 from holdfast.backends.common.torch_group import options as options_of
-from holdfast.backends.gloo.connecting import abandoned_groups, connect_group, shut_down
+from holdfast.backends.gloo.connecting import connect_group, shut_down
 from holdfast.backends.nccl.streams import StreamWork, wait_for
 from holdfast.backends.nccl.torch_groups import ends
 from holdfast.backends.nccl.transport import NcclTransport, connected
@@ -31,6 +31,7 @@ from holdfast.comms.arithmetic import EIGHT_BIT_FLOATS, REDUCIBLE
 from holdfast.comms.errors import HoldfastError, StillRunning
 from holdfast.comms.ops import OpPlan
 from holdfast.comms.plugins.spec import API_VERSION, Available, BackendInfo, Capabilities, hookimpl
+from holdfast.comms.system import forks
 from holdfast.comms.tensors.packing import DTYPES, names
 from holdfast.comms.transport.base import Context
 from holdfast.comms.transport.liveness import Liveness
@@ -263,7 +264,7 @@ class QueuedGroup:
     def _release(self) -> None:
         self.queue.close()
         if self.queue.failure is not None:
-            abandoned_groups.append(self._group)
+            forks.never_destroy(self._group)
         for connection in self._connections:
             connection.close()
         self._connections.clear()
