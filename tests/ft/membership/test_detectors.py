@@ -41,6 +41,7 @@ from holdfast.ft.detectors.watch import Detectors
 from holdfast.ft.events import LostMajority, ResignedItself
 from holdfast.ft.membership.events import Event, ProvenDeaths, Stalled, Suspicion, Unreachable
 from holdfast.ft.membership.view import Job, Member, Phase, View
+from holdfast.ft.node import messages
 from holdfast.ft.node.connections import MemberConnections
 from holdfast.ft.node.node import CALM_BEATS, CALM_BEATS_A_MESSAGE
 from holdfast.ft.ports import OpPosition
@@ -467,9 +468,9 @@ def test_the_built_in_detectors_are_plugins_and_available_here() -> None:
 COUNTED = 8 * CALM_BEATS_A_MESSAGE
 
 
-def beats_of(session: Session) -> list[tuple[bool, bool]]:
-    """For each heartbeat: whether the epoch was calm, so that a message may be left out, and whether one was."""
-    beats: list[tuple[bool, bool]] = []
+def note_beats() -> None:
+    """Keep of each heartbeat: its epoch, whether it was calm, so that a message may be left out, whether one was."""
+    beats: list[tuple[int, bool, bool]] = []
     notify_all, needless, calm = MemberConnections.notify_all, Detectors.needless, [False]
 
     def asked(self: Detectors) -> set[str]:
@@ -477,28 +478,34 @@ def beats_of(session: Session) -> list[tuple[bool, bool]]:
         return needless(self)
 
     def noted(self: MemberConnections, method: str, body: bytes, but: Collection[str] = ()) -> None:
-        if method == "beat":
-            beats.append((calm[0], bool(but)))
+        if isinstance(beat := messages.decode(method, body), messages.Beat):
+            beats.append((beat.epoch, calm[0], bool(but)))
             calm[0] = False
         notify_all(self, method, body, but)
 
     MemberConnections.notify_all = noted  # type: ignore[method-assign]
     Detectors.needless = asked  # type: ignore[method-assign]
+    MemberConnections.beats = beats  # type: ignore[attr-defined]
+
+
+def beats_of_last_epoch(session: Session) -> list[tuple[bool, bool]]:
+    beats: list[tuple[int, bool, bool]] = MemberConnections.beats  # type: ignore[attr-defined]
     enough = 0
     for attempt in session.steps(10_000):
         enough = enough or len(beats) + 2 * CALM_BEATS + COUNTED
         with attempt:
             done = torch.tensor([float(len(beats) >= enough)])
             attempt.comm.all_reduce(done, ReduceOp.MIN)
+            epoch = attempt.comm.epoch
         time.sleep(0.01)
         if done:
             break
-    return beats[:enough]
+    return [(calm, left_out) for of, calm, left_out in beats[:enough] if of == epoch]
 
 
 def test_in_a_calm_epoch_a_mate_gets_one_message_in_five_heartbeats() -> None:
-    with LocalCluster(2, "shm", session={"timeouts": Timeouts(heartbeat=0.05)}) as cluster:
-        for beats in cluster.start(beats_of).results():
+    with LocalCluster(2, "shm", session={"timeouts": Timeouts(heartbeat=0.05)}, prepare=note_beats) as cluster:
+        for beats in cluster.start(beats_of_last_epoch).results():
             calm, left_out = zip(*beats, strict=True)
             assert not any(left_out[:CALM_BEATS]), "after a change of the view a message goes with each heartbeat"
             assert calm[-COUNTED:].count(False) == 8
