@@ -159,6 +159,31 @@ _LOOK_SECONDS = 0.02
 """How often a rank that connects looks at the others: a look asks for each of them, while all need the processors."""
 _WAIT = timedelta(seconds=0.02)
 
+_abandoned: list[tuple[Any, Any]] = []
+"""Groups with an op that has not ended: to destroy one would wait for it, at the end of the interpreter, too."""
+forks.never_destroy(_abandoned)
+
+
+def abandon(group: Any, op: Any) -> None:
+    """Destroy a group once `op` has ended, which gloo may forget until the op's own timeout."""
+    _abandoned.append((group, op))
+
+
+def destroy_abandoned() -> None:
+    """Destroy the abandoned groups whose op has ended by now."""
+    for each in list(_abandoned):
+        if each[1].is_completed():
+            with contextlib.suppress(ValueError):  # another thread has
+                _abandoned.remove(each)
+
+
+@forks.run_in_children
+def _keep_abandoned() -> None:
+    """Destroy no group in a forked child: its threads are not there."""
+    for group, _ in _abandoned:
+        forks.never_destroy(group)
+    _abandoned.clear()
+
 
 class _RecordingStore(dist.Store):
     """The keys of one attempt. It keeps what gloo published for this rank, and what gloo read of the others."""
@@ -211,6 +236,7 @@ def connect_group(context: Context, liveness: Liveness) -> tuple[Any, list[Owned
 
     Raises `OpTimeout` at the deadline, `PeerFailed`, and what `context.over` returns.
     """
+    destroy_abandoned()
     for number in itertools.count():
         made = _Attempt(context, liveness, number).run()
         if made is not None:
@@ -248,7 +274,6 @@ class _Attempt:
                 for listener in listeners:
                     refuse_connections(listener)
             except BaseException:
-                forks.never_destroy(group)  # that would wait for its op, which may never end
                 for connection in connections:
                     shut_down(connection)
                     connection.close()
@@ -291,19 +316,23 @@ class _Attempt:
         """Wait until the others have connected, too: a rank that is done may close at once."""
         left = max(self._context.deadline - time.monotonic(), 0.001)
         barrier = group.barrier(options(dist.BarrierOptions, timedelta(seconds=left)))
-        while True:
-            try:
-                barrier.wait(_WAIT)
-                return
-            except RuntimeError:
-                if barrier.is_completed():
-                    barrier.wait()  # raises its failure, or returns if it ended after the last check
+        try:
+            while True:
+                try:
+                    barrier.wait(_WAIT)
                     return
-                if time.monotonic() >= self._context.deadline:
-                    raise
-                self._look()
-                if self._is_over():
-                    raise _AttemptOver from None
+                except RuntimeError:
+                    if barrier.is_completed():
+                        barrier.wait()  # raises its failure, or returns if it ended after the last check
+                        return
+                    if time.monotonic() >= self._context.deadline:
+                        raise
+                    self._look()
+                    if self._is_over():
+                        raise _AttemptOver from None
+        except BaseException:
+            abandon(group, barrier)
+            raise
 
     def _give_up(self, error: RuntimeError | TimeoutError, late: bool) -> None:
         """Return if all ranks begin another attempt; else raise why this rank cannot connect."""

@@ -26,8 +26,10 @@ from holdfast.backends.common.tcp_channel import TcpChannel
 from holdfast.backends.common.torch_group import TorchGroup, bytes_of, options
 from holdfast.backends.gloo.connecting import (
     THREADS,
+    abandon,
     are_lost,
     connect_group,
+    destroy_abandoned,
     meaning_of,
     shut_down,
     sockets,
@@ -78,7 +80,7 @@ _NATIVE_OPS = {
     "bxor": dist.ReduceOp.BXOR,
 }
 _GRACE_SECONDS = 0.2
-"""How long an op waits, after its connection broke, for the kernel to report a dead process."""
+"""How long an op waits, after its connection broke, for the kernel to report a dead process, and for gloo to end it."""
 
 _WAIT_SECONDS = 0.02
 _WAIT = timedelta(seconds=_WAIT_SECONDS)
@@ -104,6 +106,7 @@ class GlooTransport(TorchGroup):
         self._service: RequestService | None = None
         self._channel: TcpChannel | None = None
         self._windows_over: HoldfastError | None = None
+        self._shut_down = False
         super().__init__(context)
         try:
             self._group, self._sockets = connect_group(context, self._liveness)
@@ -219,8 +222,8 @@ class GlooTransport(TorchGroup):
         ended: list[float] = []
 
         def look() -> None:
-            """Gloo forgets some messages when their connection closes: by an abort here, or by the peers."""
-            if ended or self._error is not None or are_lost(list(self._sockets)):
+            """Gloo forgets some messages when their connection closes."""
+            if ended or self._connections_ended():
                 ended.append(time.monotonic())
                 if ended[-1] > ended[0] + _GRACE_SECONDS:
                     self.interrupted = True
@@ -256,10 +259,10 @@ class GlooTransport(TorchGroup):
                     return
                 if left <= _WAIT_SECONDS:
                     raise
-                if ended is None and (self._error is not None or are_lost(list(self._sockets))):
+                if ended is None and self._connections_ended():
                     ended = time.monotonic()
-                elif ended is not None and (self._error is not None or time.monotonic() > ended + _GRACE_SECONDS):
-                    forks.never_destroy(self._group)
+                elif ended is not None and time.monotonic() > ended + _GRACE_SECONDS:
+                    abandon(self._group, work)
                     if self._error is None:
                         raise _ConnectionsLost("Connection closed by all peers") from None
                     raise
@@ -285,9 +288,14 @@ class GlooTransport(TorchGroup):
             return OpTimeout(op, self._seq, waited, awaited)
         return PeerFailed((), f"{op} (op {self._seq}) lost a connection: {str(error).splitlines()[0]}")
 
+    def _connections_ended(self) -> bool:
+        """Whether all connections are closed: by an abort here, or by the peers."""
+        return self._shut_down or are_lost(list(self._sockets))
+
     def _end_group(self) -> None:
         for each in list(self._sockets):
             shut_down(each)
+        self._shut_down = True
 
     def _release_group(self) -> None:
         if self.interrupted:
@@ -300,6 +308,7 @@ class GlooTransport(TorchGroup):
             for each in self._sockets:
                 each.close()
             self._sockets.clear()
+        destroy_abandoned()
 
     # -- reductions
 

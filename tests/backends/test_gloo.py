@@ -23,7 +23,7 @@ from holdfast.comms.transport.base import Context
 from holdfast.comms.transport.liveness import Liveness
 from support.comms.ranks import on_ranks, on_ranks_of, shared_ranks
 from support.programs.forked_programs import ForkedProgram, run_python
-from support.waiting import PROGRAM_SECONDS
+from support.waiting import PROGRAM_SECONDS, becomes_true
 
 FORGETFUL = """
 import contextlib, sys
@@ -102,6 +102,26 @@ def test_an_op_that_gloo_forgets_ends_when_all_peers_are_gone(comm: Communicator
             assert time.monotonic() < began + 60.0
         finally:
             never.set()
+
+
+@on_ranks_of("pair")
+def test_an_abort_that_takes_a_while_leaves_no_threads_of_its_group(comm: Communicator, tmp_path: Path) -> None:
+    """Its op waits until the connections are closed: gloo cannot end it before, and the group would stay."""
+
+    def threads() -> int:
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    before = threads()
+    with connect_again(comm, tmp_path) as again, pytest.MonkeyPatch.context() as patch:
+        if comm.rank == 0:
+            patch.setattr(again.transport, "_leave_reason", lambda reason: time.sleep(0.3))
+            aborting = threading.Timer(0.05, again.abort)
+            aborting.start()
+            with pytest.raises(Revoked):
+                again.barrier()
+            aborting.join()
+        comm.barrier()
+    assert becomes_true(lambda: threads() <= before, 20.0)
 
 
 def connect_again(comm: Communicator, folder: Path) -> Communicator:
