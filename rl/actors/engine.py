@@ -59,8 +59,8 @@ OnExit = Callable[[str], None]
 """Called in the event loop with how a process ended, in words; `STOPPED` if `stop` ended it."""
 
 STOPPED = "was stopped"
-START_SECONDS = 180.0
-"""Seconds in which an actor must be made; its constructor may load a model."""
+START_SECONDS = 600.0
+"""Seconds in which an actor must be made; its constructor may load a model: as long as vLLM gives its own engine."""
 
 _ATTRIBUTE = "__holdfast_endpoint__"
 _PING = "(ping)"

@@ -26,7 +26,6 @@ from holdfast.ft.launch.launcher import StartFailed
 from holdfast.ft.launch.process_proxies import ProcessProxy, proxy_command
 from holdfast.ft.processes.child_process import ChildProcess
 from holdfast.rl.actors.engine import (
-    START_SECONDS,
     ActorHost,
     ActorOrder,
     ActorProcess,
@@ -47,6 +46,7 @@ except ImportError as error:
     raise NoEngine(f"Monarch is not installed: {error}; pip install 'holdfast[rl]'") from error
 
 _log = logging.getLogger(__name__)
+_START_SECONDS = 180.0
 _STOP_SECONDS = 5.0
 _KILL_SECONDS = 5.0
 _IDENTITY_SECONDS = 30.0
@@ -230,12 +230,12 @@ class MonarchEngine(Engine):
         expected = self._forks.expect(token, partial(self._start_proc, order))
         procs = self.spawn_procs(monarch_actor.this_host(), order.name, {}, token, self._forks.path)
         try:
-            async with asyncio.timeout(START_SECONDS):
+            async with asyncio.timeout(_START_SECONDS):
                 child = await expected
         except BaseException as error:
             await asyncio.shield(stop_procs(procs))
             if isinstance(error, TimeoutError):
-                raise StartFailed(f"Monarch did not start it within {START_SECONDS:.3g} s") from None
+                raise StartFailed(f"Monarch did not start it within {_START_SECONDS:.3g} s") from None
             raise
         return MonarchProcess(order, child, procs)
 
@@ -281,7 +281,7 @@ class RemoteHost:
             self.check(order.name)
             if not self._at:
                 try:
-                    await self._attach(START_SECONDS)
+                    await self._attach(_START_SECONDS)
                 except Exception as error:
                     why = "it did not answer" if isinstance(error, TimeoutError) else str(error)
                     raise ActorHostAway(order.name, self.address, why) from error
