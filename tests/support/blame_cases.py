@@ -303,10 +303,10 @@ LIMIT = 20.0
 
 def train(session: Session, fault: str, victim: int, other: int, at: int, steps: int) -> None:
     """Steps of a few small ops; what is wrong with rank `victim` begins at step `at`."""
-    began = session.step
+    rank_at_first = None
     for attempt in session.steps(steps):
-        first_epoch = began == 0 and attempt.comm.size > victim
-        mine = first_epoch and attempt.rank == victim and attempt.step >= at
+        rank_at_first = attempt.rank if rank_at_first is None else rank_at_first  # a survivor may get the victim's
+        mine = rank_at_first == victim and attempt.step >= at
         with attempt:
             comm = attempt.comm
             before = fault == "slow" or attempt.step <= at
