@@ -13,6 +13,7 @@ import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import cloudpickle
@@ -557,7 +558,7 @@ async def test_kills_in_a_row_under_six_clients_lose_no_call(make_engine: MakeEn
             await until(lambda kill=kill: counter.status().lost == kill + 1)  # type: ignore[misc]
         over = True
         assert all(await asyncio.gather(*clients))
-        assert max(descriptors[2 * kills // 3 :]) <= max(descriptors[kills // 5 : 2 * kills // 5]) + 3
+        assert median(descriptors[2 * kills // 3 :]) <= median(descriptors[kills // 5 : 2 * kills // 5]) + 3
 
 
 # -- the parts that need no process: routing, options, metrics
