@@ -59,20 +59,18 @@ else:
 pair = shared_ranks(2, "gloo")
 
 
-def test_a_process_that_never_closed_ends_well_with_ops_pending(tmp_path: Path) -> None:
-    """A transport thread that is inside gloo when the interpreter ends would end the process with SIGABRT."""
-    meet = str(tmp_path / "meet")
-    with ForkedProgram(FORGETFUL, ["forgetful.py", "1", meet], None, os.environ) as other:
-        run_python("-c", FORGETFUL, "0", meet)
-        done = other.communicate(PROGRAM_SECONDS)
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize(
+    "program",
+    [pytest.param(FORGETFUL, id="the peer has ended"), pytest.param(LEFT, id="an op that never ends")],
+)
+def test_a_process_that_never_closed_ends_well_with_ops_pending(program: str, tmp_path: Path) -> None:
+    """A transport thread that is inside gloo when the interpreter ends would end the process with SIGABRT.
 
-
-def test_an_op_that_never_ends_delays_no_end_of_its_process(tmp_path: Path) -> None:
-    """To destroy the group would wait for its op, as gloo does when its modules are cleared."""
+    To destroy a group as its module is cleared would wait for its op.
+    """
     meet = str(tmp_path / "meet")
-    with ForkedProgram(LEFT, ["left.py", "1", meet], None, os.environ) as other:
-        run_python("-c", LEFT, "0", meet)
+    with ForkedProgram(program, ["program.py", "1", meet], None, os.environ) as other:
+        run_python("-c", program, "0", meet)
         done = other.communicate(PROGRAM_SECONDS)
     assert done.returncode == 0, done.stderr
 
