@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from holdfast.harness.testbed import netns
 from holdfast.store.catalog.fan_out import AT_ONCE
@@ -272,3 +273,18 @@ def test_torchtitan_with_torchft_goes_on_when_a_group_is_killed_and_comes_back()
 @pytest.mark.skipif(find_spec("monarch") is None, reason="needs Monarch: pip install 'holdfast[rl]'")
 def test_memory_between_actors_of_monarch_is_faster_than_monarchs_over_tcp() -> None:
     run_python(STACK / "monarch" / "rdma.py", "16", "15")  # medians: three rounds were too few beside other tests
+
+
+# -- the newest torch that is claimed, in an environment of its own
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(600)
+def test_each_call_of_the_adapter_works_on_the_newest_torch() -> None:
+    version = max(re.findall(r"^TORCH_VERSIONS \?=(.*)", (ROOT / "Makefile").read_text(), re.M)[0].split(), key=Version)
+    python = ROOT / ".venv" / "torch" / version / "bin" / "python"
+    if not python.exists():
+        pytest.skip(f"torch {version} is not installed: make torch-env-{version}")
+    chosen = "surface or calls or point_to_point or versions or windows or transport or shrink or as_large"
+    tests = ["-m", "not thorough", "-k", chosen, ROOT / "tests" / "comms" / "torchdist"]
+    assert " passed" in run_program(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, timeout=590.0)

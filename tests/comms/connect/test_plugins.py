@@ -5,14 +5,16 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -27,7 +29,7 @@ from holdfast.comms.transport.base import Context, Transport
 from support.comms.meeting import alone, registered
 from support.comms.ranks import on_ranks, on_ranks_of, shared_ranks
 from support.source_tree import modules, parsed
-from support.waiting import becomes_true
+from support.waiting import becomes_true, eventually
 
 GOOD = BackendInfo("mine", API_VERSION, "a test", Capabilities(), Available, lambda context: None)  # type: ignore[arg-type, return-value]
 
@@ -309,17 +311,30 @@ def test_a_rank_that_yields_soon_looks_whether_the_others_are_there(comm: Commun
 
 
 @on_ranks_of("pair")
-def test_a_rank_without_spins_and_yields_waits_without_computing(comm: Communicator) -> None:
-    used = []
-    for checks in (0, 10_000_000) * 3:
-        with comm.split([0, 1], hints={"spins": checks, "yields": 0}) as part:
+def test_a_rank_sleeps_while_it_waits_unless_it_may_spin(comm: Communicator) -> None:
+    """The kernel counts how often a thread gave the processor up by itself: a sleep does, a spin does not."""
+    waiting = psutil.Process(comm.all_gather_object(os.getpid())[1])
+
+    def sleeps() -> int:
+        return int(waiting.num_ctx_switches().voluntary)
+
+    def computed() -> float:
+        return float(sum(waiting.cpu_times()[:2]))
+
+    def grows(counter: Callable[[], float], by: float) -> None:
+        until = counter() + by
+        eventually(lambda: counter() >= until)
+
+    for spins, counter, enough in ((0, sleeps, 40), (10_000_000, computed, 0.03)):
+        with comm.split([0, 1], hints={"spins": spins, "yields": 0}) as part:
             part.barrier()
             if part.rank == 0:
-                time.sleep(0.2)
-            began = time.thread_time()
-            part.barrier()
-            used.append(time.thread_time() - began)
-    assert comm.rank == 0 or sum(used[::2]) < sum(used[1::2]) / 3
+                grows(counter, enough)
+                part.barrier()
+            else:
+                slept = sleeps()
+                part.barrier()
+                assert (sleeps() - slept < 20) == (spins > 0)
 
 
 @on_ranks(4, "ucx", checks="1")
