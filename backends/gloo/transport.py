@@ -415,23 +415,23 @@ class GlooTransport(TorchGroup):
     def _messages(
         self, op: str, sends: Sequence[Message], recvs: Sequence[Message], deadline: float, awaited: Sequence[int] = ()
     ) -> None:
-        group = self._group
+        self._run(op, partial(exchange, self._group, self.rank, sends, recvs, deadline), deadline, awaited)
 
-        def body() -> None:
-            headers = [torch.empty(2, dtype=torch.int64, device="cpu") for _ in recvs]
-            given = [_header_of(tensor) for tensor, _, _ in sends]
-            coming = [group.recv([into], src, tag) for into, (_, src, tag) in zip(headers, recvs, strict=True)]
-            going = [group.send([header], dst, tag) for header, (_, dst, tag) in zip(given, sends, strict=True)]
-            going += [group.send([bytes_of(tensor)], dst, TAGS + tag) for tensor, dst, tag in sends if tensor.nbytes]
-            for header, work, (tensor, src, tag) in zip(headers, coming, recvs, strict=True):
-                work.wait(_left(deadline))
-                _check_header(header, tensor, src, self.rank, tag)
-                if tensor.nbytes:
-                    going.append(group.recv([bytes_of(tensor)], src, TAGS + tag))
-            for work in going:
-                work.wait(_left(deadline))
 
-        self._run(op, body, deadline, awaited)
+def exchange(group: Any, rank: int, sends: Sequence[Message], recvs: Sequence[Message], deadline: float) -> None:
+    """Send and receive these messages over a group of torch, in which this is `rank`."""
+    headers = [torch.empty(2, dtype=torch.int64, device="cpu") for _ in recvs]
+    given = [_header_of(tensor) for tensor, _, _ in sends]
+    coming = [group.recv([into], src, tag) for into, (_, src, tag) in zip(headers, recvs, strict=True)]
+    going = [group.send([header], dst, tag) for header, (_, dst, tag) in zip(given, sends, strict=True)]
+    going += [group.send([bytes_of(tensor)], dst, TAGS + tag) for tensor, dst, tag in sends if tensor.nbytes]
+    for header, work, (tensor, src, tag) in zip(headers, coming, recvs, strict=True):
+        work.wait(_left(deadline))
+        _check_header(header, tensor, src, rank, tag)
+        if tensor.nbytes:
+            going.append(group.recv([bytes_of(tensor)], src, TAGS + tag))
+    for work in going:
+        work.wait(_left(deadline))
 
 
 def _header_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ import torch
 from holdfast import comms
 from holdfast.backends.common import tcp_channel
 from holdfast.backends.gloo import connecting
-from holdfast.backends.gloo.transport import GlooTransport, _header_of
+from holdfast.backends.gloo.transport import GlooTransport, _header_of, exchange
 from holdfast.comms import Communicator, HoldfastError, Revoked
 from holdfast.comms.transport.base import Context
 from holdfast.comms.transport.liveness import Liveness
@@ -222,8 +222,6 @@ def test_all_messages_of_a_batch_have_one_timeout(monkeypatch: pytest.MonkeyPatc
             tensors[0].copy_(_header_of(tensor))
         return SimpleNamespace(wait=wait)
 
-    transport, tensor = object.__new__(GlooTransport), torch.ones(4)
-    transport.rank, transport._seq, transport._error = 0, 0, None
-    transport._group, transport._sockets = SimpleNamespace(send=start, recv=start), []
-    transport.batch_send_recv([(tensor, 1, 0)], [(tensor, 1, 0), (tensor, 2, 0)], clock[0] + 60.0)
+    tensor, group = torch.ones(4), SimpleNamespace(send=start, recv=start)
+    exchange(group, 0, [(tensor, 1, 0)], [(tensor, 1, 0), (tensor, 2, 0)], clock[0] + 60.0)
     assert limits == [60.0 - number for number in range(6)], "of two headers, a header and a message sent, two messages"

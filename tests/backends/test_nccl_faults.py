@@ -353,15 +353,17 @@ def test_an_error_of_this_process_is_not_told_as_a_peers_death() -> None:
         fails_with(raising(RuntimeError("NCCL Error 6: remote process exited or there was a network error")))
 
 
-def test_a_transport_has_settled_once_the_device_has_done_what_both_streams_hold() -> None:
+def test_a_transport_has_settled_once_the_device_has_done_what_both_streams_hold(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def events(*looks: bool) -> Callable[[], Any]:
         """A function that makes an event, which the device has passed at the last of these looks."""
         left = list(looks)
         return lambda: SimpleNamespace(query=lambda: left.pop(0) if len(left) > 1 else left[0])
 
     transport = over(Recording())
-    side = streams.SideStream.__new__(streams.SideStream)
-    side._failed = transport._check
+    monkeypatch.setattr(streams, "_cuda", SimpleNamespace(Stream=lambda device: None, Event=lambda: None))
+    side = streams.SideStream(torch.device("cuda"), transport._check)
     side._running = deque([(events(False, True)(), lambda: None)])
     transport._side = side
     transport._passed = events(False, True)  # type: ignore[method-assign]

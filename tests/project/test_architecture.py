@@ -629,6 +629,13 @@ BANNED = {
         ("tests",),
         (OWN_FILE,),
     ),
+    "object without its constructor": Banned(
+        r"\.__new__\(",
+        "transport = object.__new__(GlooTransport)",
+        "the constructor, or a function that needs no object: on a slow machine more of the object is looked at",
+        ("tests",),
+        (OWN_FILE,),
+    ),
     "text for rich": Banned(
         r"(?<!\w)(?:Console|Table)\(|\.from_markup\(|\bTextColumn\((?!.*markup=)|(?<!\w)Panel\(.*title=f?[\"']",
         'Panel(x, title=f"{name}: failed")',
