@@ -325,16 +325,19 @@ def test_a_rank_sleeps_while_it_waits_unless_it_may_spin(comm: Communicator) -> 
         until = counter() + by
         eventually(lambda: counter() >= until)
 
-    for spins, counter, enough in ((0, sleeps, 40), (10_000_000, computed, 0.03)):
+    used = []
+    for spins, counter, enough in ((0, sleeps, 40), (10_000_000, computed, 0.1)):
         with comm.split([0, 1], hints={"spins": spins, "yields": 0}) as part:
             part.barrier()
             if part.rank == 0:
                 grows(counter, enough)
                 part.barrier()
             else:
-                slept = sleeps()
+                slept, began = sleeps(), time.thread_time()
                 part.barrier()
+                used.append(time.thread_time() - began)
                 assert (sleeps() - slept < 20) == (spins > 0)
+    assert comm.rank == 0 or used[0] < used[1] / 3
 
 
 @on_ranks(4, "ucx", checks="1")
