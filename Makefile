@@ -17,7 +17,7 @@ HEAD ?= HEAD
 ASV = PATH="$(abspath $(BIN)):$$PATH" HOLDFAST_ASV=$(PROFILE) HOLDFAST_MPICH="$(abspath $(PEERS)/mpich)" \
       HOLDFAST_ASV_SITE="$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" $(BIN)/asv
 
-.PHONY: help setup extras test test-all lint types unit thorough mutants coverage torch-suite torchcomms-suite torch-versions demo demo-hosts bench peers store-peers vllm vllm-newest executorch lightning monarch openenv ray titan titan-torchft torchft trl verl asv-run asv-continuous asv-publish gate figures \
+.PHONY: help setup extras test test-all lint types unit thorough mutants coverage torch-suite torchcomms-suite torch-versions torch-env-newest demo demo-hosts bench peers store-peers vllm vllm-newest executorch lightning monarch openenv ray titan titan-torchft torchft trl verl asv-run asv-continuous asv-publish gate figures \
         docs docs-serve wheel constraints clean
 
 help:  ## this list
@@ -101,6 +101,8 @@ $(TORCH_ENV)/%/.set-up: $(STAMP)
 	touch $@
 
 torch-env-%: $(TORCH_ENV)/%/.set-up ;
+
+torch-env-newest: torch-env-$(lastword $(sort $(TORCH_VERSIONS)))
 
 torch-2.%: $(TORCH_ENV)/2.%/.set-up
 	$(TORCH_ENV)/2.$*/bin/python -m pytest -q -p no:cacheprovider -m "not thorough" $(TORCH_ARGS) tests/comms/torchdist

@@ -284,7 +284,7 @@ def test_each_call_of_the_adapter_works_on_the_newest_torch() -> None:
     version = max(re.findall(r"^TORCH_VERSIONS \?=(.*)", (ROOT / "Makefile").read_text(), re.M)[0].split(), key=Version)
     python = ROOT / ".venv" / "torch" / version / "bin" / "python"
     if not python.exists():
-        pytest.skip(f"torch {version} is not installed: make torch-env-{version}")
+        pytest.skip(f"torch {version} is not installed: make torch-env-newest")
     chosen = "surface or calls or point_to_point or versions or windows or transport or shrink or as_large"
     tests = ["-m", "not thorough", "-k", chosen, ROOT / "tests" / "comms" / "torchdist"]
     assert " passed" in run_program(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, timeout=1190.0)

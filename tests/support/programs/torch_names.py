@@ -1,7 +1,7 @@
 """Which names torch's modules have, by version, as interpreters of environments with these versions say.
 
 `PYTHONPATH=tests python -m support.programs.torch_names PYTHON ...` writes `torch_names.toml` for the modules of torch
-that holdfast imports; `make torch-env-2.15.0` makes such an environment. What the table has of a version stays: torch
+that holdfast imports; `make torch-env-newest` makes such an environment. What the table has of a version stays: torch
 for CPUs has no ProcessGroupNCCL.
 """
 
