@@ -39,7 +39,7 @@ def suite(backend: str) -> type[unittest.TestCase]:
     os.environ.update(BACKEND="gloo", WORLD_SIZE=str(WORLD_SIZE), OMP_NUM_THREADS="1")
     folder = tempfile.mkdtemp(prefix="torch-suite-")
     atexit.register(_remove, folder, os.getpid())
-    os.environ["TEMP_DIR"] = folder
+    tempfile.tempdir = os.environ["TEMP_DIR"] = folder  # each test of torch leaves a file
     os.environ["INIT_METHOD"] = f"file://{folder}/shared_init_file"
     import torch
     import torch.distributed as dist
