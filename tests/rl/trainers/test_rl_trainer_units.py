@@ -59,7 +59,7 @@ def numbered(number: int, episodes: int) -> Group:
     updates=st.integers(1, 3),
 )
 def test_every_episode_is_in_one_forward(sizes: list[int], shards: int, micro_batch: int, updates: int) -> None:
-    """All shards of an update have equally many forwards, none of them larger than `micro_batch`."""
+    """All shards of an update have equally many forwards, none larger than `micro_batch`; their rows join again."""
     if len(sizes) < updates:
         updates = 1
     groups = [numbered(number, size) for number, size in enumerate(sizes)]
@@ -67,6 +67,9 @@ def test_every_episode_is_in_one_forward(sizes: list[int], shards: int, micro_ba
     for update in updates_of(BatchColumns.of(groups), updates, Objective()):
         forwards = [update.shard(shard, shards, micro_batch) for shard in range(shards)]
         assert len({len(each) for each in forwards}) == 1
+        rows = {shard: [each.tokens[:, 1:] for each in mine] for shard, mine in enumerate(forwards)}
+        assert torch.equal(update.joined(shards, micro_batch, rows), update.tokens[:, 1:].float())
+        assert sum(update.joined(shards, micro_batch, {n: rows[n]}) for n in rows).equal(update.tokens[:, 1:].float())
         for forward in (each for shard in forwards for each in shard):
             assert not micro_batch or len(forward.tokens) <= micro_batch
             assert forward.tokens.shape[1] == forward.inputs.mask.shape[1] + 1 == int(forward.attention.sum(1).max())
