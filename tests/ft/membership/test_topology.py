@@ -225,14 +225,16 @@ def test_a_member_that_left_died_of_what_is_known_of_it_or_of_what_the_view_says
     ]
 
 
-def test_a_late_report_does_not_count() -> None:
+def test_a_late_report_does_not_count_in_the_next_view_either() -> None:
     view = view_on([1, 1, 1, 1])
     evidence = after([Suspicion("p0", each, "silent", 1) for each in ("p1", "p2")], Evidence(), Shape(), view)
     assert evidence.lost.keys() == {"p0"}
     evidence = evidence.with_clearance(Cleared("p0", "p2", 2), view, Shape())
     assert not evidence.lost
-    for late in (1, 2):
-        assert evidence.with_suspicion(Suspicion("p0", "p2", "silent", late), view, Shape()) is evidence
+    later = structs.replace(view, epoch=2, members=view.members[:3])
+    for known, now in ((evidence, view), (evidence.for_view(later, view.members[3:], Shape()), later)):
+        for late in (1, 2):
+            assert known.with_suspicion(Suspicion("p0", "p2", "silent", late), now, Shape()) is known
 
 
 def test_one_suspicion_is_enough_against_a_spare() -> None:

@@ -34,7 +34,10 @@ NO_PROCESSES = "not shm and not gloo and not ucx and not mpi and not fsdp"
 
 
 TARGETS = {
-    "ft/membership": ("ft/membership/*.py", "tests/ft/membership tests/ft/session/test_job_environment.py"),
+    "ft/membership": (
+        "ft/membership/*.py",
+        "tests/ft/membership tests/ft/session/test_job_environment.py tests/ft/session/test_session_parts.py",
+    ),
     "ft/step_protocol": (
         "ft/step_protocol.py",
         "tests/ft/session/test_session_parts.py tests/ft/session/test_step_protocol.py",
@@ -47,7 +50,7 @@ TARGETS = {
     "comms": (
         "comms/collectives.py comms/quantities.py comms/tensors/packing.py",
         "tests/comms/calls/test_argument_checks.py tests/comms/ops/test_collectives.py "
-        "tests/comms/ops/test_fast_path.py tests/comms/memory/test_tensor_memory.py",
+        "tests/comms/ops/test_fast_path.py tests/comms/ops/test_native.py tests/comms/memory/test_tensor_memory.py",
     ),
     "rl": (
         "rl/grpo/loss.py rl/grpo/batch.py rl/grpo/token_logprobs.py",
