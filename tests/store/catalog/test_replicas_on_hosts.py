@@ -362,6 +362,13 @@ def test_no_source_serves_too_many_and_none_is_left_idle(steps: list[tuple[str, 
                 assert each.source == known.source
 
 
+def test_readers_that_lose_their_source_together_are_spread_over_those_that_are_left() -> None:
+    have = [fan_out.ServingCopy(each.id, each.peer, handle=replica(each.id).handle) for each in map(reader, (0, 1))]
+    wait = [fan_out.ServingCopy(each.id, each.peer, source="gone") for each in map(reader, (2, 3, 4))]
+    found = fan_out.assigned(fan_out.GroupPart(KEY, (), (*have, *wait)))
+    assert sorted(each.source for each in found.copies[2:]) == ["", reader(0).id, reader(1).id]
+
+
 def test_hosts_are_spread_over_groups() -> None:
     sizes = Counter(fan_out.group_of(f"host {number}") for number in range(fan_out.GROUPS * 40))
     assert len(sizes) == fan_out.GROUPS and max(sizes.values()) < 80

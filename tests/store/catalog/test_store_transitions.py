@@ -17,7 +17,20 @@ from holdfast.comms.transport.base import Peer
 from holdfast.store.catalog import fleet, transitions
 from holdfast.store.catalog.failure_domains import candidates
 from holdfast.store.catalog.part_casts import announce_cast, casts_of, request_cast, withdraw_cast
-from holdfast.store.catalog.records import KEPT, CastForm, Catalog, Holder, Pin, Reader, Replica, Shard, Spread, Version
+from holdfast.store.catalog.records import (
+    KEPT,
+    CastForm,
+    Catalog,
+    Holder,
+    Pin,
+    Reader,
+    Replica,
+    Retainer,
+    Shard,
+    Spread,
+    SwitchRecord,
+    Version,
+)
 from holdfast.store.errors import NoSuchVersion
 from support.mutations import damages, mutated
 from support.weights.catalogs import DIGEST, announced, copied, joined
@@ -251,6 +264,7 @@ class Catalogue(RuleBasedStateMachine):
             begun_anew = self.catalog.fence != before.fence and number not in before.visible()
             assert allowed == begun_anew or not allowed
         if allowed:
+            assert self.catalog == before or fence in (None, self.catalog.fence)
             assert transition(self.catalog) == self.catalog, "the same publication again changes nothing"
 
     @rule()
@@ -426,6 +440,29 @@ def test_a_version_that_is_not_there_says_why_and_one_that_is_published_anew_is_
     assert catalog.visible() == (1,) and catalog.lost == (2,)
     gone = transitions.remove_dead_holders(catalog, {HOLDERS[0].peer})
     assert list(transitions.ended(catalog, gone, HOLDERS[1].id)) == [("lost", 1)]
+
+
+def test_the_bytes_of_a_version_that_was_let_go_are_remembered_and_those_of_a_lost_one_forgotten() -> None:
+    catalog = joined(*HOLDERS[:2])
+    for number in (1, 2, 3):
+        catalog = announced(catalog, HOLDERS[0].id, number)
+    assert catalog.visible() == (2, 3)
+    left = transitions.remove_dead_holders(catalog, {HOLDERS[0].peer})
+    with pytest.raises(Mismatch, match="with other bytes and let go"):
+        announced(left, HOLDERS[1].id, 1, digest=b"y" * 16)
+    assert announced(left, HOLDERS[1].id, 2, digest=b"y" * 16).visible() == (2,)
+
+
+def test_every_process_that_matters_is_watched() -> None:
+    holder, pin, reader, retainer, proposer = (Peer("host", number, 7) for number in range(5))
+    catalog = Catalog(
+        holders=(Holder("h", holder),),
+        pins=(Pin("p", 1, pin),),
+        readers=(Reader("r", "", "", reader, switched=False),),
+        retainers=(Retainer("d", retainer, 1),),
+        switches=(SwitchRecord(1, "token", 1, (), None, 1.0, proposer),),
+    )
+    assert catalog.peers() == {holder, pin, reader, retainer, proposer}
 
 
 def test_a_part_is_withdrawn_by_its_own_publisher_alone_and_stays_while_another_publishes_it() -> None:

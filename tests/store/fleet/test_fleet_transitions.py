@@ -325,6 +325,8 @@ def test_a_new_reader_joins_the_newest_committed_switch_and_an_older_one_keeps_i
     assert settling.kept_for_readers(catalog) == {1, 3}
     assert [fleet.needed(catalog, replace(late, switched=switched)) for switched in (True, False)] == [(1,), ()]
     assert settling.kept_for_readers(Catalog(switches=switches)) == {3}
+    aborted = replace(switches[0], state="aborted")
+    assert settling.kept_for_readers(Catalog(switches=(aborted,))) == frozenset()
 
 
 def test_a_reader_enters_by_the_newest_switch_that_names_it_and_that_others_carry_out() -> None:
@@ -372,6 +374,17 @@ def test_who_took_the_place_of_a_reader_is_named() -> None:
     for now, said in ((catalog, f"process {second.reader.peer.pid} took"), (store_with(), "was taken for dead")):
         with pytest.raises(ReaderReplaced, match=said):
             fleet.own(now, "g0", first.reader.token)
+    assert fleet.unregister(catalog, "g0", first.reader.token) == catalog, "it closes late"
+    assert fleet.unregister(catalog, "g0", second.reader.token).readers == ()
+
+
+def test_a_reader_acknowledges_the_version_that_it_must_serve_alone() -> None:
+    catalog, one = follow(store_with(1, 2), "g0")
+    for number in (1, 2):
+        catalog = fleet.propose(stage(catalog, one, number), str(number), number, None, None, 5.0, TRAINER.peer)
+    assert fleet.acknowledge(catalog, "g0", one.reader.token, 1) == catalog
+    (reader,) = fleet.acknowledge(catalog, "g0", one.reader.token, 2).readers
+    assert (reader.served, reader.acknowledged) == (2, 2)
 
 
 def test_a_reader_is_not_ready_for_other_bytes_of_the_same_number() -> None:
